@@ -58,11 +58,13 @@ from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.exchange.topology import GossipChoice, Topology
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
+from adaptive.state import check_like, flat_tensors
 from adaptive.statistics.vector import Tally
 from adaptive.uniting import unite
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if
+from policies.state import together
 
 AT_ONCE = ("deepsqueeze", "choco-sgd")
 """Algorithms that mix in the step itself."""
@@ -274,6 +276,13 @@ class Gossip:
                     pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
                     state[what] |= {p.name: piece.clone() for p, piece in pieces}
         return state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless it is a state of gossip of these parameters."""
+        flat = flat_tensors(self.parameters)
+        check_like("local", state, {"offset": flat, "kept": flat}, complete=True)
+        for what, keys in (("offset", flat.keys()), ("kept", state["kept"].keys() and flat.keys())):
+            together(state[what].keys() == keys, "'local' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,11 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.memory.updates import UpdateMemory
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
+from adaptive.state import check_like, flat_tensors
 from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
+from policies.state import together
 
 log = logging.getLogger("adaptive")
 
@@ -336,6 +338,24 @@ class LocalSteps:
         for p, moving in self._moving.items():  # zero of a run without outer momentum
             before = state["moving"].get(p.name)
             moving.zero_() if before is None else moving.copy_(before)
+
+
+def check_local_state(
+    state: Mapping[str, Any], parameters: Collection[ModelParameter], apart: bool
+) -> None:
+    """ValueError unless it is a `LocalSteps.state_dict()` of these parameters. apart: the ranks
+    stepped by themselves when it was saved; else it has no anchors, and nothing is under way."""
+    flat = flat_tensors(parameters)
+    like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
+    check_like("local", state, like, complete=True)
+    arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
+    for each in state["arrived"].values():
+        check_like("local: arrived", each, arrival, finite=False, complete=True)
+        whole = bool(each["mean"]) and [*each["mean"]] == [*each["then"]]
+        together(apart and whole and each["due"] >= 1, "what has arrived has lost something")
+    fits = state["anchors"].keys() == (flat.keys() if apart else set())
+    fits = fits and state["moving"].keys() in (set(), flat.keys())
+    together(fits, "'local' has lost something, or is of ranks that do not step by themselves")
 
 
 def _on_device(by_name: Mapping[str, ModelParameter], flat: Mapping[str, Tensor]) -> Tensor:

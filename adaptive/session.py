@@ -27,22 +27,22 @@ from adaptive.controller import TOO_SMALL, Controller
 from adaptive.delay import DelayedAveraging, KeptByParameters
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
-from adaptive.exchange.link import EmulatedLink, LinkCost, measure_link
+from adaptive.exchange.link import EmulatedLink, measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline, done_with
 from adaptive.exchange.topology import GossipChoice
 from adaptive.gossip import Gossip
 from adaptive.hook import send_through
-from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps
+from adaptive.local_steps import AUTO_IS_ONE, CHOICES, LocalSteps, check_local_state
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate, loss_scale
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.momentum import SGDMomentum
-from adaptive.memory.updates import MomentState, UpdateMemory
+from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameters, local, travel_as_they_are
 from adaptive.reducer import Reducer, Step
 from adaptive.sizes import Sizes, make_header, start_policy
-from adaptive.state import check_state, undone_on_error
+from adaptive.state import SavedPart, check_like, check_state, load_parts, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import (
@@ -850,25 +850,53 @@ class Session:
         self.controller.flush()
         self._memory.now.conclude()
         self._end_meeting()
-        local: dict[str, Any] = {}
-        if self._local is not None:  # before what an exchange that is under way changes
-            local = self._local.state_dict()
-        elif self._gossip is not None:
-            local = self._gossip.state_dict()
-        elif self.settings.local_steps == "auto":
-            local = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
+        parts = self._parts(self._memory.now.name, self._local is not None)
+        values = {name: part.save() for name, part in parts.items()}
+        return {**self._identity(), "resharded_from": None, **values}
+
+    def _parts(
+        self, kind: str, apart: bool, resharded: bool = False, same_clock: bool = True
+    ) -> dict[str, SavedPart]:
+        """What is saved, in the order in which it is: local steps move what memories hold. Of a
+        state that is to be loaded, kind: its memory's name; apart: in it each rank steps by itself;
+        resharded: it was made for another number of ranks."""
+        base, memory, controller = self.settings.base, self._memory, self.controller
         return {
-            **self._identity(),
-            "resharded_from": None,
-            "compressor": self.settings.base.state_dict(),
-            "link": list(vars(self._choice.link).values()),
-            "server": {name: kept.clone() for name, kept in (self._choice.server or {}).items()},
-            "memory": self._memory.state_dict(),
-            "moments": moments.state_dict() if (moments := self._memory.now.moments) else {},
-            "local": local,
-            **self._requested.state_dict(),
-            "controller": self.controller.state_dict(),
+            "local": self._apart_part(apart),
+            "compressor": SavedPart(base.state_dict, base.load_state_dict),
+            **self._choice.parts(self.device, resharded),
+            "moments": SavedPart(
+                memory.moments_state, partial(memory.check_moments, kind=kind), memory.load_moments
+            ),
+            "memory": SavedPart(
+                memory.state_dict, partial(memory.check, kind=kind), memory.load_state_dict
+            ),
+            **self._requested.parts(self._parameters.values()),
+            "controller": SavedPart(
+                controller.state_dict, partial(controller.load_state_dict, same_clock=same_clock)
+            ),
         }
+
+    def _apart_part(self, apart: bool) -> SavedPart:
+        """Of ranks that step by themselves. apart: see `_parts`."""
+        if self._gossip is not None:
+            gossip = self._gossip
+            return SavedPart(gossip.state_dict, gossip.check, gossip.load_state_dict)
+        if not self._apart_always and self.settings.local_steps != "auto":
+            return SavedPart(dict, lambda state: check_like("local", state, {}))
+
+        def load(state: Mapping[str, Any]) -> None:
+            if self._local is not None:
+                self._local.load_state_dict(state)
+                self._local.every = self.controller.local_steps
+
+        local, parameters = self._local, self._parameters.values()
+        nothing = {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
+        return SavedPart(
+            (lambda: nothing) if local is None else local.state_dict,
+            lambda state: check_local_state(state, parameters, apart),
+            load,
+        )
 
     def load_state_dict(
         self, state: Mapping[str, Any], same_clock: bool, checking: AbstractContextManager[None]
@@ -881,69 +909,51 @@ class Session:
         if self._gossip is not None:
             with suppress(Exception):  # of neighbours that have failed
                 self._gossip.settle()
-        by_name, base = self._parameters.by_name(), self.settings.base
-        controller, requested, expected = self.controller, self._requested, self._identity()
-        stateful = base, controller.policy, controller.dense_timer
-        loaded = [*controller.loaded_parts(), *filter(None, requested.parts().values())]
-        with undone_on_error(stateful, loaded), checking:
-            # It was told in the run that the state is of, and need not be found out again.
-            kind = state.get("memory_kind")
-            has_fallen_back = kind == Residual.name and self._memory.now.may_fall_back
-            if has_fallen_back:
-                expected["memory_kind"] = Residual.name
-            elif self._gave_up_momentum and kind == "momentum":
-                raise ValueError(
-                    "state: it is of a run with momentum correction, which this compressor has "
-                    "given up, since p.grad was changed: attach a new AdaptiveCompressor, and load "
-                    "it there"
-                )
-            apart, local = self._local is not None, saved.read(state, "local", Mapping)
-            if len(self._numbers) > 1 and not controller.forced_dense:
-                apart = bool(local.get("anchors"))
-                expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
-            moments = MomentState() if expected["memory_kind"] == UpdateMemory.name else None
-            check_state(state, expected, by_name, len(requested.ladder))
-            saved.together(
-                apart == bool(local.get("anchors")),
-                "it is of ranks that step by themselves: attach before loading it",
-            )
-            base.load_state_dict(saved.read(state, "compressor", Mapping))
-            if moments is not None:
-                moments.load_state_dict(saved.read(state, "moments", Mapping))
-            controller.load_state_dict(saved.read(state, "controller", Mapping), same_clock)
-            if state["resharded_from"] is not None:
+        controller = self.controller
+        trials = self.settings.base, controller.policy, controller.dense_timer
+        with undone_on_error(trials, controller.loaded_parts()), checking:
+            expected, apart = self._expected(state)
+            resharded = saved.read(state, "resharded_from", int | None) is not None
+            parts = self._parts(expected["memory_kind"], apart, resharded, same_clock)
+            check_state(state, expected, parts)
+            if resharded:
                 controller.policy.rescale()
                 controller.dense_timer.rescale()
-            requested.load_state_dict(state, by_name)
+        self._follow(expected["memory_kind"], apart)
+        load_parts(state, parts)
+        self._left = self._failed = None
+
+    def _expected(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """What must be the same in this state, and whether each rank steps by itself in it."""
+        # That it fell back was told in the run that the state is of, and need not be found again.
+        expected, kind = self._identity(), state.get("memory_kind")
+        if kind == Residual.name and self._memory.now.may_fall_back:
+            expected["memory_kind"] = kind
+        elif self._gave_up_momentum and kind == "momentum":
+            raise ValueError(
+                "state: it is of a run with momentum correction, which this compressor has given "
+                "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
+            )
+        apart = self._local is not None
+        if len(self._numbers) > 1 and not self.controller.forced_dense:
+            apart = bool(saved.read(state, "local", Mapping).get("anchors"))
+            expected["memory_kind"] = Residual.name if apart else UpdateMemory.name
+        return expected, apart
+
+    def _follow(self, kind: str, apart: bool) -> None:
+        """Go over to the memory, and to the way to step, of a state that is about to be loaded."""
         if apart != (self._local is not None):
             if apart:
                 self._memory.release()
-                self._step_apart(controller.local_steps)
+                self._step_apart(self.controller.local_steps)
             else:
                 self._memory.choose(self._optimizers)
                 self._local = None
             self._use_memory()
-        if moments is not None:
-            self._memory.now.moments = moments
-        if has_fallen_back:
+        elif kind == Residual.name and self._memory.now.may_fall_back:
             self._fall_back()
             if self.exchange.place == 0:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
-        requested.load_state_dict(state, by_name)  # again: with another memory it has begun anew
-        if state["link"] is not None:
-            self._choice.link = LinkCost(*state["link"])
-        if self._choice.server is not None:
-            self._choice.server.clear()
-            self._choice.server.update(
-                {name: kept.to(self.device) for name, kept in state["server"].items()}
-            )
-        self._memory.load_state_dict(state["memory"])
-        if self._local is not None:
-            self._local.load_state_dict(state["local"])
-            self._local.every = controller.local_steps
-        if self._gossip is not None:
-            self._gossip.load_state_dict(state["local"])
-        self._left = self._failed = None
 
     @property
     def memory_kind(self) -> str:

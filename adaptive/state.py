@@ -1,30 +1,22 @@
-"""Saved states: whether one fits and is whole, and how those of N ranks become those of M.
+"""Saved states: what the parts save, whether a state fits, and how those of N ranks become those
+of M.
 
-A state that is refused changes nothing.
+Each part checks what it has saved itself. A state that is refused changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adaptive.memory.error_feedback import NoMemory, Residual
-from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.updates import UpdateMemory
 from adaptive.parameters import ModelParameter
 from policies.state import read, together
 
 State = Mapping[str, Any]
-
-CONTENTS = (
-    *("compressor", "link", "server", "memory", "moments", "local", "shadow", "sum", "peers"),
-    *("controller", "resharded_from"),
-)
-"""What a state holds beside what must be equal."""
 
 ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "local_steps", "parameters")
 """What the states of one moment have in common."""
@@ -58,13 +50,23 @@ def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterato
         raise ValueError(told if told.startswith("state") else f"state: {told}") from error
 
 
-def check_state(
-    state: State, expected: State, by_name: Mapping[str, ModelParameter], ladder: int
-) -> None:
-    """ValueError unless `state` is complete, equals `expected` where that says something, and its
-    tensors fit the parameters in `by_name` and the `ladder` of so many CFs. What the policy, the
-    compressor and the controller load they check themselves."""
-    missing = [key for key in (*expected, *CONTENTS) if key not in state]
+class SavedPart(NamedTuple):
+    """What one part of a session saves, under a name of its own in the state.
+
+    save: returns it. check: ValueError unless a saved value fits; it changes nothing. load: goes on
+    from a value that `check` has found to be good, and cannot fail. None: `check` has loaded it, on
+    trial (see `undone_on_error`). kind: the type of the value, for `policies.state.read`."""
+
+    save: Callable[[], Any]
+    check: Callable[[Any], None]
+    load: Callable[[Any], None] | None = None
+    kind: Any = Mapping
+
+
+def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -> None:
+    """ValueError unless `state` is complete, equals `expected` where that says something, and what
+    the parts have saved in it fits these."""
+    missing = [key for key in (*expected, *parts, "resharded_from") if key not in state]
     if missing:
         raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
     for what, ours in expected.items():
@@ -72,62 +74,20 @@ def check_state(
             told = f"state: {what} is {state[what]!r}, expected {ours!r}"
             raise ValueError(told + HINTS.get(what, ""))
     _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
-    flat = {
-        name: torch.empty(parameter.local.numel(), dtype=parameter.dtype, device="meta")
-        for name, parameter in by_name.items()
-    }
-    plain = {"lag": float, "to_full_lag": float, "stepped": bool}
-    keeps = {kind.name: kind.keeps for kind in (NoMemory, Residual, MomentumMemory, UpdateMemory)}
-    tensors = keeps[expected["memory_kind"]]
-    memory = {name: {**dict.fromkeys(tensors, each), **plain} for name, each in flat.items()}
-    for name, kept in read(state, "memory", Mapping).items():
-        residual = kept.get("residual") if isinstance(kept, Mapping) else None
-        # One in bfloat16 may have been saved, whatever it is kept in here.
-        if isinstance(residual, Tensor) and residual.dtype == torch.bfloat16 and name in flat:
-            memory[name]["residual"] = flat[name].to(torch.bfloat16)
-    check_like("memory", state["memory"], memory)
-    for name, kept in state["memory"].items():
-        whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
-        together(bool(kept) and whole, f"the memory of {name!r} has lost something")
-    if expected["memory_kind"] != UpdateMemory.name:  # which checks its own
-        check_like("moments", state["moments"], {})
-    steps, local = expected["local_steps"], read(state, "local", Mapping)
-    apart = steps != 1 or "delay" in expected
-    like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
-    if "gossip" in expected:
-        check_like("local", local, {"offset": flat, "kept": flat}, complete=True)
-        whole = local["offset"].keys() == flat.keys()
-        together(whole and local["kept"].keys() in (set(), flat.keys()), "'local' has lost some")
-    else:
-        check_like("local", local, like if apart else {}, complete=True)
-    for of_bucket in local["arrived"].values() if apart else ():
-        arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
-        check_like("local: arrived", of_bucket, arrival, finite=False, complete=True)
-        whole = bool(of_bucket["mean"]) and [*of_bucket["mean"]] == [*of_bucket["then"]]
-        whole = whole and of_bucket["due"] >= 1 and bool(local["anchors"])
-        together(whole, "what has arrived has lost something")
-    if apart:
-        anchors: list[Any] = [flat.keys(), *([set()] if steps == "auto" else [])]
-        whole = local["anchors"].keys() in anchors
-        whole = whole and local["moving"].keys() in (set(), flat.keys())
-        together(whole, "'local' has lost something")
-    for name, kept in read(state, "server", Mapping).items():
-        fits = isinstance(kept, Tensor) and kept.is_floating_point() and kept.dim() == 1
-        together(fits and bool(kept.isfinite().all()), f"server: {name!r} is damaged, {kept!r:.80}")
-    check_like("sum", state["sum"], flat, finite=False)
-    check_like("shadow", state["shadow"], dict.fromkeys(by_name if ladder else (), Mapping))
-    for name, kept in state["shadow"].items():
-        size = -(-by_name[name].local.numel() // read(kept, "stride", int))
-        dtype = read(kept, "residual", Tensor).dtype
-        together(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
-        rows = torch.empty(1 + ladder, size, dtype=dtype, device="meta")
-        like = {"stride": int, "residual": rows[1:], "velocity": rows[1:], "sent": rows}
-        check_like(f"shadow of {name!r}", kept, like)
-    if read(state, "resharded_from", int | None) is None:
-        _, beta = read(state, "link", tuple[float, object])
-        together(isinstance(beta, float) and beta > 0, "'link' must be two numbers")
-    else:
-        together(state["link"] is None, "'link' must be None in a resharded state")
+    for name, part in parts.items():
+        part.check(read(state, name, part.kind))
+
+
+def load_parts(state: State, parts: Mapping[str, SavedPart]) -> None:
+    """Go on from a state that `check_state` has found to be good."""
+    for name, part in parts.items():
+        if part.load is not None:
+            part.load(state[name])
+
+
+def flat_tensors(parameters: Iterable[ModelParameter]) -> dict[str, Tensor]:
+    """Tensors like those that are kept of parameters, by name, without values: for `check_like`."""
+    return {p.name: torch.empty(p.local.numel(), dtype=p.dtype, device="meta") for p in parameters}
 
 
 def check_like(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from adaptive.exchange.collectives import Exchange
@@ -20,9 +22,11 @@ from adaptive.exchange.strategies import (
     summed,
     voted_indices,
 )
+from adaptive.state import SavedPart
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
+from policies.state import read, together
 
 WORTH = 0.9
 """Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
@@ -139,6 +143,44 @@ class ExchangeChoice:
             self._fixed = allowed[0]
         self._world_size = world_size
         self.link = LinkCost()
+
+    def parts(self, device: torch.device, resharded: bool) -> dict[str, SavedPart]:
+        """What is saved: the cost of the link, and the server's memory, which is on `device`.
+        resharded: a state that is loaded is of another number of ranks, and of another link."""
+        check_link = partial(self._check_link, resharded=resharded)
+        load_server = partial(self._load_server, device=device)
+        return {
+            "link": SavedPart(self._save_link, check_link, self._load_link, object),
+            "server": SavedPart(self._save_server, self._check_server, load_server),
+        }
+
+    def _save_link(self) -> list[float]:
+        return list(vars(self.link).values())
+
+    def _check_link(self, link: Any, resharded: bool) -> None:
+        if resharded:
+            together(link is None, "'link' must be None in a resharded state")
+        else:
+            _, beta = read({"link": link}, "link", tuple[float, object])
+            together(isinstance(beta, float) and beta > 0, "'link' must be two numbers")
+
+    def _load_link(self, link: Any) -> None:
+        if link is not None:
+            self.link = LinkCost(*link)
+
+    def _save_server(self) -> dict[str, Tensor]:
+        return {name: kept.clone() for name, kept in (self.server or {}).items()}
+
+    def _check_server(self, server: Mapping[str, Any]) -> None:
+        for name, kept in server.items():
+            fits = isinstance(kept, Tensor) and kept.is_floating_point() and kept.dim() == 1
+            fits = fits and bool(kept.isfinite().all())
+            together(fits, f"server: {name!r} is damaged, {kept!r:.80}")
+
+    def _load_server(self, server: Mapping[str, Tensor], device: torch.device) -> None:
+        if self.server is not None:
+            self.server.clear()
+            self.server.update({name: kept.to(device) for name, kept in server.items()})
 
     @property
     def measures(self) -> bool:

@@ -6,20 +6,26 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf, log10
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import steps_as
-from adaptive.memory.momentum import SGDMomentum
-from adaptive.memory.updates import UpdateMemory
+from adaptive.memory.momentum import MomentumMemory, SGDMomentum
+from adaptive.memory.updates import MomentState, UpdateMemory
 from adaptive.parameters import ModelParameters
+from adaptive.state import check_like, flat_tensors
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from compressors.quantizers import Quantizer
 from policies import DENSE, checks
+from policies.state import together
+
+KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
 
 class MemoryChoice:
@@ -202,6 +208,37 @@ class ModelMemory:
         states = {parameter.name: self.now.state_dict(parameter) for parameter in parameters}
         return {name: state for name, state in states.items() if state}
 
+    def check(self, state: Mapping[str, Any], kind: str) -> None:
+        """ValueError unless it is a state of the memory of this name, of these parameters."""
+        flat = flat_tensors(self._parameters.values())
+        keeps = next(each.keeps for each in KINDS if each.name == kind)
+        plain = {"lag": float, "to_full_lag": float, "stepped": bool}
+        like = {name: {**dict.fromkeys(keeps, each), **plain} for name, each in flat.items()}
+        for name, kept in state.items():
+            residual = kept.get("residual") if isinstance(kept, Mapping) else None
+            # One in bfloat16 may have been saved, whatever it is kept in here.
+            if isinstance(residual, Tensor) and residual.dtype == torch.bfloat16 and name in flat:
+                like[name]["residual"] = flat[name].to(torch.bfloat16)
+        check_like("memory", state, like)
+        for name, kept in state.items():
+            whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
+            together(bool(kept) and whole, f"the memory of {name!r} has lost something")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for parameter in self._parameters.values():
             self.now.load_state_dict(parameter, state.get(parameter.name, {}))
+
+    def moments_state(self) -> dict[str, Any]:
+        """What has become of the optimizers' moments, where updates are sent."""
+        return self.now.moments.state_dict() if self.now.moments else {}
+
+    def check_moments(self, state: Mapping[str, Any], kind: str) -> None:
+        """The same as `check`, of these."""
+        if kind == UpdateMemory.name:
+            MomentState().load_state_dict(state)
+        else:
+            check_like("moments", state, {})
+
+    def load_moments(self, state: Mapping[str, Any]) -> None:
+        if self.now.moments is not None:
+            self.now.moments.load_state_dict(state)

@@ -7,7 +7,7 @@ them: with many layers they would be more than what a step at a large CF sends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from adaptive.bucket import Bucket
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
-from adaptive.state import check_like
-from adaptive.statistics.shadow import ShadowLadder
+from adaptive.state import SavedPart, check_like, flat_tensors
+from adaptive.statistics.shadow import ShadowLadder, check_shadow
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm
@@ -100,28 +100,41 @@ class RequestedStatistics:
         if self._shadow is not None and tally.ladder:
             self._shadow.step(bucket, tally)
 
-    def parts(self) -> dict[str, Any]:
-        """What has a state, by the name that it is saved under; None if it is not asked for."""
+    def parts(self, parameters: Collection[ModelParameter]) -> dict[str, SavedPart]:
+        """What is saved when no step is under way, of these parameters; empty of what is not asked
+        for."""
+        by_name = {p.name: p for p in parameters}
+        flat = flat_tensors(parameters)
         return {
-            "shadow": self._shadow,
-            "sum": self.sums,
-            "peers": self.peers,
+            "shadow": SavedPart(
+                lambda: self._shadow.state_dict() if self._shadow else {},
+                lambda state: check_shadow(state, by_name if self.ladder else {}, len(self.ladder)),
+                lambda state: self._load_shadow(state, by_name),
+            ),
+            "sum": SavedPart(
+                self.sums.state_dict,
+                lambda state: check_like("sum", state, flat, finite=False),
+                lambda state: self.sums.load_state_dict(state, by_name),
+            ),
+            "peers": _as_it_is("peers", lambda: self.peers),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """When no step is under way."""
-        return {name: part.state_dict() if part else {} for name, part in self.parts().items()}
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
-    ) -> None:
-        """Go on from a `state_dict()`, of which `check_state` has seen the shadow and the sum.
-        ValueError if the rest is not of what is asked for here."""
-        self.sums.load_state_dict(state["sum"], by_name)
+    def _load_shadow(self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]) -> None:
         if self._shadow is not None:
-            self._shadow.load_state_dict(state["shadow"], by_name)
-        peers = self.peers
-        like = peers.state_dict() if peers is not None else {}
-        check_like("peers", state["peers"], like, complete=True)
-        if peers is not None:
-            peers.load_state_dict(state["peers"])
+            self._shadow.load_state_dict(state, by_name)
+
+
+def _as_it_is(name: str, find: Callable[[], Peers | None]) -> SavedPart:
+    """Of a part, if there is one, whose state has tensors of the same shapes whenever it is saved.
+    find: returns it."""
+
+    def save() -> dict[str, Tensor]:
+        part = find()
+        return {} if part is None else part.state_dict()
+
+    def load(state: Mapping[str, Any]) -> None:
+        part = find()
+        if part is not None:
+            part.load_state_dict(state)
+
+    return SavedPart(save, lambda state: check_like(name, state, save(), complete=True), load)

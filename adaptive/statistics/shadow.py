@@ -23,6 +23,7 @@ from adaptive.bucket import Bucket, Part
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.momentum import MomentumRule
 from adaptive.parameters import ModelParameter
+from adaptive.state import check_like
 from adaptive.statistics.samples import (
     Sections,
     clear,
@@ -36,6 +37,7 @@ from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
 from compressors.kernels.blocks import Flag, is_host, on_host
+from policies import state as saved
 
 WHOLE = 1024
 """Elements up to which a tensor is its own sample."""
@@ -312,6 +314,18 @@ class ShadowLadder:
         velocity = sampled([parameter.velocity], [self._strides[parameter]])
         velocities.copy_(factors.to(velocity.device)[:, None] * velocity)
         return False
+
+
+def check_shadow(state: Mapping[str, Any], by_name: Mapping[str, ModelParameter], cfs: int) -> None:
+    """ValueError unless it is a `ShadowLadder.state_dict()` of these parameters and so many CFs."""
+    check_like("shadow", state, dict.fromkeys(by_name, Mapping))
+    for name, of_one in state.items():
+        size = -(-by_name[name].local.numel() // saved.read(of_one, "stride", int))
+        dtype = saved.read(of_one, "residual", Tensor).dtype
+        saved.together(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
+        rows = torch.empty(1 + cfs, size, dtype=dtype, device="meta")
+        like = {"stride": int, "residual": rows[1:], "velocity": rows[1:], "sent": rows}
+        check_like(f"shadow of {name!r}", of_one, like)
 
 
 def _move(a: Tensor, u: Tensor, g: Tensor, rules: tuple[MomentumRule, ...], first: bool) -> None:
