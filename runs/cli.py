@@ -40,9 +40,10 @@ examples:
 
 Ctrl-C stops all workers after the step they are in and saves a checkpoint (exit code 130); a
 second Ctrl-C ends at once. SIGTERM and a closed terminal do as the first Ctrl-C. Wrong options
-end with exit code 2, a failed worker with 1. A run that diverges, by its loss or its parameters, stops with 3 and keeps the last checkpoint before. One
-whose result or last checkpoint cannot be written, on a full disk, trains to the end and ends with
-4: records that cannot be written are dropped with a warning."""
+end with exit code 2, a failed worker with 1. A run that diverges, by its loss or its parameters,
+stops with 3 and keeps the last checkpoint before. One whose result or last checkpoint cannot be
+written, on a full disk, trains to the end and ends with 4: records that cannot be written are
+dropped with a warning."""
 
 OPTIONS = {
     "training": options(Training),
