@@ -163,8 +163,6 @@ class Bucket:
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.poisoned = judge(energies, self.work, tally.at("grad"), tally.at("spoiled"))
-        if tally.norms:
-            tally.at("grad_norms").add_(energies.sqrt().sum())
         on_host = is_host(self.work.device)
         known: Sequence[Scalar] = energies.tolist() if on_host else energies.unbind()
         start = 0
@@ -305,6 +303,14 @@ def compress_levels(
         if how is base:
             before = payloads[cf]
     return [payloads[cf] for cf in unit.levels]
+
+
+def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> None:
+    """Add ||g|| of each unit to the tally, for the gain "raw". flat: a bucket of gradients, before
+    anything is added to them."""
+    if tally.norms:
+        grads = [flat[unit.start : unit.stop] for unit in units]
+        tally.at("grad_norms").add_(squared_norms(grads).sqrt().sum())
 
 
 def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: Tally) -> None:
