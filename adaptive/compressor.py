@@ -103,12 +103,14 @@ class AdaptiveCompressor:
         with momentum correction. Of float64 parameters it is in float64 all the same.
     momentum: for memory="momentum" without an optimizer, whose own momentum must then be 0.
     momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
-        gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: with "momentum" the
-        compressor's own, with "updates" 1 - log10(CF), and 0 from CF 10 on.
+        gradients are compressed (docs/defaults.md), with momentum correction only. 1 is DGC's rule;
+        None: the compressor's own.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
-        (True: at every CF above 1; False: never; None: always for dgc, never for others).
+        (True: at every CF above 1; False: never; None: always for dgc, never for others). With
+        momentum correction only.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
         accumulated (DGC, section 3.2, but per parameter: buckets leave before the last is there).
+        Not where updates or parameters are exchanged.
     shadow_sample: share of the elements, in (0, 1], from which the shadow ladder tells gains; at
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
@@ -132,7 +134,7 @@ class AdaptiveCompressor:
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     process_group: of the model whose hook is registered without `attach` or `bind`. None: it is
-        looked for at the first backward.
+        looked for at the first backward. Any other than the model's is refused.
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
         in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
@@ -144,6 +146,8 @@ class AdaptiveCompressor:
         `torch.distributed.checkpoint`. "auto": "gathered" where `attach` is handed what Accelerate
         or Fabric have wrapped, else "rank".
 
+    A setting that nothing would look at, beside the others, is refused here, or by `attach` where
+    that depends on the optimizer. Only base="none" takes any: a run is switched to dense by it.
     ValueError or TypeError names the argument, its value and what is accepted.
     """
 
@@ -199,6 +203,10 @@ class AdaptiveCompressor:
         accepted = "a rate such as '100mbit', a LinkSpec or None"
         require(isinstance(spec, LinkSpec | None), "link", link, accepted)
         require(callable(clock), "clock", clock, "a function that returns seconds")
+        accepted = "a torch.distributed.ProcessGroup or None"
+        is_group = isinstance(process_group, dist.ProcessGroup | None)
+        require(is_group, "process_group", process_group, accepted)
+        clip_norm = positive("clip_norm", clip_norm)
         sinks = SafeTimeline(timeline)
         if checks.flag("progress", progress):
             sinks.sinks.append(ProgressTimeline())
@@ -213,9 +221,11 @@ class AdaptiveCompressor:
             rungs=below,
             cf_range=cf_range,
             policy=policy,
-            memory=MemoryChoice(compressor, below, memory, momentum, momentum_lag, masking),
+            memory=MemoryChoice(
+                compressor, below, memory, momentum, momentum_lag, masking, clip_norm
+            ),
             residual_dtype=residual_dtype,
-            clip_norm=positive("clip_norm", clip_norm),
+            clip_norm=clip_norm,
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),
             local_steps=check_local_steps(local_steps),
@@ -344,6 +354,8 @@ class AdaptiveCompressor:
             require(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer or None")
             scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
             require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
+            if self._group is not None and self._group is not group:
+                raise ValueError("process_group is another than that of the model: leave it out")
             if self._model is not None:
                 raise RuntimeError(
                     "the compressor is attached to a model already; detach() it first"

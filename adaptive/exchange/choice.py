@@ -122,6 +122,14 @@ def in_one_collective(exchange: str, base: Compressor) -> str:
     )
 
 
+def only_sums(base: Compressor, exchange: str) -> bool:
+    """Whether all that travels of `base` is summed on the way, so that no rank sees the payload of
+    another. exchange: one that `check_exchange` has let pass."""
+    first = strategies(base)[0]
+    of = first.name if exchange == "auto" else exchange
+    return of == SUMMED.name
+
+
 class ExchangeChoice:
     """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
 

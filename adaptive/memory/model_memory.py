@@ -35,8 +35,9 @@ class MemoryChoice:
         momentum: Any,
         momentum_lag: Any,
         masking: Any,
+        clip_norm: float | None = None,
     ) -> None:
-        """rungs: CFs below cf_range, of quantizers."""
+        """rungs: CFs below cf_range, of quantizers. clip_norm: checked already."""
         self.kind = checks.one_of("memory", memory, MEMORIES)
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
@@ -57,10 +58,42 @@ class MemoryChoice:
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
+        self._for_momentum = {
+            "momentum_lag": momentum_lag,
+            "masking": None if masking is False else masking,
+        }
+        if self.kind in ("residual", "none", "updates") or not base.error_feedback:
+            unbiased = "" if base.error_feedback else f" with base={base.shown!r}"
+            self.refuse_momentum_settings(f"memory={self.kind!r}{unbiased}")
+        if masking and type(base).indices is Compressor.indices:
+            raise ValueError(
+                f"masking={masking!r}: needs a base that keeps some elements and not others, whose "
+                f"velocities it clears; got base={base.shown!r}"
+            )
+        self._clip_norm = clip_norm
+        if self.kind == "updates":
+            self._refuse_clipping()
         if self._momentum is not None and self.kind != "momentum":
             raise ValueError(
                 f"momentum is for memory='momentum', got momentum={self._momentum!r} with "
                 f"memory={self.kind!r}"
+            )
+
+    def refuse_momentum_settings(self, got: str) -> None:
+        """ValueError if something was set that only momentum correction looks at."""
+        for name, value in self._for_momentum.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r}: needs momentum correction, so memory 'momentum' or 'auto', "
+                    f"and an SGD with momentum handed over (or momentum=); got {got}"
+                )
+
+    def _refuse_clipping(self) -> None:
+        if self._clip_norm is not None:
+            raise ValueError(
+                f"clip_norm must be None (clip p.grad instead) where updates are compressed: with "
+                f"memory 'updates', or 'auto' and an Adam or one like it handed over; got "
+                f"{self._clip_norm!r}"
             )
 
     def make(
@@ -72,6 +105,21 @@ class MemoryChoice:
     ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
         does not go with what was asked for. ranks, clipped: see `UpdateMemory`."""
+        made = self._make(optimizer, parameters, ranks, clipped)
+        if not isinstance(made, MomentumMemory):
+            by = type(optimizer).__name__ if optimizer is not None else None
+            self.refuse_momentum_settings(f"memory {made.name!r} for optimizer {by}")
+        if isinstance(made, UpdateMemory):
+            self._refuse_clipping()
+        return made
+
+    def _make(
+        self,
+        optimizer: Optimizer | None,
+        parameters: ModelParameters,
+        ranks: int,
+        clipped: Callable[[], Tensor | None],
+    ) -> NoMemory:
         maybe_unused, momentum = parameters.maybe_unused, self._momentum
         if self.kind == "none" or not self._base.error_feedback:
             return NoMemory(maybe_unused)
@@ -121,7 +169,7 @@ class MemoryChoice:
         momentum superfluous from CF 10 on (docs/defaults.md)."""
         if cf in self._keeps_most:
             return 1.0
-        return max(0.0, 1 - log10(cf)) if self._lag is None else self._lag
+        return max(0.0, 1 - log10(cf))
 
     def __str__(self) -> str:
         settings = f"momentum={self._momentum}, momentum_lag={self._lag}, masking={self._masking}"
