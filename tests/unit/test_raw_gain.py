@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -62,6 +62,7 @@ def _sparse(size: int, seed: int) -> Tensor:
     return gradient
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=12),
     base=st.sampled_from(["topk+fp32", "topk+bf16", "threshold+fp32", "bf16", "none"]),
@@ -94,6 +95,7 @@ def test_it_is_one_where_nothing_is_lost(
     assert any(report.measurements for report in reports) or base == "none"
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=12),
     granularity=st.sampled_from(["layer", "bucket"]),
