@@ -17,7 +17,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key, Payload
-from compressors.kernels import judge, squared_norms
+from compressors.kernels import all_finite, judge, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
@@ -31,6 +31,12 @@ WHOLE = 4096
 
 SHARE = 256
 """Of what exceeds WHOLE, one element in this many."""
+
+
+LARGEST = {dtype: torch.finfo(dtype).max ** 0.5 / 2**18 for dtype in (torch.float32, torch.float64)}
+"""The largest magnitude of a gradient, by precision (7e13 in float32). What is larger would
+overflow sooner or later: in the memory, where gradients add up, or in what compressors make of the
+squares of up to 10^9 of them."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +135,11 @@ class Bucket:
 
     work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
     key: of all parts, but for their names and shapes. whole: neighbouring parts are compressed as
-    one. poisoned: a gradient is not finite, or its squares or their sum are not in that precision;
-    larger ones (norms above 1.8e19 in float32) would overflow the memory sooner or later, or what
-    compressors make of it. The gradients of a poisoned bucket are set to zero. rooms: what `room`
-    has given out, which on the host the same bucket of the next step finds again. updates: it
-    holds updates, not gradients.
+    one. poisoned: a gradient is not finite. The gradients of a poisoned bucket are set to zero.
+    Finite gradients whose squares are not finite in that precision (norms above 1.8e19 in float32)
+    are cut to LARGEST; the step counts as one that tells nothing. rooms: what `room` has given
+    out, which on the host the same bucket of the next step finds again. updates: it holds updates,
+    not gradients.
     """
 
     work: Tensor
@@ -155,12 +161,17 @@ class Bucket:
         tally."""
         grads = self.work.split([parameter.local.numel() for parameter in parameters])
         energies = squared_norms(grads)
+        on_host, largest = is_host(self.work.device), LARGEST[self.work.dtype]
+        overflows = on_host and not energies.sum() <= torch.finfo(self.work.dtype).max
+        if overflows and all_finite(self.work):
+            self.work.clamp_(-largest, largest)
+            energies = squared_norms(grads)
+            tally.at("spoiled").add_(1)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.poisoned = judge(energies, self.work, tally.at("grad"), tally.at("spoiled"))
-        if tally.norms:
-            tally.at("grad_norms").add_(energies.sqrt().sum())
-        on_host = is_host(self.work.device)
+        if not on_host:  # nobody knows whether there is anything to cut
+            self.work.clamp_(-largest, largest)
         known: Sequence[Scalar] = energies.tolist() if on_host else energies.unbind()
         start = 0
         for parameter, grad, energy in zip(parameters, grads, known, strict=True):
@@ -299,6 +310,14 @@ def compress_levels(
         if how is base:
             before = payloads[cf]
     return [payloads[cf] for cf in unit.levels]
+
+
+def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> None:
+    """Add ||g|| of each unit to the tally, for the gain "raw". flat: a bucket of gradients, before
+    anything is added to them."""
+    if tally.norms:
+        grads = [flat[unit.start : unit.stop] for unit in units]
+        tally.at("grad_norms").add_(squared_norms(grads).sqrt().sum())
 
 
 def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: Tally) -> None:

@@ -101,12 +101,14 @@ class AdaptiveCompressor:
     residual_dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random; not
         with momentum correction. Of float64 parameters it is in float64 all the same.
     momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
-        gradients are compressed (docs/defaults.md). 1 is DGC's rule; None: with "momentum" the
-        compressor's own, with "updates" 1 - log10(CF), and 0 from CF 10 on.
+        gradients are compressed (docs/defaults.md), with momentum correction only. 1 is DGC's rule;
+        None: the compressor's own.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
-        (True: at every CF above 1; False: never; None: always for dgc, never for others).
+        (True: at every CF above 1; False: never; None: always for dgc, never for others). With
+        momentum correction only.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
         accumulated (DGC, section 3.2, but per parameter: buckets leave before the last is there).
+        Not where updates or parameters are exchanged.
     shadow_sample: share of the elements, in (0, 1], from which the shadow ladder tells gains; at
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
@@ -135,6 +137,8 @@ class AdaptiveCompressor:
         has, and hand it to every rank. "auto": "gathered" where `attach` is handed what Accelerate
         or Fabric have wrapped, else "rank".
 
+    A setting that nothing would look at, beside the others, is refused here, or by `attach` where
+    that depends on the optimizer. Only base="none" takes any: a run is switched to dense by it.
     ValueError or TypeError names the argument, its value and what is accepted.
     """
 
@@ -187,6 +191,7 @@ class AdaptiveCompressor:
         accepted = "a rate such as '100mbit', a LinkSpec or None"
         require(isinstance(spec, LinkSpec | None), "link", link, accepted)
         require(callable(clock), "clock", clock, "a function that returns seconds")
+        clip_norm = positive("clip_norm", clip_norm)
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -199,9 +204,9 @@ class AdaptiveCompressor:
             cf_range=cf_range,
             policy=policy,
             may_stay_dense=unnamed,
-            memory=MemoryChoice(compressor, below, memory, momentum_lag, masking),
+            memory=MemoryChoice(compressor, below, memory, momentum_lag, masking, clip_norm),
             residual_dtype=residual_dtype,
-            clip_norm=positive("clip_norm", clip_norm),
+            clip_norm=clip_norm,
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),
             local_steps=check_local_steps(local_steps),

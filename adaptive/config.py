@@ -17,6 +17,7 @@ from adaptive.exchange.choice import in_one_collective
 from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.topology import GossipChoice
 from adaptive.hook import HookRung
+from adaptive.statistics.shadow import SHARE
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor
 from compressors.rounds import RoundsCompressor
@@ -222,6 +223,8 @@ class Settings:
             self._check_gossip()
         if self.local_steps != 1 or self.delay:
             self._check_local_steps()
+        if base.name != "none":  # which switches compression off, whatever else is set
+            self._check_used()
         if self.delay:
             self.exchange = in_one_collective(self.exchange, base)
         if self.residual_dtype not in (torch.float32, torch.bfloat16):
@@ -252,6 +255,10 @@ class Settings:
             "residual_dtype": (self.residual_dtype != torch.float32, "torch.float32"),
             "memory": (self.memory.kind in ("momentum", "updates"), "'auto', 'residual' or 'none'"),
         }
+        if self.local_steps != "auto":
+            self.memory.refuse_momentum_settings(
+                f"local_steps={self.local_steps!r} and delay={self.delay}"
+            )
         if self.local_steps == "auto":
             wrong["memory"] = (self.memory.kind not in ("auto", "updates"), "'auto' or 'updates'")
             if not self.policy.chooses_local_steps:
@@ -269,6 +276,35 @@ class Settings:
                 got = self.memory.kind if name == "memory" else getattr(self, name)
                 told = f"{name} must be {accepted} with {of}"
                 raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
+
+    def _check_used(self) -> None:
+        """ValueError for a setting that nothing in this run would look at."""
+        compresses = self.base.supported(100.0, 10**6) > 1
+        feeds_back = self.base.error_feedback and self.memory.kind != "none"
+        keeps = f"a memory of what is not sent, got memory={self.memory.kind!r}"
+        keeps += f" with base={self.base.shown!r}"
+        if self.local_steps == 1:
+            each_step = "local_steps of 2 or more (or 'auto'), got local_steps=1"
+            self._refuse("outer_lr", self.outer_lr != 1, each_step)
+            self._refuse("outer_momentum", self.outer_momentum != 0, each_step)
+            self._refuse("overlap", self.overlap is not None, each_step)
+        if not self.policy.shadow:
+            told = f"a policy that asks for the shadow ladder, got policy={self.policy.name!r}"
+            told += f" with gain {self.policy.gain!r}"
+            self._refuse("shadow_sample", self.shadow_sample != SHARE, told)
+        if not feeds_back:
+            self._refuse("residual_dtype", self.residual_dtype != torch.float32, keeps)
+        if not compresses:
+            told = f"a base that compresses, got base={self.base.shown!r}"
+            self._refuse("down_cf", self.down_cf is not None, told)
+            self._refuse("server_memory", self.server_memory, told)
+        if self.down_cf == 1:
+            told = "means that are compressed, got down_cf=1"
+            self._refuse("server_memory", self.server_memory, told)
+
+    def _refuse(self, name: str, given: bool, needed: str) -> None:
+        if given:
+            raise ValueError(f"{name}={getattr(self, name)!r}: needs {needed}")
 
     def _check_gossip(self) -> None:
         """ValueError for whatever needs a mean, or gains that are of gradients."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.bucket import LARGEST
 from adaptive.config import Settings
 from adaptive.exchange.choice import Strategy
 from adaptive.exchange.collectives import Exchange
@@ -73,10 +74,10 @@ class DelayedAveraging(LocalSteps):
         self._rounds += 1  # the round of `delay` rounds ago is over, and its buffers are free
         self._rooms = self._of_rounds[self._rounds % self._delay]
 
-    def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
+    def _unsent(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """What this rank has not sent yet, of the parameters of bucket `index`: flat, in a buffer
         of its own."""
-        unsent = super().outer_gradients(index, parameters)
+        unsent = super()._unsent(index, parameters)
         places = dict(zip(parameters, split(unsent, parameters), strict=True))
         for arrival in self._arrived:
             assert arrival.then is not None
@@ -130,14 +131,16 @@ class DelayedAveraging(LocalSteps):
         self._bring_back(spoilt)
 
     def _bring_back(self, spoilt: Flag) -> None:
-        """If what some rank has sent was not finite: whoever that was goes on from the anchor, and
-        its gradients, which are of where it stood, count for nothing."""
+        """If what some rank has sent was not finite, or too large: that rank goes on from the
+        anchor, and its gradients, which are of where it stood, count for nothing."""
         if spoilt is False:
             return
         for p, anchor in self.anchors.items():
             good = torch.as_tensor(spoilt, device=anchor.device) ^ True
             here, grad = p.tensor.data, p.tensor.grad
-            here.copy_(torch.where(here.isfinite() | good, here, anchor.view_as(here)))
+            anchor = anchor.view_as(here)
+            near = (here.to(anchor.dtype) - anchor).abs() < LARGEST[anchor.dtype]  # nan is not
+            here.copy_(torch.where(near | good, here, anchor))
             if grad is not None:
                 grad.copy_(torch.where(grad.isfinite() | good, grad, 0.0))
 

@@ -49,6 +49,7 @@ from adaptive.bucket import (
     StepCFs,
     Unit,
     compress_levels,
+    record_gradient_norms,
     record_levels,
     strided_sample,
 )
@@ -174,6 +175,7 @@ class Gossip:
         x = self._to_tell(chunk)
         bucket = self._bucket(chunk, x, step)
         units = self._granularity.cut(bucket, cfs)
+        record_gradient_norms(units, x, tally)
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
         tally.at("spoiled").add_(torch.as_tensor(bucket.poisoned))
         self._exchange.count_floats(sum(unit.floats for unit in units))

@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
 from adaptive.state import check_like, flat_tensors
 from adaptive.uniting import averaged, unite
-from compressors.kernels import all_finite
+from compressors.kernels import all_finite, squared_norms
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
 from policies.state import together
 
@@ -144,7 +145,17 @@ class LocalSteps:
         self._sent, self._stepped = 0, False
 
     def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
-        """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
+        """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own. A rank
+        that has come so far that squares overflow is thrown back to the anchor, as one that has
+        come to what is not finite: then all are nan."""
+        unsent = self._unsent(index, parameters)
+        most = torch.finfo(unsent.dtype).max
+        (energy,) = squared_norms([unsent])
+        too_large = not energy <= most if is_host(unsent.device) else ~(energy <= most)
+        fill_if(too_large, unsent, nan)
+        return unsent
+
+    def _unsent(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         room = self._joined(index, "sent", [self.anchors[p] for p in parameters])
         torch._foreach_sub_(split(room, parameters), [as_flat(p.tensor) for p in parameters])
         return room
@@ -170,7 +181,8 @@ class LocalSteps:
         """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
         share the steps of the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
-        later = -(-overlap * self._sent // sum(p.tensor.numel() for p in self._parameters))
+        elements = max(1, sum(p.tensor.numel() for p in self._parameters))
+        later = -(-overlap * self._sent // elements)
         then = self._joined(index, "then", [as_flat(p.tensor).to(p.dtype) for p in parameters])
         self._arrived.append(Arrival(parameters, mean, 1 + later, then))
 

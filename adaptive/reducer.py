@@ -38,6 +38,7 @@ from adaptive.bucket import (
     StepCFs,
     Unit,
     compress_levels,
+    record_gradient_norms,
     record_levels,
     strided_sample,
 )
@@ -116,6 +117,7 @@ class Reducer:
         granularity = self.granularity.in_full if strategy.votes else self.granularity
         units = granularity.cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
+        record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
@@ -225,6 +227,7 @@ class Reducer:
             of = [part.parameter for part in bucket.parts]
             turned = self.memory.preview(of, grads, [1] * len(grads))
             measured = bucket.work if turned is grads else torch.cat([*turned])
+            record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
         for part in parts:
             self.memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))

@@ -20,6 +20,7 @@ from adaptive.timeline.records import Header
 from compressors.base import kept
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Context, Fixed
+from policies.base import DeclaredPolicy
 
 RUNG_GAIN = 0.95
 """What policies take the gain of a quantizer below cf_range for. It is more, but where one saves
@@ -202,7 +203,24 @@ def start_policy(
             f"attach(model), and layers that are not below dense_below"
         )
     settings.policy.start(context)
+    _check_rungs(settings, context)
     return context
+
+
+def _check_rungs(settings: Settings, context: Context) -> None:
+    """ValueError for a hook or another compressor at a CF that the policy never sends."""
+    policy = settings.policy
+    if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
+        return
+    sends = {*context.cf_range, *policy.candidates()}
+    for name, rungs in (("hooks", settings.hooks), ("rungs", settings.rungs)):
+        left = sorted(rungs.keys() - sends)
+        if left:
+            raise ValueError(
+                f"{name} must be at CFs that the policy sends: those that 'fixed' or 'schedule' "
+                f"names, or any with 'goodput' (of a hook: HookRung(hook, gain=...)); got CF "
+                f"{left[0]:g}, which policy {policy.name!r} never sends"
+            )
 
 
 def are_updates(memory: str, local_steps: tuple[int, ...]) -> bool:

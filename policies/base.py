@@ -22,9 +22,9 @@ DENSE = 1.0
 GainKind = Literal["gradient", "error_fed", "raw", "signal"]
 """How the gain of a CF is defined: "gradient" by the energy that compression keeps of the gradient
 before error feedback, "error_fed" by what it keeps of the error-fed gradient (GraVAC's definition),
-"raw" as GraVAC's released code does (norms of what is kept, summed over the tensors, over those of
-the gradients: norms, not energies, so that 0.7 is about 0.49 of the others), "signal" by the part
-of the true gradient that gets through (policies/signal_gain.py)."""
+"raw" as GraVAC's released code does (norms of what is kept over norms of the gradients, both summed
+over what is compressed as one: norms, not energies, so that 0.7 is about 0.49 of the others),
+"signal" by the part of the true gradient that gets through (policies/signal_gain.py)."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Measurement:
     grad: float = nan  # ||g||^2
     sample_error: float = nan  # ||s - C(s)||^2
     sample_total: float = nan  # ||s||^2
-    # For the gain "raw": norms, summed over the ranks and over what is compressed as one, a tensor
-    # or several (what a second compression loses of `kept_norms` is not taken off them).
+    # For the gain "raw": norms, both summed over the ranks and over what is compressed as one, a
+    # tensor or several (what a second compression loses of `kept_norms` is not taken off them).
     kept_norms: float = nan  # ||c||
     grad_norms: float = nan  # ||g||
 
@@ -126,6 +126,15 @@ class Measurement:
     def gain(self, kind: GainKind) -> float:
         """This step's gain, in [0, 1]; nan if it is not known."""
         return _ratio(*self.terms(kind))
+
+    @property
+    def energy_ratio(self) -> float:
+        """||c||^2 / ||a||^2, the ratio that GraVAC's paper names gain; nan if it is not known. The
+        gain "error_fed" is the same for a base that keeps elements as they are. A base that rounds
+        or scales them may have any ratio (above 1 for an unbiased one), and no policy decides by
+        it."""
+        known = isfinite(self.kept) and isfinite(self.total) and self.total > 0
+        return self.kept / self.total if known else nan
 
 
 def _ratio(top: float, bottom: float) -> float:

@@ -39,8 +39,9 @@ class MemoryChoice:
         memory: Any,
         momentum_lag: Any,
         masking: Any,
+        clip_norm: float | None = None,
     ) -> None:
-        """rungs: CFs below cf_range, of quantizers."""
+        """rungs: CFs below cf_range, of quantizers. clip_norm: checked already."""
         self.kind = checks.one_of("memory", memory, MEMORIES)
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
@@ -58,12 +59,59 @@ class MemoryChoice:
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
+        self._for_momentum = {
+            "momentum_lag": momentum_lag,
+            "masking": None if masking is False else masking,
+        }
+        if self.kind in ("residual", "none") or not base.error_feedback:
+            unbiased = "" if base.error_feedback else f" with base={base.shown!r}"
+            self.refuse_momentum_settings(f"memory={self.kind!r}{unbiased}")
+        if masking and type(base).indices is Compressor.indices:
+            raise ValueError(
+                f"masking={masking!r}: needs a base that keeps some elements and not others, whose "
+                f"velocities it clears; got base={base.shown!r}"
+            )
+        self._clip_norm = clip_norm
+        if self.kind == "updates":
+            self._refuse_clipping()
+            self.refuse_momentum_settings("memory='updates'", ("masking",))
+
+    def refuse_momentum_settings(
+        self, got: str, names: Sequence[str] = ("momentum_lag", "masking")
+    ) -> None:
+        """ValueError if one of these was set, which only momentum correction looks at."""
+        for name in names:
+            if (value := self._for_momentum[name]) is not None:
+                raise ValueError(
+                    f"{name}={value!r}: needs momentum correction, so memory 'momentum' or 'auto', "
+                    f"and an SGD of torch's with momentum handed over; got {got}"
+                )
+
+    def _refuse_clipping(self) -> None:
+        if self._clip_norm is not None:
+            raise ValueError(
+                f"clip_norm must be None (clip p.grad instead) in parameter space: with memory "
+                f"'updates', or 'auto' and another optimizer than torch's SGD handed over; got "
+                f"{self._clip_norm!r}"
+            )
 
     def make(
         self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
     ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
         does not go with what was asked for. ranks: world size."""
+        made = self._make(optimizers, parameters, ranks)
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or None
+        if isinstance(made, UpdateMemory):
+            self._refuse_clipping()
+            self.refuse_momentum_settings(f"memory {made.name!r} for {names}", ("masking",))
+        elif not isinstance(made, MomentumMemory):
+            self.refuse_momentum_settings(f"memory {made.name!r} for optimizer {names}")
+        return made
+
+    def _make(
+        self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
+    ) -> NoMemory:
         optimizer = next(iter(optimizers), None)
         maybe_unused = parameters.maybe_unused
         if self.kind == "none" or not self._base.error_feedback:
@@ -107,7 +155,7 @@ class MemoryChoice:
         momentum superfluous from CF 10 on (docs/defaults.md)."""
         if cf in self._keeps_most:
             return 1.0
-        return max(0.0, 1 - log10(cf)) if self._lag is None else self._lag
+        return max(0.0, 1 - log10(cf))
 
     def __str__(self) -> str:
         return f"memory={self.kind!r}, momentum_lag={self._lag}, masking={self._masking}"

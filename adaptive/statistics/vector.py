@@ -151,7 +151,8 @@ class Statistics:
     error: list[float] = _numbers("cfs")
     sample_error: list[float] = _numbers("cfs")
     grad_norms: float = _number("sum", only="norms")
-    """||g|| of each tensor, summed; `kept_norms` ||c|| at each CF of what is compressed as one."""
+    """||g|| of what is compressed as one (a tensor or several), summed; `kept_norms` the same of
+    ||c|| at each CF."""
     kept_norms: list[float] = _numbers("cfs", only="norms")
     shadow_error: list[float] = _numbers("ladder")
     shadow_total: list[float] = _numbers("ladder")

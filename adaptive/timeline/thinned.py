@@ -13,7 +13,7 @@ from math import isfinite
 from typing import get_args
 
 from adaptive.timeline.records import StepRecord, Timeline
-from policies import GainKind, checks
+from policies import GainKind, Measurement, checks
 
 _MOVED = {
     "candidate": "cf/candidate",
@@ -46,6 +46,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         **{f"time/{part}": getattr(report, f"{part}_seconds") for part in parts},
         "gain/sent": record.gain,
         **{f"gain_of_step/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
+        "gain_of_step/energy_ratio": report.measurements.get(report.cf, Measurement()).energy_ratio,
         **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
     }
 

@@ -51,17 +51,19 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def judge(energies: Tensor, x: Tensor, total: Tensor, spoiled: Tensor) -> Flag:
-    """Whether one of `energies`, the squared norms of the pieces of `x`, is not a number of x's
-    precision. Adds them to `total`, and 1 to `spoiled` if so (float64, one element each)."""
+    """Whether `x` has an element that is not finite. energies: the squared norms of its pieces, of
+    a device in float64. Adds them to `total`, and 1 to `spoiled` if one of them is not finite in
+    x's precision (float64, one element each)."""
     most = torch.finfo(x.dtype).max
     if triton := triton_for_flags(x):
         return triton.judge(energies, most, total, spoiled)
     fits = (energies <= most).all()  # nan does not
-    flag = not bool(fits) if is_host(x.device) else ~fits
     for energy in energies.tolist() if is_host(x.device) else (energies.sum(),):
         total.add_(energy)
-    spoiled.add_(flag)
-    return flag
+    spoiled.add_(~fits)
+    if is_host(x.device):
+        return not bool(fits) and not all_finite(x)
+    return ~(energies < inf).all()
 
 
 def all_finite(tensor: Tensor) -> Flag:

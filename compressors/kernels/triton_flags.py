@@ -104,10 +104,12 @@ def _any_nan(x, found, numel, block: tl.constexpr):
 def _judge(energies, most, total, spoiled, found, numel, block: tl.constexpr):
     lanes = tl.arange(0, block)
     added, bad = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
+    infinite = tl.full((), 0, tl.int32)
     for start in range(0, numel, block):
         energy = tl.load(energies + start + lanes, mask=lanes < numel - start, other=0.0)
         added += tl.sum(energy)
         bad += tl.sum(1 - (energy <= most).to(tl.int32))  # nan is not
+        infinite += tl.sum(1 - (energy < float("inf")).to(tl.int32))
     tl.store(total, tl.load(total) + added)
     tl.store(spoiled, tl.load(spoiled) + (bad > 0).to(tl.float64))
-    tl.store(found, bad > 0)
+    tl.store(found, infinite > 0)
