@@ -4,7 +4,9 @@
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one), and Triton's kernels.
 # make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
+# make fuzz: random configurations held to invariants (make long-test: 60 of them, always the same).
 PYTHON ?= python3
+FUZZ ?= 200
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -13,7 +15,7 @@ OLDEST_TORCH := 2.6.0
 OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
 	as_they_are saved_forms compatibility compile wrappers nonfinite
 
-.PHONY: demo test long-test browser-test gpu-test oldest-test soak faults lint bench clean
+.PHONY: demo test long-test browser-test gpu-test oldest-test soak fuzz faults lint bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -47,6 +49,9 @@ oldest-test: $(OLDEST)/installed
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000
+
+fuzz: $(STAMP)
+	FUZZ=$(FUZZ) $(BIN)/python -m pytest --numprocesses 2 -m long tests/distributed/test_fuzz.py
 
 faults: $(STAMP)
 	$(BIN)/python -m tests.faults --out docs/reliability.md

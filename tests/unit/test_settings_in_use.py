@@ -159,3 +159,13 @@ NOT_WITHOUT_MODE |= {"momentum_lag", "masking", "rungs", "hooks"}
 @pytest.mark.parametrize("name", sorted(VALUES.keys() - NOT_WITHOUT_MODE))
 def test_base_none_takes_what_it_does_not_use(name: str) -> None:
     _train({"base": "none", name: VALUES[name]}, _sgd)
+
+
+@pytest.mark.parametrize("scaler", ["x", 65536.0, True, object()], ids=repr)
+def test_a_scaler_of_another_type_is_refused(scaler: Any) -> None:
+    with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler or None"):
+        AdaptiveCompressor().attach(DDP(Given([(3,)])), scaler=scaler)
+
+
+def test_what_asks_for_no_masking_may_stand_everywhere() -> None:
+    _train({"memory": "residual", "masking": False}, _sgd)
