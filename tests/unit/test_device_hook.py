@@ -85,7 +85,7 @@ class Parameters(ModelParameters):
     """Of a model whose parameters a step may leave unused, or not."""
 
     def __init__(self, parameters: Sequence[ModelParameter], unused: bool) -> None:
-        super().__init__(None)
+        dict.__init__(self)
         self.update({parameter.tensor: parameter for parameter in parameters})
         self._unused = unused
 
