@@ -21,7 +21,7 @@ A contender is NAME[@CF][:key=value,...]. NAME is
   gravac-paper, accordion-paper    as in their papers, with these papers' compression: tensor by
                  tensor, values of 32 bits, plain error feedback, base dgc and topk
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
-  off            plain DDP without the hook (nothing of its steps is known but their number);
+  off            plain DDP without the hook (of its steps, only number and time are known);
                  off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
   diloco         local steps that are exchanged dense, as DiLoCo: every 50, outer learning rate 0.7,
                  outer momentum 0.9, nothing overlaps

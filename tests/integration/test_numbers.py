@@ -78,7 +78,7 @@ def test_one_run_has_one_number(options: tuple[str, ...], text: Path, tmp_path: 
 def test_a_comparison_and_a_report_of_it_say_the_same(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "log"
     words = ["--data", text, *SMALL, "--steps", 24, "--slice", 12, "--link", "10mbit"]
-    for contender in ("dense", "fixed:cf=100"):
+    for contender in ("dense", "topk@100"):
         words += ["--contender", contender]
     compared, _ = _run("compare", *words, "--log-dir", folder)
     (headline,) = compared["headlines"].values()
@@ -89,8 +89,8 @@ def test_a_comparison_and_a_report_of_it_say_the_same(text: Path, tmp_path: Path
         f.name: json.loads((f / "result.json").read_text())["steps_per_second"] for f in folders
     }
     ours, dense = compared["rows"][1], compared["rows"][0]
-    for row, name in ((dense, "dense-seed0"), (ours, "fixed_cf=100-seed0")):
+    for row, name in ((dense, "dense-seed0"), (ours, "topk@100-seed0")):
         assert row["steps_per_second"]["mean"] == pytest.approx(rates[name])
-    assert f"{seconds_in_words(1 / rates['fixed_cf=100-seed0'])} a step" in headline
+    assert f"{seconds_in_words(1 / rates['topk@100-seed0'])} a step" in headline
     reported, _ = _run("report", *folders)
     assert [*reported["headlines"].values()] == [headline]
