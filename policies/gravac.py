@@ -534,7 +534,7 @@ def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> 
     kept, *larger = sorted(t_comp)
     found = f"CF {kept:g} makes the most progress a second"
     for cf in larger:
-        lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept]
+        lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept] if t_comp[kept] > 0 else inf
         if lost <= omega:
             found = f"CF {cf:g} makes {progress(t_comp[cf] / t_comp[kept], named(kept))}"
             found += f", and up to {percent(omega)} (omega) counts as none"

@@ -109,8 +109,7 @@ class _Run:
             policy=POLICIES[policy](),
             clock=self.clock,
             local_steps=local_steps,
-            overlap=overlap,
-            outer_momentum=0.5,
+            **({} if local_steps == 1 else {"outer_momentum": 0.5, "overlap": overlap}),
         ).attach(self.model, optimizer=self.optimizer)
         self.step = 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from adaptive import LogTimeline, StepRecord, StepReport
+from adaptive.pace import Pace
 from policies import Measurement
 
 
@@ -20,7 +21,10 @@ def _record(step: int, cf: float) -> StepRecord:
         wire_bytes=36.0 / cf,
         dense_wire_bytes=36.0,
     )
-    return StepRecord(report, 0.1 * step, 10.0, 7.5, {"floor": cf}, sent=100.0, dense=1000.0)
+    pace = Pace(steps=step, seconds=step / 10)
+    return StepRecord(
+        report, 0.1 * step, 10.0, 7.5, {"floor": cf}, sent=100.0, dense=1000.0, pace=pace
+    )
 
 
 def _logged(interval: int | None) -> list[tuple[int, dict[str, float]]]:

@@ -21,6 +21,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 HANDLED = {
     *("tensorboard", "google", "werkzeug"),  # without them there are no event files, or no plugin
+    "tqdm",  # without it progress is told in lines
     *("markupsafe", "typing_extensions", "sqlalchemy"),  # of jinja2, pydantic and optuna
 }
 """Imported under `runs` without being looked for."""

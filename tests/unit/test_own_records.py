@@ -87,7 +87,7 @@ def _replayed(capsys: Any, *words: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("policy", "base"),
     [
-        (None, "topk"),
+        ("goodput", "topk"),
         pytest.param(_nested, "topk", marks=pytest.mark.long),
         ("gravac", Mine),
     ],

@@ -82,7 +82,7 @@ USED_IN: dict[str, set[str]] = {
     "outer_lr": {"local steps", "local steps auto"},
     "outer_momentum": {"local steps", "local steps auto"},
     "overlap": {"local steps", "local steps auto"},
-    "momentum_lag": WITH_VELOCITY | UPDATES | {"int8", "summed"},
+    "momentum_lag": WITH_VELOCITY | UPDATES | {"int8", "summed", "local steps auto"},
     "masking": WITH_VELOCITY,
     "clip_norm": BY_GRADIENTS - UPDATES,
     "residual_dtype": {"no optimizer", "plain", "sgd", *UPDATES},

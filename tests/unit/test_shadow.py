@@ -37,7 +37,7 @@ class _Bucket:
     key: Key
     whole: bool
     poisoned: Flag
-    turned: bool = True
+    updates: bool = True
 
 
 class Run:
