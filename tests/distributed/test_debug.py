@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import pytest
@@ -57,22 +56,3 @@ def test_ranks_that_are_alike_pass() -> None:
 def test_debug_is_a_number_of_steps(debug: object) -> None:
     with pytest.raises((TypeError, ValueError), match=f"debug={debug!r}: must be an int >= 0"):
         AdaptiveCompressor(debug=debug)
-
-
-def _warnings(rank: int, name: str) -> int:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("adaptive").addHandler(handler)
-    model = DDP(small_net())
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
-    AdaptiveCompressor(policy="goodput").attach(model, optimizer=optimizer)
-    for step in range(2):
-        loss_of(model, step, rank).backward()
-        optimizer.step()
-    return sum("plain error feedback" in message for message in told)
-
-
-@pytest.mark.parametrize(("name", "times"), [("Adamax", 1), ("AdamW", 0), ("SGD", 0)])
-def test_an_optimizer_that_is_not_taken_over_is_warned_of_once(name: str, times: int) -> None:
-    assert run_ranks(2, _warnings, name) == [times, 0]

@@ -333,4 +333,4 @@ def test_resumed_it_goes_on_to_the_bit_and_needs_the_optimizer(
     assert all(each["alike"] for each in found)
     assert not torch.equal(found[0]["own"], found[1]["own"])
     for each in found:
-        assert "exchange='gossip' needs an optimizer of all parameters" in each["problem"]
+        assert "optimizer must be one of the model's parameters" in each["problem"]

@@ -41,14 +41,18 @@ def _train(rank: int, sgd: dict[str, Any], options: dict[str, Any], changes: boo
     torch.manual_seed(0)
     model = DDP(_Branches(), find_unused_parameters=True, bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, **sgd)
-    compressor = AdaptiveCompressor(policy=Scripted([8.0, 8.0, 1.0]), cf_range=(1, 32), **options)
-    compressor.attach(model, optimizer=optimizer)
-    spread = 0.0
+
+    def attached() -> AdaptiveCompressor:
+        policy = Scripted([8.0, 8.0, 1.0])
+        compressor = AdaptiveCompressor(policy=policy, cf_range=(1, 32), **options)
+        return compressor.attach(model, optimizer=optimizer)
+
+    compressor, spread = attached(), 0.0
     for step in range(STEPS):
         if changes and step in (2, 9):  # for one step, two branches have not been used by all
             compressor.detach()
         if changes and step == 4:
-            compressor.attach(model, optimizer=optimizer)
+            compressor = attached()
         if changes and step == 10:
             other = AdaptiveCompressor(policy=Scripted([4.0]), cf_range=(1, 32), **options)
             other.attach(model, optimizer=optimizer)

@@ -243,5 +243,6 @@ def test_the_matrix_holds_every_choice() -> None:
     for position, choices in enumerate(CHOICES):
         assert {made.choices[position] for made in combinations()} == set(choices)
     assert {made.base for made in combinations()} == set(BASES)
-    assert {POLICIES[made.policy]().name for made in combinations()} == set(policy_names())
+    names = {name for name in policy_names() if not name.endswith("-paper")}  # of the same classes
+    assert {POLICIES[made.policy]().name for made in combinations()} == names
     assert len(combinations()) > 200

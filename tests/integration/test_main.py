@@ -29,7 +29,7 @@ def test_the_bar_on_a_terminal_says_what_is_emulated() -> None:
     terminal = _Terminal()
     progress = Progress(3, LINK, stream=terminal)
     for step in range(1, 4):
-        progress.update(step, 1.5, None)
+        progress.update(step, 1.5, None, 2.0)
     progress.say("a switch")
     progress.close()
     assert "loss=1.500" in terminal.getvalue()

@@ -59,7 +59,7 @@ BAD = {
     "--masking 0.5": ["--masking", "0.5", ">= 1"],
     "--link slow": ["--link", "'slow'", "100mbit,5ms"],
     "--policy gravac --cf 10": ["--cf", "10", "--policy fixed"],
-    "--policy Accordion(gain='raw')": ["--policy", "'gain'"],
+    "--policy Accordion(gain='raw')": ["--policy", "takes no gain"],
     "--policy Goodput(gain='raw')": ["gain='raw'", "'signal'"],
     "--policy goodput --base qsgd": ["policy", "'signal'", "topk", "'qsgd'"],
     "--policy GraVAC(gain='signal') --base qsgd": ["policy", "'signal'", "'qsgd'"],
