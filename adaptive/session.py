@@ -552,12 +552,16 @@ class Session:
         gossip.open = False
         stopwatch.hook_left(entered, [(sent, arrived)])
 
+    def _make_up_step(self) -> None:
+        """If the step after the last backward was left out here: no rank may wait for this one."""
+        if self._gossip is not None and self._gossip.open:
+            self._gossip.before_step()
+            self._tell_neighbours()
+
     def _gossip_backward(self, bucket: dist.GradBucket, gossip: Gossip) -> Future[Tensor]:
         """The hook's work with gossip: gradients stay what they are."""
         if bucket.index() == 0:
-            if gossip.open:  # its step was left out: no rank may wait for this one
-                gossip.before_step()
-                self._tell_neighbours()
+            self._make_up_step()
             self._begin_step()
         if bucket.is_last():
             gossip.open = True
@@ -573,6 +577,7 @@ class Session:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
         step."""
         self._exchange_updates()
+        self._make_up_step()
         self.controller.flush()
         self.controller.forced_dense = True
         ATTACHED.discard(self)
@@ -800,6 +805,7 @@ class Session:
         """The model holds the mean of the ranks' parameters, which with local steps and with gossip
         differ."""
         if self._gossip is not None:
+            self._make_up_step()
             self._gossip.settle()
             return averaged(self._gossip.parameters, self.exchange)
         return nullcontext() if self._local is None else self._local.averaged(self.exchange)
@@ -827,6 +833,7 @@ class Session:
             if self._local is not None and self._failed is None:
                 self._local.wait()
             if self._gossip is not None and self._failed is None:
+                self._make_up_step()
                 self._gossip.settle()
         finally:
             self.controller.close()
@@ -847,6 +854,7 @@ class Session:
         """This rank's state by parameter name."""
         self.check_whole()
         self._exchange_updates()
+        self._make_up_step()
         self.controller.flush()
         self._memory.now.conclude()
         self._end_meeting()

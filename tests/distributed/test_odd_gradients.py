@@ -79,3 +79,30 @@ def test_a_setting_that_only_one_rank_has_is_refused_on_every_rank() -> None:
     other, own = run_ranks(2, _one_rank_asks)
     assert own.startswith("masking=True: needs momentum correction")
     assert "rank 1 failed to set up: ValueError: masking=True" in other
+
+
+def _last_step_left_out(rank: int, then: str) -> torch.Tensor:
+    """A script that skips steps whose gradients are not finite, on one rank and with gossip."""
+    model = DDP(Given([(8, 12)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compressor = AdaptiveCompressor("none", exchange="gossip").attach(model, optimizer=optimizer)
+    for step in range(3):
+        model([torch.full((8, 12), float(rank))]).backward()
+        if not rank or step < 2:
+            optimizer.step()
+        optimizer.zero_grad()
+    if then == "averaged":
+        with compressor.averaged():
+            pass
+    elif then != "detach":
+        getattr(compressor, then)()
+    compressor.detach()
+    return next(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("then", ["detach", "averaged", "state_dict", "close"])
+def test_with_gossip_no_rank_waits_for_a_last_step_that_was_left_out(then: str) -> None:
+    ends = run_ranks(2, _last_step_left_out, then, timeout=20)
+    # Rank 0 has made three steps of 0, rank 1 two of 0.1, and all go on from the mean.
+    for end in ends:
+        torch.testing.assert_close(end, torch.full((8, 12), 1 - 0.1))

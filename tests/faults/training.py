@@ -37,6 +37,15 @@ TIMEOUT = 6.0
 STEPS = 12
 SHAPES = ((30, 12), (40, 12), (40,), (14, 40), (14,), (3, 14), (3,))
 
+SYNCHRONISERS: dict[str, dict[str, Any]] = {
+    "every step": {},
+    "local steps": {"local_steps": 2},
+    "local steps, overlapped": {"local_steps": 3, "outer_momentum": 0.5, "overlap": 1},
+    "delay": {"delay": 1},
+    "gossip": {"exchange": "gossip"},
+}
+"""How the ranks keep their models together: settings by name."""
+
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
@@ -88,8 +97,11 @@ class Pass:
             "cf_range": (8, 64),
             "memory": given.get("memory", "auto"),
             "exchange": given.get("exchange", "auto"),
+            **SYNCHRONISERS[given.get("synchroniser", "every step")],
             **given.get("options", {}),
         }
+        if given.get("dense"):  # the step of the fault is, and the one before
+            options["policy"] = Scripted([8.0] * 3 + [1.0] * 2 + [8.0] * (STEPS - 5))
         if given.get("policy") == "default":
             options["policy"] = None
         if "timeline" in given:
@@ -112,7 +124,9 @@ class Pass:
         )
         if finite:
             self.optimizer.step()
-        self.note("step", name=self.name, step=step, digest=self.digest(), finite=finite)
+        trained = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        seen = {"digest": self.digest(), "finite": finite, "trained": trained}
+        self.note("step", name=self.name, step=step, **seen)
 
     def digest(self) -> str:
         flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
