@@ -89,8 +89,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     model: None when the hook was registered without one; parameters are then
     found one by one, and have no names. residual_dtype: see `ModelParameter`.
-    as_they_are: parameters, and their names, whose gradients are exchanged as by DDP without a hook
-    (see `travel_as_they_are`); nothing is kept of these.
+    as_they_are: names of parameters whose gradients are exchanged as by DDP without a hook (see
+    `travel_as_they_are`); nothing is kept of these.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         super().__init__()
         self._model = model
         self._residual_dtype = residual_dtype
-        self.as_they_are: dict[Tensor, str] = {}
+        self.as_they_are: list[str] = []
         if model is not None:
             sparse = _with_sparse_gradients(model.module)
             # DDP looks parameters of the outermost module up as ".name", so never ignores those.
@@ -111,7 +111,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
                     continue
                 name = name.replace(COMPILED, "")
                 if p.is_complex() or p in sparse:
-                    self.as_they_are[p] = name
+                    self.as_they_are.append(name)
                 else:
                     self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
