@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ class ModelParameter:
     had its first step, on this rank: one that has not used the parameter has no velocity. lag: the
     share of the momentum's lag that it moves with (`MomentumRule.with_lag`). stepped: the optimizer
     has stepped with a mean gradient of the parameter, which is so on all ranks or on none.
-    before: what the memory needs to undo the step under way.
     """
 
     name: str
@@ -44,7 +43,6 @@ class ModelParameter:
     started: bool = False
     lag: float = 1.0
     stepped: bool = False
-    before: Any = None
     residual_dtype: torch.dtype = torch.float32
 
     @property
