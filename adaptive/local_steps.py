@@ -171,8 +171,8 @@ class LocalSteps:
         return room
 
     def arrived(self, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
-        """The mean outer gradient of a bucket is there; not finite if some rank's was not, and then
-        its parameters go back to the anchor."""
+        """The mean outer gradient of a bucket is there; not finite if some rank's was not. Then the
+        anchor stays, that rank goes back to it, and the others keep what they have not sent."""
         self._arrived.append(Arrival(parameters, mean))
 
     def under_way(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ class ModelParameter:
     had its first step, on this rank: one that has not used the parameter has no velocity. lag: the
     share of the momentum's lag that it moves with (`MomentumRule.with_lag`). stepped: the optimizer
     has stepped with a mean gradient of the parameter, which is so on all ranks or on none.
-    before: what the memory needs to undo the step under way.
     """
 
     name: str
@@ -45,7 +44,6 @@ class ModelParameter:
     started: bool = False
     lag: float = 1.0
     stepped: bool = False
-    before: Any = None
     residual_dtype: torch.dtype = torch.float32
 
     @property
@@ -89,8 +87,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     """What is kept of each parameter of a model.
 
     model: is not kept alive. residual_dtype: see `ModelParameter`.
-    as_they_are: parameters, and their names, whose gradients are exchanged as by DDP without a hook
-    (see `travel_as_they_are`); nothing is kept of these.
+    as_they_are: names of parameters whose gradients are exchanged as by DDP without a hook (see
+    `travel_as_they_are`); nothing is kept of these.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     ) -> None:
         super().__init__()
         self._model = weakref.ref(model)
-        self.as_they_are: dict[Tensor, str] = {}
+        self.as_they_are: list[str] = []
         sparse = _with_sparse_gradients(model.module)
         # DDP looks parameters of the outermost module up as ".name", so never ignores those.
         ignored = model.parameters_to_ignore
@@ -109,7 +107,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
                 continue
             name = name.replace(COMPILED, "")
             if p.is_complex() or p in sparse:
-                self.as_they_are[p] = name
+                self.as_they_are.append(name)
             else:
                 self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 

@@ -7,8 +7,8 @@
 3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
    payload (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
-5. When all is there, on a thread of the process group: if any rank poisoned the bucket, undo step
-   2, and let nothing come of the payloads.
+5. When all is there, on a thread of the process group: if any rank poisoned the bucket, nothing
+   comes of the payloads, and what the other ranks have accumulated goes with later steps.
 6. Take what was sent off the memory, decode the mean into the bucket's buffer, settle the memory.
 
 On a device nobody waits to know whether a bucket is poisoned: a `Flag` goes along, and what depends
@@ -53,7 +53,7 @@ from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
-from compressors.kernels.blocks import Flag, Scalar, but_not, either, fill_if, is_host
+from compressors.kernels.blocks import Flag, Scalar, either, fill_if, is_host
 from compressors.rounds import RoundsCompressor
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
@@ -137,8 +137,7 @@ class Reducer:
         outgoing = Outgoing(index, bucket, units, payloads, report)
 
         def finish(received: Received) -> Tensor:
-            memory.undo(received.poisoned)  # 5, while the bucket still holds the gradients
-            if received.poisoned is not True:
+            if received.poisoned is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange)  # 6
                 _tell(step.on_mean, parameters, bucket.work, received.poisoned)
             fill_if(received.poisoned, bucket.work, nan)
@@ -181,15 +180,12 @@ class Reducer:
             if not sending and step.on_mean is None:
                 return mean
             poisoned = all_finite(mean) ^ True
-            undo = but_not(poisoned, not_finite)
-            before = [part.parameter.before for part in sending]
             for part in sending:
-                skipped = part.skipped
-                memory.end_dense(part.parameter, either(poisoned, skipped), but_not(undo, skipped))
+                memory.end_dense(part.parameter, either(poisoned, part.skipped))
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(poisoned, mean, nan)
             _tell(step.on_mean, parameters, mean, poisoned)
-            self.pipeline.stream.keep(sending, before, not_finite)
+            self.pipeline.stream.keep(sending, not_finite)
             return mean
 
         if send is None:

@@ -257,7 +257,6 @@ class Session:
             *settings.describe(self._memory.now.name),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
-            f"exchanged as they are: {[*parameters.as_they_are.values()]}",
             *filter(None, [neighbours]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.payload_nbytes(size, cf) for size in sizes]}"
@@ -296,12 +295,8 @@ class Session:
             )
         every, delay = self.settings.local_steps, self.settings.delay
         name, value, none = ("delay", delay, 0) if delay else ("local_steps", every, 1)
-        if value != none and self._parameters.as_they_are:
-            names = ", ".join(self._parameters.as_they_are.values())
-            raise ValueError(
-                f"{name} must be {none} for a model with sparse gradients or complex parameters "
-                f"({names}), which the ranks exchange as they are; got {value!r}"
-            )
+        if value != none:
+            self._check_all_compressed(f"{name}={value!r}")
         if self.settings.gossip is not None:
             self._check_gossip(optimizers)
         # With local steps the optimizer sees its rank's own gradients, and keeps its momentum.
@@ -317,6 +312,14 @@ class Session:
                 f"'residual' does without; got {wanted}"
             )
 
+    def _check_all_compressed(self, option: str) -> None:
+        """ValueError if DDP alone can average some gradients."""
+        if names := ", ".join(self._parameters.as_they_are):
+            raise ValueError(
+                f"{option} does not go with sparse gradients or complex parameters, which DDP "
+                f"itself averages in every step: the model has {names}"
+            )
+
     def _check_gossip(self, optimizers: Sequence[Optimizer]) -> None:
         """ValueError unless each rank's own step of one optimizer moves all of the model."""
         if len(optimizers) > 1:
@@ -324,12 +327,7 @@ class Session:
                 f"exchange='gossip' needs one optimizer of all parameters, got {len(optimizers)}"
             )
         optimizer = next(iter(optimizers), None)
-        if self._parameters.as_they_are:
-            names = ", ".join(self._parameters.as_they_are.values())
-            raise ValueError(
-                f"exchange must not be 'gossip' for a model with sparse gradients or complex "
-                f"parameters ({names}), which the ranks exchange as they are"
-            )
+        self._check_all_compressed("exchange='gossip'")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "exchange='gossip' does not go with LBFGS, of whose backwards one rank may need "

@@ -96,13 +96,7 @@ class Sizes:
         return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / BUCKET))
 
     def wire_bytes(self, cf: float) -> float:
-        """Bytes a rank puts on the wire in a step at `cf`, statistics and sparse gradients not
-        counted."""
-        whole = sum(p.nbytes for p in self.parameters.as_they_are if p.is_complex())
-        return self._wire_bytes(cf) + reduce_wire_bytes(whole, self.world_size)
-
-    def _wire_bytes(self, cf: float) -> float:
-        """Those of what may be compressed."""
+        """Bytes a rank puts on the wire in a step at `cf`, of what may be compressed."""
         if cf == DENSE:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
         if cf in self.hooks:

@@ -89,10 +89,10 @@ class Summary(Stateful):
         self.local_steps += local_steps
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
-        self.bytes_sent += traffic.wire + traffic.sparse
+        self.bytes_sent += traffic.wire
         self.payload_bytes += traffic.payload
         self.floats_sent += traffic.floats
-        self.dense_bytes += dense_bytes * local_steps + traffic.sparse
+        self.dense_bytes += dense_bytes * local_steps
 
     def add_gain(self, cf: float, gain: float) -> None:
         """Take in the gain of a step at the CF that was sent; skips what is not finite."""

@@ -37,12 +37,10 @@ class Traffic:
     """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
     algorithms), how many of these are statistics, which do not grow with the model, and elements
     of gradients sent, indices not counted. down: of the bytes on the wire those that bring means
-    back, which a server would send in the ranks' stead. sparse: bytes on the wire beside these, of
-    sparse gradients: how many depends on the data, and so on the rank."""
+    back, which a server would send in the ranks' stead."""
 
     payload: int = 0
     wire: float = 0.0
-    sparse: float = 0.0
     statistics: float = 0.0
     floats: float = 0.0
     down: float = 0.0
@@ -134,20 +132,9 @@ class Exchange:
 
     def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
         """The mean over the ranks as DDP itself makes it, also of sparse gradients, where the
-        process group can sum these (gloo gathers their indices and values)."""
-        gradients.div_(self.world_size)
-        if not gradients.is_sparse:
-            self.count_floats(gradients.numel())
-            return self.all_reduce(gradients)
-        indices, values = gradients._indices(), gradients._values()
-        nbytes = indices.nbytes + values.nbytes
-        wire = gather_wire_bytes(nbytes, self.world_size)
-        self.count_floats(values.numel())
-        self._traffic.payload += nbytes
-        self._traffic.sparse += wire
-        work = dist.all_reduce(gradients, group=self.group, async_op=True)
-        done = work.get_future().then(lambda future: future.value()[0])
-        return self._link.hold(done, wire, gradients.device) if self._link else done
+        process group can sum these (gloo gathers their indices and values). Not counted."""
+        work = dist.all_reduce(gradients.div_(self.world_size), group=self.group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over everyone, in place, for somebody to start and read. An

@@ -21,7 +21,7 @@ from adaptive.bucket import Bucket, Part, Unit
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter, lay_out
 from compressors.base import Payload
-from compressors.kernels.blocks import Flag, but_not, either, fill_if
+from compressors.kernels.blocks import Flag, either, fill_if
 from compressors.wire.values import generator
 
 
@@ -91,15 +91,6 @@ class BucketMemory:
         room = self._bucket.room("error-fed gradients", self._bucket.work.numel())
         a = room[unit.start : unit.stop].copy_(residual)
         return _fill_skipped(unit, a), None
-
-    def undo(self, poisoned: Flag) -> None:
-        """The memory as it was, if some rank's gradients were not finite. While the bucket still
-        holds this rank's."""
-        flag = but_not(poisoned, self._bucket.poisoned)
-        for run in dict.fromkeys(self._runs.values()):
-            if run.opened and flag is not False:
-                self._memory.undo_open(run.kept, run.grads, but_not(flag, run.skipped))
-                run.spread()
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
         """What this rank has sent for a unit goes off what the memory holds. Where some of it was

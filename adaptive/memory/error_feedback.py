@@ -2,9 +2,9 @@
 
 r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019). In the hook the
 gradient is accumulated (`open`; `fold` in a dense step). Once the payloads of all ranks are there,
-what was sent is taken off; if any rank's gradient was not finite, the accumulation is undone
-instead, on a device by the device itself, which alone knows. There a residual counts as filled
-until the ranks have agreed that a dense step has emptied it.
+what was sent is taken off. If any rank's gradient was not finite, nothing was sent: that rank has
+accumulated nothing, and what the others have accumulated goes with later steps. On a device a
+residual counts as filled until the ranks have agreed that a dense step has emptied it.
 """
 
 from __future__ import annotations
@@ -52,18 +52,14 @@ class NoMemory:
         make it the error-fed gradient: whoever compresses does so."""
         return None
 
-    def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        """Take back what `open` and the addition did (to rounding), if the flag is set."""
-
     def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
         """Turn `grad`, in place, into all that a dense step has to send."""
         if parameter.filled:
             assert parameter.residual is not None
             add_if(poisoned ^ True, grad, parameter.residual)
 
-    def end_dense(self, parameter: ModelParameter, poisoned: Flag, undo: Flag) -> None:
-        """What `fold` made was sent, and nothing remains, unless some rank's was poisoned. undo:
-        what `fold` did to the memory is to be taken back."""
+    def end_dense(self, parameter: ModelParameter, poisoned: Flag) -> None:
+        """What `fold` made was sent, and nothing remains, unless some rank's was poisoned."""
         if not isinstance(poisoned, Tensor):
             parameter.filled = parameter.filled and poisoned
         elif parameter.filled:
@@ -153,10 +149,6 @@ class Residual(NoMemory):
     ) -> Tensor | None:
         parameter.open_residual()
         return grad
-
-    def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        assert parameter.residual is not None
-        add_if(flag, parameter.residual, grad, -1.0)
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         if not parameter.filled:

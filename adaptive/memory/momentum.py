@@ -64,16 +64,6 @@ class MomentumRule(NamedTuple):
         return self.momentum if self.nesterov else 1.0
 
 
-class _Before(NamedTuple):
-    """What it takes to undo a step. started, lag: of the parameter, before. fresh: the velocity has
-    begun in this step. grad: where the collective overwrites it."""
-
-    started: bool
-    lag: float
-    fresh: bool
-    grad: Tensor | None
-
-
 class MomentumMemory(Residual):
     """A velocity and its residual for each parameter.
 
@@ -119,41 +109,14 @@ class MomentumMemory(Residual):
             residual.add_(grad, alpha=rule.gain - 1)
         return grad
 
-    def undo_open(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        rule = self.rule(parameter).with_lag(parameter.lag)
-        if not rule.momentum:
-            super().undo_open(parameter, grad, flag)
-            return
-        assert parameter.residual is not None
-        assert parameter.velocity is not None
-        if rule.nesterov:
-            add_if(flag, parameter.residual, grad, -rule.gain)
-        add_if(flag, parameter.residual, parameter.velocity, -rule.sent_share)
-        self._move_back(parameter, grad, flag)
-
     def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
-        # Undoing needs the gradient, and the collective will overwrite it: an empty residual has
-        # room for it, a filled one costs a copy. On the host that is one step; on a device it is
-        # every dense step until the ranks have agreed that the residual is empty.
-        saved = None
-        if self.rule(parameter).momentum and parameter.filled:
-            saved = grad.clone()
-        elif self.rule(parameter).momentum:
-            saved = parameter.open_residual().copy_(grad)
-            parameter.filled = False
-        velocity, rule = self._move(parameter, grad, 1.0, poisoned, saved)
+        velocity, rule = self._move(parameter, grad, 1.0, poisoned)
         if velocity is not None and rule.nesterov:
             add_if(poisoned ^ True, grad, velocity, rule.momentum)
         elif velocity is not None:
             grad.copy_(velocity)
             fill_if(poisoned, grad, 0.0)
         super().fold(parameter, grad, poisoned)
-
-    def end_dense(self, parameter: ModelParameter, poisoned: Flag, undo: Flag) -> None:
-        grad, parameter.before = parameter.before.grad, parameter.before._replace(grad=None)
-        if grad is not None:
-            self._move_back(parameter, grad, undo)
-        super().end_dense(parameter, poisoned, undo)
 
     def idle(self, parameter: ModelParameter) -> bool:
         return False
@@ -198,21 +161,14 @@ class MomentumMemory(Residual):
             parameter.velocity = parameter.zeros().copy_(saved)
 
     def _move(
-        self,
-        parameter: ModelParameter,
-        grad: Tensor,
-        lag: float,
-        poisoned: Flag,
-        saved: Tensor | None = None,
+        self, parameter: ModelParameter, grad: Tensor, lag: float, poisoned: Flag
     ) -> tuple[Tensor | None, MomentumRule]:
-        """The velocity after a step, if there is momentum, and the rule by which it has moved.
-        saved: the gradient, where undoing will not find it."""
+        """The velocity after a step, if there is momentum, and the rule by which it has moved."""
         full = self.rule(parameter)
         # Where another rank was the first to use the parameter, its first step is not this one. On
         # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
         began = parameter.started and not isinstance(poisoned, Tensor)
         fresh = not (began or parameter.stepped or self.has_buffer(parameter))
-        parameter.before = _Before(parameter.started, parameter.lag, fresh, saved)
         if not full.momentum:
             return None, full
         if parameter.velocity is None:
@@ -223,17 +179,6 @@ class MomentumMemory(Residual):
         parameter.velocity.add_(grad, alpha=rule.rate(fresh))
         parameter.started = True
         return parameter.velocity, rule
-
-    def _move_back(self, parameter: ModelParameter, grad: Tensor, flag: Flag) -> None:
-        assert parameter.velocity is not None
-        before: _Before = parameter.before
-        full = self.rule(parameter)
-        rule = full.with_lag(parameter.lag)
-        add_if(flag, parameter.velocity, grad, -rule.rate(before.fresh))
-        scale_if(flag, parameter.velocity, 1 / rule.momentum)
-        if flag is True:
-            _change_lag(parameter, full, before.lag)
-            parameter.started = before.started
 
 
 def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> None:

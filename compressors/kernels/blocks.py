@@ -153,15 +153,6 @@ def either(a: Flag, b: Flag) -> Flag:
     return a if b is False or a is b else a | b
 
 
-def but_not(a: Flag, b: Flag) -> Flag:
-    """Whether `a` is set and `b` is not."""
-    if a is False or b is False:
-        return a
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a > b
-    return a & (b ^ True)
-
-
 def fill_if(flag: Flag, x: Tensor, value: float) -> None:
     """Set all elements of `x` to `value`, in place, if `flag` is set."""
     if isinstance(flag, Tensor):

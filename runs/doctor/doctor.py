@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptive import AdaptiveCompressor
 from adaptive.config import Settings, make_rungs
+from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, measure_link, new_future
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
@@ -275,7 +276,7 @@ class Doctor:
             self._begin_step()
         exchange, buffer = self._session.exchange, bucket.buffer()
         if self._kind == DENSE:
-            done = exchange.mean_as_it_is(buffer).then(self._has_arrived)
+            done = _dense_mean(exchange, buffer).then(self._has_arrived)
             self._left = self._clock()
             return done
         with self._stopped():
@@ -288,7 +289,7 @@ class Doctor:
             for rehearsed in self._copies:
                 rehearsed.wait()
             with self._stopped():
-                means = [exchange.mean_as_it_is(each) for each, _ in self._gradients]
+                means = [_dense_mean(exchange, each) for each, _ in self._gradients]
                 for arriving, (_, waiting) in zip(means, self._gradients, strict=True):
                     waiting.set_result(arriving.wait())
                 exchange.take_traffic()
@@ -425,3 +426,9 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def _dense_mean(exchange: Exchange, gradients: Tensor) -> Future[Tensor]:
+    if gradients.is_sparse:
+        return exchange.mean_as_it_is(gradients)
+    return exchange.all_reduce(gradients.div_(exchange.world_size))

@@ -32,8 +32,9 @@ def balance(
 ) -> dict[str, Any]:
     """Train. deviation: of sent + residual from the sum of the gradients, relative to the latter.
 
-    bad_at: the step in which one rank's gradient is NaN; its gradients are left out of the sums,
-    and `poisoned` says, parameter by parameter, that nothing of it was finite."""
+    bad_at: the step in which rank 1's gradient is NaN. What it leaves behind is what the other
+    ranks have accumulated, in a compressed step; `poisoned` says, parameter by parameter, that
+    nothing of its mean was finite."""
     model = DDP(small_net().to(device), **(ddp_options or {}))
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
@@ -47,13 +48,13 @@ def balance(
     sent: dict[str, Any] = {}
     poisoned: list[bool] = []
     for step in range(steps):
-        bad = step == bad_at
-        if not bad:
-            for name, gradient in local_gradients(model, step, rank).items():
-                sums[name] = sums.get(name, 0) + gradient
+        bad, own = step == bad_at, local_gradients(model, step, rank)
         optimizer.zero_grad()
         loss = loss_of(model, step, rank)
         (loss * (float("nan") if bad and rank == 1 else 1.0)).backward()
+        counts = not bad or (rank != 1 and compressor.cf > 1)
+        for name, gradient in own.items():
+            sums[name] = sums.get(name, 0) + (gradient if counts else torch.zeros_like(gradient))
         if bad:
             poisoned = [not bool(p.grad.isfinite().any()) for p in model.parameters()]
             continue
