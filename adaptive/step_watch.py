@@ -54,8 +54,11 @@ UNSCALED = (
     "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
     "stays in the scale of an earlier step"
 )
-_LEFT: list[Any] = []
-"""Handles of hooks of watches that have ended, to be removed."""
+_WATCHES: dict[int, weakref.ref[StepWatch]] = {}
+"""Those that have begun and not ended, by their id."""
+
+_HOOKS: list[Any] = []
+"""Handles of torch's hooks around every optimizer's step, while there is a watch."""
 
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
@@ -94,33 +97,21 @@ class StepWatch:
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
-        _remove_left()
         me = weakref.ref(self)  # torch's hooks must not keep it alive
-
-        def before(*args: Any) -> Any:
-            watch = me()
-            return None if watch is None else watch._before_step(*args)
-
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            watch = me()
-            if watch is not None:
-                watch._after_step(optimizer)
 
         def arrives(_: Tensor) -> None:
             watch = me()
             if watch is not None:
                 watch.gradient_arrives()
 
-        handles: list[Any] = [
-            register_optimizer_step_pre_hook(before),
-            register_optimizer_step_post_hook(after),
-        ]
+        handles: list[Any] = []
         # The last parameter has its gradient among the first; one tells of all.
         self._witness = next(reversed(list(self._parameters)), None)
         self._device = None if self._witness is None else self._witness.device
         if self._witness is not None:
             handles.append(self._witness.register_hook(arrives))
-        self.end = weakref.finalize(self, _remove, handles)
+        _watch_steps(self)
+        self.end = weakref.finalize(self, _end, id(self), handles)
 
     def backward_ends(
         self, scale: Tensor | None, compare: bool, waited: Callable[[], None]
@@ -128,7 +119,6 @@ class StepWatch:
         """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
         compare: remember the gradients, to see whether they are changed before the step. waited:
         to be called once DDP has waited for the means."""
-        _remove_left()
         self._scale, self.ours = scale, True
         engine = Variable._execution_engine
         # DDP's own callback, which brings the means into the gradients, is yet to be queued.
@@ -215,21 +205,46 @@ class StepWatch:
             self.ours = False  # until our hook is called
 
 
-def _remove(handles: Sequence[Any]) -> None:
-    _LEFT.extend(handles)
-    _remove_left()
+def _watch_steps(watch: StepWatch) -> None:
+    """Let it know of every optimizer's steps."""
+    _WATCHES[id(watch)] = weakref.ref(watch)
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(_before_any_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_after_any_step))
 
 
-def _remove_left() -> None:
-    """Remove the hooks of watches that have ended. Not while an optimizer steps: torch is then
-    going through all hooks, and a watch may be garbage that is found at any moment."""
-    frame = sys._getframe() if _LEFT else None
+def _end(watch: int, handles: Sequence[Any]) -> None:
+    """A watch has ended, or is garbage. With the last one torch's hooks go, unless an optimizer
+    steps in this thread: torch is then going through all hooks."""
+    for handle in handles:
+        handle.remove()
+    _WATCHES.pop(watch, None)
+    frame = None if _WATCHES else sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == optimizer_module.__file__:
             return
         frame = frame.f_back
-    while _LEFT:
-        _LEFT.pop().remove()
+    while _HOOKS and not _WATCHES:
+        _HOOKS.pop().remove()
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    changed = None
+    for watch in _watching():
+        found = watch._before_step(optimizer, args, kwargs)
+        if found is not None:
+            changed = args, kwargs = found
+    return changed
+
+
+def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
+    for watch in _watching():
+        watch._after_step(optimizer)
+
+
+def _watching() -> list[StepWatch]:
+    """Those that are alive. Simulated ranks are threads, of which another may end just now."""
+    return [watch for ref in tuple(_WATCHES.values()) if (watch := ref()) is not None]
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
