@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "outer momentum": {"local_steps": 2, "outer_momentum": 0.9, "overlap": 1},
     "delay": {"delay": 2},
     "gossip": {"exchange": "gossip"},
+    "updates": {"memory": "updates"},
 }
 
 
@@ -33,7 +34,10 @@ def _train(rank: int, mode: str, value: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DDP(Given(SHAPES), bucket_cap_mb=0.0002)
     momentum = 0.0 if mode == "delay" else 0.5
+    optimizer: torch.optim.Optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    if mode == "updates":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     policy = Scripted([10.0] * 6 + [1.0] * 4 + [10.0] * 8 + [1.0] * 22)
     compressor = AdaptiveCompressor("topk", (1, 20), policy=policy, rungs=None, **MODES[mode])
     compressor.attach(model, optimizer=optimizer)

@@ -44,9 +44,12 @@ class _Net(nn.Module):
 def _run(rank: int, dense: bool, cf: float, options: dict[str, Any]) -> Tensor:
     """Trains, saves, goes on in a new model from what was saved, detaches and goes on."""
 
-    def make() -> tuple[DDP, torch.optim.SGD, AdaptiveCompressor]:
+    def make() -> tuple[DDP, torch.optim.Optimizer, AdaptiveCompressor]:
         model = DDP(_Net(dense), bucket_cap_mb=0.002)
+        optimizer: torch.optim.Optimizer
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-2)
+        if options.get("memory") == "updates":
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         policy = Scripted([cf])
         compressor = AdaptiveCompressor("topk+fp32", (1, 100), policy=policy, **options)
         return model, optimizer, compressor.attach(model, optimizer=optimizer)
@@ -77,7 +80,11 @@ def _both(rank: int, cf: float, options: dict[str, Any]) -> float:
     return float((dense - strided).norm() / dense.norm())
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "residual"}, {"granularity": "layer"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"memory": "residual"}, {"granularity": "layer"}, {"memory": "updates"}],
+    ids=str,
+)
 def test_strides_change_nothing(options: dict[str, Any]) -> None:
     for cf in (1.0, 8.0):
         assert max(run_ranks(2, _both, cf, options)) < 1e-9
