@@ -54,6 +54,7 @@ def _left(rank: int, end: str) -> tuple[list[str], int]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {},
     "residual": {"memory": "residual"},
+    "updates": {"memory": "updates"},
     "local steps": {"local_steps": 2},
     "delay": {"delay": 1},
 }
