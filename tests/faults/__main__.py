@@ -408,7 +408,7 @@ def value_trials(seed: int, quick: bool) -> Iterator[Trial]:
     names = compressor_names()
     for base in chance.sample(names, 4) if quick else names:
         feeds_back = make_base(base, "auto").error_feedback
-        memories = ("residual", "momentum", "none") if feeds_back else ("none",)
+        memories = ("residual", "momentum", "updates", "none") if feeds_back else ("none",)
         kinds = [
             {"value": value, "ever": ever, "dense": dense}
             for value in training.VALUES

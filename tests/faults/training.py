@@ -91,7 +91,10 @@ class Pass:
     def __init__(self, name: str, rank: int, given: Mapping[str, Any], note: Note) -> None:
         self.name, self.rank, self.note = name, rank, note
         self.model = DDP(Given(), bucket_cap_mb=0.002)
+        self.optimizer: torch.optim.Optimizer
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        if given.get("memory") == "updates":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         options = {
             "policy": Fixed(),
             "cf_range": (8, 64),
