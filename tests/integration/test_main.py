@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adaptive.names import version
 
+from adaptive import __version__
 from runs.__main__ import main
 from runs.netlab.lab import Lab
 from runs.progress import Progress
@@ -89,7 +89,7 @@ def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:
 
 def test_the_version(capfd: Any) -> None:
     assert main(["--version"]) == 0
-    assert capfd.readouterr().out == f"adaptive-compression {version()}\n"
+    assert capfd.readouterr().out == f"adaptive-compression {__version__}\n"
 
 
 def test_an_option_cut_short_suggests_the_whole_one(capfd: Any) -> None:
