@@ -667,7 +667,7 @@ class Session:
         if self._gossip is not None:
             return self._gossip_backward(bucket, self._gossip)
         if controller.too_small:
-            done = self.exchange.mean_as_it_is(bucket.buffer())
+            done = self._mean_as_ddp(bucket)
             if bucket.is_last():
                 controller.count_dense_step()
             return done
@@ -745,6 +745,14 @@ class Session:
             return done.then(finish)
         local.under_way(bucket.index(), parameters, done.then(finish), overlap)
         return done_with(buffer)
+
+    def _mean_as_ddp(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """What DDP does without a hook."""
+        buffer = bucket.buffer()
+        if travel_as_they_are(buffer, bucket.parameters()):
+            return self.exchange.mean_as_it_is(buffer)
+        self.exchange.count_floats(buffer.numel())
+        return self.exchange.all_reduce(buffer.div_(self.exchange.world_size))
 
     def _begin_step(self) -> None:
         """What comes before the first bucket."""

@@ -422,6 +422,7 @@ def _not_finite(rank: int) -> dict[str, Any]:
     run = Run("sgd", [10.0])
     run.train(0, 3)
     before = run.compressor.state_dict()["memory"]
+    own = _gradient_of_replica(run, 3)
     x, y = batch(3, rank, torch.float32)
     if rank == 1:
         x[0, 0] = torch.inf
@@ -435,16 +436,31 @@ def _not_finite(rank: int) -> dict[str, Any]:
         "finite": bool(of_first.isfinite().any()),
         "before": before[name]["residual"],
         "after": after[name]["residual"],
+        "own": own,
         "shards": run.shards(),
     }
 
 
+def _gradient_of_replica(run: Run, step: int) -> Tensor:
+    """This rank's shard of its replica's gradient of the first layer's weight, made without FSDP
+    and without a compressor, flat."""
+    model, (replica, shard) = Gated(), divmod(dist.get_rank(), 2)
+    full = {name: p.full_tensor().detach() for name, p in run.model.named_parameters()}
+    model.load_state_dict(full)
+    for rank in (2 * replica, 2 * replica + 1):
+        x, y = batch(step, rank, torch.float32)
+        (((model(x) - y) ** 2).mean() / 2).backward()
+    assert model.first.weight.grad is not None
+    return model.first.weight.grad.chunk(2)[shard].flatten()
+
+
 @on_this_torch
-def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
+def test_a_gradient_that_is_not_finite_leaves_no_trace_and_others_wait_in_residuals() -> None:
     results = run_ranks(RANKS, _not_finite)
-    for result in results:
+    for rank, result in enumerate(results):
         assert not result["finite"]
-        torch.testing.assert_close(result["after"], result["before"])
+        waits = result["own"] if rank >= 2 else torch.zeros_like(result["own"])  # ranks 0, 1: nan
+        torch.testing.assert_close(result["after"], result["before"] + waits)
         assert result["shards"].isfinite().all()
     assert are_replicas([result["shards"] for result in results])
 
