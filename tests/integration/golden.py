@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing import get_context
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -73,7 +75,8 @@ class Run:
     """One golden run: what `AdaptiveCompressor` is given, and on how many ranks.
 
     momentum: of the SGD optimizer, which is handed over; with "updates" it is AdamW. unused: every
-    fifth step leaves a layer out (find_unused_parameters).
+    fifth step leaves a layer out (find_unused_parameters). apart: the ranks' parameters differ.
+    saved: everything is made anew after step 30, and takes up what was saved.
     """
 
     policy: Callable[[], Policy]
@@ -85,6 +88,8 @@ class Run:
     cf_range: tuple[float, float] = (4, 64)
     momentum: float = 0.9
     unused: bool = False
+    apart: bool = False
+    saved: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -161,6 +166,59 @@ RUNS: dict[str, Run] = {
     "terngrad": Run(_fixed, "terngrad", "none", "all_gather", "layer", cf_range=(16, 16)),
     "threshold": Run(_gravac, "threshold", "residual", "all_gather", "bucket"),
     "twobit": Run(_gravac, "twobit", "residual", "sharded", "layer"),
+    # Ranks that step by themselves
+    "local steps": Run(
+        _goodput, "topk", "auto", "auto", "auto", 3, apart=True, options={"local_steps": 4}
+    ),
+    "local steps, no overlap": Run(
+        _goodput,
+        "topk+bf16",
+        "auto",
+        "sharded",
+        "auto",
+        3,
+        apart=True,
+        options={"local_steps": 3, "overlap": 0, "outer_lr": 0.7, "outer_momentum": 0.5},
+    ),
+    "local steps, auto": Run(
+        _goodput, "topk", "updates", "auto", "auto", apart=True, options={"local_steps": "auto"}
+    ),
+    "delay": Run(_goodput, "topk", "auto", "auto", "auto", 3, apart=True, options={"delay": 2}),
+    "gossip, d-psgd": Run(
+        _fixed, "none", "auto", "gossip", "auto", 4, apart=True, options={"topology": "ring"}
+    ),
+    "gossip, choco-sgd": Run(
+        _fixed, "topk", "auto", "gossip", "auto", 4, apart=True, options={"gossip": "choco-sgd"}
+    ),
+    # What else there is
+    "server with its own memory": Run(
+        _fixed,
+        "onebit",
+        "residual",
+        "sharded",
+        "layer",
+        3,
+        cf_range=(30, 30),
+        options={"server_memory": True},
+    ),
+    "means come back dense": Run(
+        _goodput, "topk", "residual", "sharded", "bucket", 3, options={"down_cf": 1}
+    ),
+    "a hook as a rung": Run(
+        lambda: Schedule({0: 1.0, 9: 16.0, 30: 4.0, 45: 16.0}),
+        "topk",
+        "momentum",
+        "all_gather",
+        "layer",
+        options={"hooks": {4.0: default_hooks.bf16_compress_hook}},
+    ),
+    "clipped": Run(
+        _goodput, "dgc", "momentum", "all_gather", "bucket", 3, options={"clip_norm": 0.1}
+    ),
+    "adamw, a layer left out": Run(_goodput, "topk", "updates", "auto", "auto", unused=True),
+    "saved, residual": Run(_goodput, "topk", "residual", "auto", "auto", 3, saved=True),
+    "saved, momentum": Run(_goodput, "topk", "momentum", "sharded", "auto", 3, saved=True),
+    "saved, updates": Run(_goodput, "topk", "updates", "auto", "auto", 3, saved=True),
 }
 
 
@@ -177,36 +235,61 @@ class _Net(nn.Module):
         return self.last(self.sometimes(hidden).relu() if whole else hidden)
 
 
+class _Training:
+    """Model, optimizer and compressor of one rank."""
+
+    def __init__(self, run: Run, timeline: MemoryTimeline) -> None:
+        torch.manual_seed(17)
+        self.model = DDP(_Net(), bucket_cap_mb=0.004, find_unused_parameters=run.unused)
+        self.optimizer: Optimizer = AdamW(self.model.parameters())
+        if run.memory != "updates":
+            self.optimizer = SGD(
+                self.model.parameters(), lr=0.02, momentum=run.momentum, weight_decay=0.001
+            )
+        self.compressor = AdaptiveCompressor(
+            run.base,
+            run.cf_range,
+            policy=run.policy(),
+            memory=run.memory,
+            exchange=run.exchange,
+            granularity=run.granularity,
+            clock=ModelledClock(0.01, LinkSpec(2e6, 0.001)),
+            timeline=timeline,
+            **run.options,
+        ).attach(self.model, optimizer=self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"compressor": self.compressor.state_dict()}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return deepcopy(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.compressor.load_state_dict(state["compressor"])
+
+
 def train(run: Run, rank: int) -> dict[str, Any]:
     """One rank of a run; what is to be written down of it."""
-    torch.manual_seed(17)
-    model = DDP(_Net(), bucket_cap_mb=0.004, find_unused_parameters=run.unused)
-    optimizer: Optimizer = AdamW(model.parameters())
-    if run.memory != "updates":
-        optimizer = SGD(model.parameters(), lr=0.02, momentum=run.momentum, weight_decay=0.001)
     timeline = MemoryTimeline()
-    compressor = AdaptiveCompressor(
-        run.base,
-        run.cf_range,
-        policy=run.policy(),
-        memory=run.memory,
-        exchange=run.exchange,
-        granularity=run.granularity,
-        clock=ModelledClock(0.01, LinkSpec(2e6, 0.001)),
-        timeline=timeline,
-        **run.options,
-    ).attach(model, optimizer=optimizer)
+    training = _Training(run, timeline)
     looks = []
     for step in range(STEPS):
-        for group in optimizer.param_groups:
+        if run.saved and step == STEPS // 2:
+            state = training.state_dict()
+            training.compressor.detach()
+            training = _Training(run, timeline)
+            training.load_state_dict(state)
+        for group in training.optimizer.param_groups:
             group["lr"] = 0.02 if step < 40 else 0.004
         x, y = _batch(step, rank)
-        optimizer.zero_grad()
-        (model(x, not run.unused or step % 5 != 3) - y).square().mean().backward()
-        optimizer.step()
+        training.optimizer.zero_grad()
+        whole = not run.unused or step % 5 != 3
+        (training.model(x, whole) - y).square().mean().backward()
+        training.optimizer.step()
         if step + 1 in LOOKS:
-            looks.append(_digest(model.parameters()))
-    compressor.close()
+            looks.append(_digest(training.model.parameters()))
+    training.compressor.close()
     records = timeline.steps
     return {
         "parameters": looks,
@@ -228,8 +311,11 @@ def _train(name: str) -> dict[str, Any]:
     logging.getLogger("adaptive").setLevel(logging.ERROR)  # what policies conclude
     run = RUNS[name]
     ranks = run_ranks(run.ranks, lambda rank, _: train(run, rank))
-    if any(each["parameters"] != ranks[0]["parameters"] for each in ranks):
-        raise RuntimeError(f"{name}: the ranks' parameters are not the same")
+    looks = [each["parameters"] for each in ranks]
+    if any(each != looks[0] for each in looks) != run.apart:
+        raise RuntimeError(f"{name}: the ranks' parameters are {'' if run.apart else 'not '}alike")
+    if run.apart:  # all of them
+        return {**ranks[0], "parameters": list(map(list, zip(*looks, strict=True)))}
     return ranks[0]  # which keeps the record
 
 
