@@ -105,8 +105,10 @@ class _Process:
         (folder / "main.py").write_text(code, encoding="utf-8")
         self._folder = folder
 
-        def own_terminal() -> None:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        def as_from_a_terminal() -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+            if terminal is not None:
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         with (folder / "said").open("w") as said:
             self.process = subprocess.Popen(
@@ -117,7 +119,7 @@ class _Process:
                 stdout=said if terminal is None else terminal,
                 stderr=said if terminal is None else terminal,
                 start_new_session=True,
-                preexec_fn=None if terminal is None else own_terminal,
+                preexec_fn=as_from_a_terminal,
             )
 
     def read(self, name: str = "notes") -> str:

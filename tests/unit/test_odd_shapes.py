@@ -59,7 +59,8 @@ def test_a_model_of_such_parameters_trains_is_saved_and_loaded(
     nesterov: bool,
     cfs: list[float],
 ) -> None:
-    assume(base != "sketch" or MODES[mode].get("exchange") != "gossip")  # sums payloads
+    # The sketch sums payloads, in two collectives.
+    assume(base != "sketch" or (MODES[mode].get("exchange") != "gossip" and mode != "delay"))
     model, optimizer = _model(shapes, nesterov)
     compressor = AdaptiveCompressor(
         base, (1, 20), policy=Scripted(cfs), granularity=granularity, rungs=None, **MODES[mode]
