@@ -12,6 +12,10 @@ from adaptive.exchange.link import StepClock as StepClock
 from adaptive.hook import HookRung as HookRung
 from adaptive.state import reshard_states as reshard_states
 from adaptive.summary import Summary as Summary
+from adaptive.sync.options import Delayed as Delayed
+from adaptive.sync.options import EveryStep as EveryStep
+from adaptive.sync.options import Gossip as Gossip
+from adaptive.sync.options import LocalSteps as LocalSteps
 from adaptive.timeline.records import Event as Event
 from adaptive.timeline.records import Header as Header
 from adaptive.timeline.records import JSONLTimeline as JSONLTimeline

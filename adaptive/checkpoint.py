@@ -26,7 +26,7 @@ log = logging.getLogger("adaptive")
 FORMS = ("auto", "rank", "gathered")
 """What `AdaptiveCompressor(checkpoint=...)` takes."""
 
-VERSION = 15
+VERSION = 16
 
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""

@@ -19,25 +19,23 @@ from adaptive import checkpoint as forms
 from adaptive.agreement import agree, check_model
 from adaptive.config import (
     GRANULARITIES,
+    MEMORIES,
     Settings,
-    check_local_steps,
     debug_interval,
     default_policy,
     make_base,
     make_rungs,
-    no_memory,
     positive,
     require,
 )
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
-from adaptive.exchange.topology import choose_gossip
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
-from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
+from adaptive.sync.options import EveryStep, Synchronisation
 from adaptive.timeline.records import SafeTimeline, Timeline
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
@@ -65,6 +63,10 @@ class AdaptiveCompressor:
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
         sparsifiers) without hooks, "gravac" otherwise; a model whose gradients are too few for the
         statistics (more than 1% of dense's bytes) then stays dense, and nothing is measured.
+    sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 steps by
+        itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
+        `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
+        gradients or of what the optimizers' steps have done (see `memory`).
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. "auto": "bucket" for a base that
         keeps the largest elements, unless the policy gives layers CFs of their own.
@@ -72,19 +74,9 @@ class AdaptiveCompressor:
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
         "voted_indices" (sparsifiers: each rank proposes 1/N of the indices for all).
-        "gossip": there is no mean, each rank steps by itself and exchanges parameters with its
-        neighbours (docs/gossip.md); with policy "fixed" (the default then), "schedule" or "warmup",
-        and an optimizer of all parameters handed over. "auto": the fastest by a cost model of the
-        network, measured when there is a choice.
+        "auto": the fastest by a cost model of the network, measured when there is a choice.
     down_cf: with exchange="sharded", the CF at which means travel back to all ranks, where that is
         not the CF at which gradients come: 1 compresses on the way up only.
-    topology: of gossip, who the neighbours are: "ring" (None), "torus", "exponential" (1, 2, 4, ...
-        ranks away), "one_peer" (one of these by turns), "complete", or a doubly stochastic matrix.
-    gossip: how: "d-psgd" (base "none"), "dcd-psgd" (compresses differences; unbiased bases),
-        "deepsqueeze" (feeds errors back), "choco-sgd" (differences from a replica) or "naive" (does
-        not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or "choco-sgd".
-    consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
-        moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
     server_memory: with exchange="sharded", what compressing a mean loses waits by itself, for the
         next mean, as in DoubleSqueeze's server (docs/delay.md), until the compressor is detached.
         False: in the residual of the rank that has compressed it.
@@ -113,20 +105,6 @@ class AdaptiveCompressor:
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
     timeline: a `Timeline` or several; rank 0 writes.
-    local_steps: H > 1 lets each rank take H steps by itself, with any optimizer of torch's, between
-        two exchanges, which are of what the ranks have come to since the last (DiLoCo): H times
-        fewer bytes again. A step of the policy and of the timeline is then a round of H. "auto":
-        the policy ("goodput") chooses H, from 1 to 32, as it chooses the CF; with memory "updates",
-        and else 1.
-    outer_lr, outer_momentum: with local steps, of the outer step, SGD with Nesterov momentum, which
-        moves all ranks by the mean of that.
-    overlap: with local steps, how many of them may pass while an exchange is under way, fewer than
-        H: the link is busy while the ranks compute (Streaming DiLoCo), for one more copy of the
-        parameters. None: half of H. 0: backward waits for the exchange that it begins.
-    delay: D > 0 lets each rank take its own step t at once, with any optimizer of torch's; the mean
-        of what the ranks have done in it takes the place of that before step t + D. Up to D
-        exchanges are under way while the ranks compute, which hides latency (docs/delay.md), for
-        2 D + 1 copies of the parameters.
     link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
     clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
@@ -148,13 +126,11 @@ class AdaptiveCompressor:
         cf_range: tuple[float, float] = (10, 1000),
         *,
         policy: str | Policy | None = None,
+        sync: Synchronisation | None = None,
         granularity: str = "auto",
         dense_below: int = 0,
         exchange: str = "auto",
         down_cf: float | None = None,
-        topology: str | Tensor | Sequence[Sequence[float]] | None = None,
-        gossip: str | None = None,
-        consensus_step: float | None = None,
         server_memory: bool = False,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
@@ -165,11 +141,6 @@ class AdaptiveCompressor:
         clip_norm: float | None = None,
         shadow_sample: float = SHARE,
         samples_per_step: float | None = None,
-        local_steps: int | str = 1,
-        outer_lr: float = OUTER_LR,
-        outer_momentum: float = OUTER_MOMENTUM,
-        overlap: int | None = None,
-        delay: int = 0,
         timeline: Timeline | Sequence[Timeline] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -178,12 +149,13 @@ class AdaptiveCompressor:
     ) -> None:
         compressor, foreign = make_base(base, memory), check_hooks(hooks)
         exchange = check_exchange(exchange, compressor)
-        neighbours = choose_gossip(compressor, exchange, topology, gossip, consensus_step)
-        if neighbours is not None:
-            memory = no_memory(memory)
-        unnamed = policy is None and neighbours is None
+        accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
+        require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
+        sync = (sync or EveryStep()).for_base(compressor)
+        memory = sync.memory_of(checks.one_of("memory", memory, MEMORIES))
+        unnamed = policy is None
         if policy is None:
-            policy = default_policy(compressor, foreign) if neighbours is None else "fixed"
+            policy = sync.default_policy or default_policy(compressor, foreign)
         policy = make_policy(policy)
         cf_range = checks.cf_range(cf_range)
         below = make_rungs(rungs, compressor, policy, exchange, memory, cf_range[0])
@@ -204,21 +176,16 @@ class AdaptiveCompressor:
             cf_range=cf_range,
             policy=policy,
             may_stay_dense=unnamed,
+            sync=sync,
             memory=MemoryChoice(compressor, below, memory, momentum_lag, masking, clip_norm),
             residual_dtype=residual_dtype,
             clip_norm=clip_norm,
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),
             samples_per_step=positive("samples_per_step", samples_per_step),
-            local_steps=check_local_steps(local_steps),
-            outer_lr=checks.real("outer_lr", outer_lr, above=0),
-            outer_momentum=checks.real("outer_momentum", outer_momentum, least=0),
-            overlap=None if overlap is None else checks.whole("overlap", overlap, least=0),
-            delay=checks.whole("delay", delay, least=0),
             timeline=SafeTimeline(timeline),
             link=spec,
             clock=clock,
             debug=debug_interval(debug),
-            gossip=neighbours,
         )
         self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         self._session: Session | None = None

@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from adaptive.exchange.choice import in_one_collective
 from adaptive.exchange.link import LinkSpec
-from adaptive.exchange.topology import GossipChoice
 from adaptive.hook import HookRung
 from adaptive.statistics.shadow import SHARE
+from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor
 from compressors.rounds import RoundsCompressor
@@ -123,23 +122,6 @@ def debug_interval(debug: Any) -> int:
     return checks.whole(argument, value, least=0)
 
 
-def check_local_steps(value: Any) -> int | str:
-    """`value`, a whole number >= 1 or "auto"."""
-    if isinstance(value, str) and value != "auto":
-        raise ValueError(f"local_steps={value!r}: must be a whole number >= 1 or 'auto'")
-    return value if value == "auto" else checks.whole("local_steps", value, least=1)
-
-
-def no_memory(memory: Any) -> str:
-    """The memory with gossip. ValueError unless "auto" or "none" was asked for."""
-    if checks.one_of("memory", memory, MEMORIES) not in ("auto", "none"):
-        raise ValueError(
-            f"memory must be 'auto' or 'none' with exchange='gossip', whose algorithms say what "
-            f"becomes of what is not sent (gossip=...); got {memory!r}"
-        )
-    return "none"
-
-
 def positive(argument: str, value: float | None) -> float | None:
     """`value`, a finite number > 0, or None."""
     return None if value is None else checks.real(argument, value, above=0)
@@ -155,8 +137,8 @@ def require(condition: bool, argument: str, value: object, accepted: str) -> Non
 class Settings:
     """The checked arguments of an `AdaptiveCompressor`, which says what they mean.
 
-    debug: steps between two comparisons of the ranks' parameters, 0 for none. gossip: None unless
-    exchange is "gossip". may_stay_dense: nobody has named a policy.
+    debug: steps between two comparisons of the ranks' parameters, 0 for none. may_stay_dense:
+    nobody has named a policy.
     ValueError if they do not go together."""
 
     base: Compressor
@@ -175,16 +157,11 @@ class Settings:
     clip_norm: float | None
     shadow_sample: float
     samples_per_step: float | None
-    local_steps: int | str
-    outer_lr: float
-    outer_momentum: float
-    overlap: int | None
-    delay: int
+    sync: Synchronisation
     timeline: SafeTimeline
     link: LinkSpec | None
     clock: Callable[[], float]
     debug: int
-    gossip: GossipChoice | None = None
 
     def __post_init__(self) -> None:
         base, policy = self.base, self.policy
@@ -212,20 +189,10 @@ class Settings:
                 f"server_memory must be False unless exchange is 'sharded', which compresses "
                 f"means; got True with exchange={self.exchange!r}"
             )
-        if self.outer_momentum >= 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
-        most = inf if self.local_steps == "auto" else self.local_steps
-        if self.overlap and self.overlap >= float(most):
-            raise ValueError(
-                f"overlap={self.overlap}: must be less than local_steps={self.local_steps}"
-            )
-        if self.gossip is not None:
-            self._check_gossip()
-        if self.local_steps != 1 or self.delay:
-            self._check_local_steps()
+        self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
             self._check_used()
-        if self.delay:
+        if self.sync.one_collective:
             self.exchange = in_one_collective(self.exchange, base)
         if self.residual_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
@@ -247,35 +214,40 @@ class Settings:
         """Whatever keeps what it learns of a model."""
         return [*_policies_in(self.policy), self.base, *self.rungs.values()]
 
-    def _check_local_steps(self) -> None:
-        """ValueError for whatever makes sense of gradients only."""
-        wrong = {
-            "hooks": (self.hooks, "empty"),
-            "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
-            "residual_dtype": (self.residual_dtype != torch.float32, "torch.float32"),
-            "memory": (self.memory.kind in ("momentum", "updates"), "'auto', 'residual' or 'none'"),
+    def _check_sync(self) -> None:
+        """ValueError for what does not go with the way to synchronise."""
+        sync, base = self.sync, self.base
+        told = f"sync={sync!r}"
+        usual = {
+            "hooks": {},
+            "residual_dtype": torch.float32,
+            "clip_norm": None,
+            "exchange": "auto",
         }
-        if self.local_steps != "auto":
-            self.memory.refuse_momentum_settings(
-                f"local_steps={self.local_steps!r} and delay={self.delay}"
-            )
-        if self.local_steps == "auto":
-            wrong["memory"] = (self.memory.kind not in ("auto", "updates"), "'auto' or 'updates'")
-            if not self.policy.chooses_local_steps:
+        for name, accepted in sync.accepted.items():
+            if (value := getattr(self, name)) != usual[name]:
                 raise ValueError(
-                    f"local_steps must be a whole number with policy {self.policy.name!r}, which "
-                    f"does not choose it as 'goodput' does; got 'auto'"
+                    f"{name} must be {accepted} with {told}, which exchanges no gradients; got "
+                    f"{value!r}"
                 )
-        if self.delay:
-            for name, only in {"local_steps": 1, "outer_lr": 1, "outer_momentum": 0}.items():
-                wrong[name] = (getattr(self, name) != only, str(only))
-            wrong["overlap"] = (self.overlap is not None, "None")
-        of = f"delay={self.delay}" if self.delay else f"local_steps={self.local_steps!r}"
-        for name, (given, accepted) in wrong.items():
-            if given:
-                got = self.memory.kind if name == "memory" else getattr(self, name)
-                told = f"{name} must be {accepted} with {of}"
-                raise ValueError(f"{told}: what is exchanged are no gradients; got {got!r}")
+        if not sync.takes_optimizer:
+            self.memory.refuse_momentum_settings(told)
+        chooses = isinstance(sync, LocalSteps) and sync.steps == "auto"
+        if chooses and not self.policy.chooses_local_steps:
+            raise ValueError(
+                f"steps must be a whole number with policy {self.policy.name!r}, which does not "
+                f"choose it as 'goodput' does; got {told}"
+            )
+        compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
+        for policy in _policies_in(self.policy) if isinstance(sync, Gossip) else ():
+            own = not isinstance(policy, DeclaredPolicy)  # of the user
+            follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
+            if policy.layerwise or (compresses and not follows):
+                raise ValueError(
+                    f"policy must be 'fixed', 'schedule' or 'warmup', with a gain other than "
+                    f"'signal', with gossip: gains of parameters tell nothing of the quality of "
+                    f"training; got {policy.name!r} with gain {policy.gain!r}"
+                )
 
     def _check_used(self) -> None:
         """ValueError for a setting that nothing in this run would look at."""
@@ -283,11 +255,6 @@ class Settings:
         feeds_back = self.base.error_feedback and self.memory.kind != "none"
         keeps = f"a memory of what is not sent, got memory={self.memory.kind!r}"
         keeps += f" with base={self.base.shown!r}"
-        if self.local_steps == 1:
-            each_step = "local_steps of 2 or more (or 'auto'), got local_steps=1"
-            self._refuse("outer_lr", self.outer_lr != 1, each_step)
-            self._refuse("outer_momentum", self.outer_momentum != 0, each_step)
-            self._refuse("overlap", self.overlap is not None, each_step)
         if not self.policy.shadow:
             told = f"a policy that asks for the shadow ladder, got policy={self.policy.name!r}"
             told += f" with gain {self.policy.gain!r}"
@@ -306,32 +273,6 @@ class Settings:
         if given:
             raise ValueError(f"{name}={getattr(self, name)!r}: needs {needed}")
 
-    def _check_gossip(self) -> None:
-        """ValueError for whatever needs a mean, or gains that are of gradients."""
-        wrong = {
-            "hooks": (self.hooks, "empty"),
-            "clip_norm": (self.clip_norm, "None (clip p.grad instead)"),
-            "residual_dtype": (self.residual_dtype != torch.float32, "torch.float32"),
-            "local_steps": (self.local_steps != 1, "1"),
-            "delay": (self.delay, "0"),
-        }
-        for name, (given, accepted) in wrong.items():
-            if given:
-                raise ValueError(
-                    f"{name} must be {accepted} with exchange='gossip', which sends parameters to "
-                    f"neighbours and no gradients; got {getattr(self, name)!r}"
-                )
-        compresses = self.base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
-        for policy in _policies_in(self.policy):
-            own = not isinstance(policy, DeclaredPolicy)  # of the user
-            follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
-            if policy.layerwise or (compresses and not follows):
-                raise ValueError(
-                    f"policy must be 'fixed', 'schedule' or 'warmup', with a gain other than "
-                    f"'signal', with exchange='gossip': gains of parameters tell nothing of the "
-                    f"quality of training; got {policy.name!r} with gain {policy.gain!r}"
-                )
-
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         plain = (bool, int, float, str, type(None))
@@ -344,14 +285,12 @@ class Settings:
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
-        as_they_are += " shadow_sample clip_norm local_steps outer_lr outer_momentum overlap delay"
-        as_they_are += " debug residual_dtype"
+        as_they_are += " shadow_sample clip_norm sync debug residual_dtype"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
-            f"gossip={self.gossip}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),
         )
 

@@ -188,7 +188,7 @@ def start_policy(
         wire_bytes=sizes.wire_bytes,
         layers={name: shape.numel() for name, shape in sizes.layers().items()},
         local_steps=local_steps,
-        overlap=settings.overlap,
+        overlap=settings.sync.overlap,
         updates=are_updates(memory, local_steps),
     )
     if settings.policy.layerwise and not context.layers:
@@ -247,5 +247,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         network=network_in_words(settings.clock, settings.link),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
-        gossip=settings.gossip is not None,
+        gossip=sizes.choice.messages is not None,
     )

@@ -18,7 +18,7 @@ from policies.state import read, together
 
 State = Mapping[str, Any]
 
-ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "local_steps", "parameters")
+ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "synchronisation", "parameters")
 """What the states of one moment have in common."""
 
 HINTS = {
@@ -146,10 +146,10 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     by_rank = _by_rank(states)
     if world_size == len(by_rank):
         return [dict(state) for state in by_rank]
-    if "gossip" in by_rank[0]:
+    if tied := read(by_rank[0], "tied_to_ranks", str):
         raise ValueError(
-            f"states: gossip of {len(by_rank)} ranks cannot go on with {world_size}, whose "
-            f"neighbours are others: save the mean, with compressor.averaged(), and begin from it"
+            f"states: those of {len(by_rank)} ranks cannot be resharded for {world_size}, {tied}: "
+            f"save the mean, with compressor.averaged(), and begin from it"
         )
     try:
         return [_state(by_rank, rank, world_size) for rank in range(world_size)]
@@ -199,7 +199,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "link": None,
         "server": {},
         "memory": _memory(states, weights),
-        "local": states[0]["local"],
+        "sync": states[0]["sync"],
         "sum": {},
         "peers": {name: torch.zeros_like(found) for name, found in heir["peers"].items()},
         "controller": {**heir["controller"], "times": [], "timing": None},

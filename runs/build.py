@@ -14,12 +14,16 @@ from torch import nn, optim
 
 from adaptive import (
     AdaptiveCompressor,
+    Delayed,
     Fixed,
+    Gossip,
     LinkSpec,
+    LocalSteps,
     Policy,
     Schedule,
     Timeline,
 )
+from adaptive.sync.options import Synchronisation
 from policies import DENSE
 from runs.checkpoint import find_checkpoint
 from runs.config import TrainConfig
@@ -32,7 +36,9 @@ from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, DEFAULT_CF, LR, WITH_B
 from runs.tasks import TASKS, Task, make_task, trainable
 
 CF_RANGE = (10.0, 1000.0)
-_ELSEWHERE = ("base", "cf_range", "rungs", "fixed_clock", "model_mb", "server")
+_SYNC = ("local_steps", "outer_lr", "outer_momentum", "overlap", "delay")
+_GOSSIP = ("topology", "gossip", "consensus_step")
+_ELSEWHERE = ("base", "cf_range", "rungs", "fixed_clock", "model_mb", "server", *_SYNC, *_GOSSIP)
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
 _CLASSES = (optim.SGD, optim.AdamW, optim.Adam, optim.NAdam, optim.RAdam, optim.RMSprop)
@@ -127,12 +133,39 @@ def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:
     if config.cf_range is not None or cf_range(config, policy) != CF_RANGE:
         settings["cf_range"] = cf_range(config, policy)
     _check_pieces(config, policy)
+    if (sync := synchronisation(config)) is not None:
+        settings["sync"] = sync
+    if settings.get("exchange") == "gossip":
+        del settings["exchange"]
     if config.rungs is False:
         settings["rungs"] = None
     if config.residual_dtype is not None:
         given = config.residual_dtype
         settings["residual_dtype"] = getattr(torch, given, given)  # an unknown one is refused
     return settings
+
+
+def synchronisation(config: TrainConfig) -> Synchronisation | None:
+    """How the workers keep their models together; None: by an exchange in every step."""
+    if config.exchange == "gossip":
+        if config.local_steps not in (None, 1) or config.delay:
+            raise ValueError("exchange: gossip does not go with --local-steps or --delay")
+        choice: dict[str, Any] = {
+            "topology": config.topology,
+            "algorithm": config.gossip,
+            "consensus_step": config.consensus_step,
+        }
+        return Gossip(**{name: value for name, value in choice.items() if value is not None})
+    outer = {name: getattr(config, name) for name in ("outer_lr", "outer_momentum", "overlap")}
+    outer = {name: value for name, value in outer.items() if value is not None}
+    if config.delay:
+        if outer or config.local_steps not in (None, 1):
+            given = ", ".join([*outer, *["local_steps"] * (config.local_steps not in (None, 1))])
+            raise ValueError(f"delay: does not go with {given}; got {config.delay}")
+        return Delayed(config.delay)
+    if config.local_steps in (None, 1):
+        return None
+    return LocalSteps(config.local_steps, **outer)
 
 
 def _check_pieces(config: TrainConfig, policy: Policy) -> None:

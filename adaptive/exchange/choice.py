@@ -53,17 +53,7 @@ GATHERED = Strategy("all_gather", gathered, 1)
 SUMMED = Strategy("all_reduce", summed, 1)
 SHARDED = Strategy("sharded", sharded, 2, sharded=True)
 
-GOSSIP = "gossip"
-"""No way to the mean: parameters go to neighbours only (adaptive/gossip.py)."""
-
-EXCHANGES = (
-    "auto",
-    "all_reduce",
-    "all_gather",
-    "sharded",
-    "voted_indices",
-    GOSSIP,
-)
+EXCHANGES = ("auto", "all_reduce", "all_gather", "sharded", "voted_indices")
 
 
 def strategies(base: Compressor) -> list[Strategy]:
@@ -83,8 +73,6 @@ def strategies(base: Compressor) -> list[Strategy]:
 def check_exchange(exchange: str, base: Compressor) -> str:
     """`exchange` if it is "auto" or one that `base` allows; ValueError otherwise."""
     accepted = ["auto", *(strategy.name for strategy in strategies(base))]
-    if not isinstance(base, RoundsCompressor):
-        accepted.append(GOSSIP)
     if exchange not in accepted:
         told = f"exchange must be one of {', '.join(accepted)} for base {base.shown!r}"
         raise ValueError(f"{told}; got {exchange!r}")
@@ -131,8 +119,6 @@ class ExchangeChoice:
         allowed = strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
-        if exchange == GOSSIP:
-            self._fixed = GATHERED
         self.down_cf = down_cf
         self.server: dict[str, Tensor] | None = {} if server_memory else None
         if down_cf is not None or server_memory:
@@ -185,7 +171,7 @@ class ExchangeChoice:
     @property
     def measures(self) -> bool:
         """The choice depends on the link, which is to be measured."""
-        return self._fixed is None and self._world_size > 2
+        return self._fixed is None and self.messages is None and self._world_size > 2
 
     def pick(self, nbytes: float, compressor: Compressor) -> Strategy:
         """For payloads of `nbytes` a bucket, which `compressor` makes: the base, or a quantizer

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adaptive.config import Settings
 from adaptive.parameters import largest_shard, local
+from adaptive.sync.options import EveryStep
 
 if TYPE_CHECKING:
     from adaptive.compressor import AdaptiveCompressor
@@ -346,10 +347,8 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
     if ranks != sorted(ranks):
         raise ValueError(f"mesh must have its ranks in ascending order, got {mesh}")
     wrong = {
-        "local_steps": (settings.local_steps != 1, "1"),
-        "delay": (settings.delay > 0, "0"),
+        "sync": (settings.sync != EveryStep(), "None"),
         "hooks": (settings.hooks, "empty"),
-        "exchange": (settings.gossip is not None, "another"),
     }
     for name, (given, accepted) in wrong.items():
         if given:

@@ -161,3 +161,9 @@ class Residual(NoMemory):
         parameter.filled = saved is not None
         if saved is not None:
             parameter.open_residual().copy_(saved)
+
+
+class KeptByParameters(NoMemory):
+    """Error feedback whose residual is in the rank's own parameters: there is no other to keep."""
+
+    name = Residual.name

@@ -12,12 +12,13 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.error_feedback import KeptByParameters, NoMemory, Residual
 from adaptive.memory.handover import steps_as
 from adaptive.memory.momentum import MomentumMemory, SGDMomentum
 from adaptive.memory.updates import MomentState, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
+from adaptive.sync.options import Synchronisation
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
@@ -180,11 +181,32 @@ class ModelMemory:
         self._choice = choice
         self._parameters = parameters
         self._ranks = ranks
+        self._gave_up = False  # momentum correction
 
-    def choose(self, optimizers: Sequence[Optimizer]) -> None:
-        """Now that the optimizers are known; an SGD's momentum is taken over. ValueError if they do
-        not go with what was asked for."""
+    def choose(self, optimizers: Sequence[Optimizer], sync: Synchronisation) -> None:
+        """Now that the optimizers are known; an SGD's momentum is taken over if the way to
+        synchronise allows that. ValueError if they do not go with what was asked for."""
+        optimizers = optimizers if sync.takes_optimizer else ()
         self.now = self._choice.make(optimizers, self._parameters, self._ranks)
+        if sync.keeps_unsent and self.now.keeps:
+            self.now = KeptByParameters(self._parameters.maybe_unused)
+
+    def fall_back(self) -> None:
+        """Plain error feedback from the next step on, and the optimizer's own momentum."""
+        self._gave_up = True
+        self.release()
+
+    def kind_of(self, found: Any) -> str:
+        """The name that a state's memory must have; `found` is the one that it has. ValueError for
+        momentum correction that was given up here."""
+        if found == Residual.name and self.now.may_fall_back:
+            return Residual.name
+        if self._gave_up and found == MomentumMemory.name:
+            raise ValueError(
+                "state: it is of a run with momentum correction, which this compressor has given "
+                "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
+            )
+        return self.now.name
 
     def warning(self, optimizers: Sequence[Optimizer]) -> str:
         """What whoever handed these optimizers over should know; nothing if that is as expected."""

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from adaptive import LinkSpec
 from adaptive.config import make_base
-from adaptive.exchange.choice import GOSSIP, ExchangeChoice
-from adaptive.exchange.topology import named
+from adaptive.exchange.choice import ExchangeChoice
+from adaptive.sync.topology import named
 from docs.studies.common import columns, train, write
 from runs.build import sends_dense
 from runs.compare.contender import Contender, parse_contender
@@ -122,7 +122,7 @@ def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained
     n = config.workers
     sent = sum(each.wire_bytes - each.statistics_bytes for each in reports) / len(reports)
     gap, hops, copies = None, 1, 1.0
-    if config.exchange == GOSSIP:
+    if config.exchange == "gossip":
         topology = named(config.topology or "ring", n)
         gap, copies = topology.spectral_gap, topology.messages
     else:

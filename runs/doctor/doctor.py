@@ -37,6 +37,7 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, measure_link, new_future
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
+from adaptive.sync.options import EveryStep
 from adaptive.timeline.records import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, StepReport, checks
@@ -164,8 +165,8 @@ def check_settings(settings: Settings) -> None:
             f"base must be a sparsifier for the doctor, whose gains can be told at any CF; got "
             f"{settings.base.name!r}"
         )
-    if settings.local_steps != 1:
-        raise ValueError(f"local_steps must be 1 for the doctor, got {settings.local_steps!r}")
+    if settings.sync != EveryStep():
+        raise ValueError(f"sync must be None for the doctor, got {settings.sync!r}")
 
 
 def look_at(

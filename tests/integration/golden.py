@@ -37,10 +37,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from adaptive import (
     Accordion,
     AdaptiveCompressor,
+    Delayed,
     Fixed,
     Goodput,
+    Gossip,
     GraVAC,
     LinkSpec,
+    LocalSteps,
     MemoryTimeline,
     Policy,
     Schedule,
@@ -168,7 +171,7 @@ RUNS: dict[str, Run] = {
     "twobit": Run(_gravac, "twobit", "residual", "sharded", "layer"),
     # Ranks that step by themselves
     "local steps": Run(
-        _goodput, "topk", "auto", "auto", "auto", 3, apart=True, options={"local_steps": 4}
+        _goodput, "topk", "auto", "auto", "auto", 3, apart=True, options={"sync": LocalSteps(4)}
     ),
     "local steps, no overlap": Run(
         _goodput,
@@ -178,17 +181,32 @@ RUNS: dict[str, Run] = {
         "auto",
         3,
         apart=True,
-        options={"local_steps": 3, "overlap": 0, "outer_lr": 0.7, "outer_momentum": 0.5},
+        options={"sync": LocalSteps(3, 0.7, 0.5, overlap=0)},
     ),
     "local steps, auto": Run(
-        _goodput, "topk", "updates", "auto", "auto", apart=True, options={"local_steps": "auto"}
+        _goodput,
+        "topk",
+        "updates",
+        "auto",
+        "auto",
+        apart=True,
+        options={"sync": LocalSteps("auto")},
     ),
-    "delay": Run(_goodput, "topk", "auto", "auto", "auto", 3, apart=True, options={"delay": 2}),
+    "delay": Run(
+        _goodput, "topk", "auto", "auto", "auto", 3, apart=True, options={"sync": Delayed(2)}
+    ),
     "gossip, d-psgd": Run(
-        _fixed, "none", "auto", "gossip", "auto", 4, apart=True, options={"topology": "ring"}
+        _fixed, "none", "auto", "auto", "auto", 4, apart=True, options={"sync": Gossip("ring")}
     ),
     "gossip, choco-sgd": Run(
-        _fixed, "topk", "auto", "gossip", "auto", 4, apart=True, options={"gossip": "choco-sgd"}
+        _fixed,
+        "topk",
+        "auto",
+        "auto",
+        "auto",
+        4,
+        apart=True,
+        options={"sync": Gossip(algorithm="choco-sgd")},
     ),
     # What else there is
     "server with its own memory": Run(

@@ -22,57 +22,79 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.optim import Optimizer
 
+from adaptive.averager import Averager
 from adaptive.bucket import LARGEST
-from adaptive.config import Settings
 from adaptive.exchange.choice import Strategy
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, drain
+from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, Rounds
-from adaptive.local_steps import Arrival, LocalSteps, as_flat, split
-from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.parameters import ModelParameter
 from adaptive.reducer import OnGradient
+from adaptive.step_watch import Groups
+from adaptive.sync.local_steps import Arrival, LocalStepsSync, as_flat, split
+from adaptive.sync.options import OUTER_LR, OUTER_MOMENTUM, Delayed
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if
 
 
-class KeptByParameters(NoMemory):
-    """Error feedback whose residual is in the rank's own parameters: there is no other to keep."""
-
-    name = Residual.name
-
-
-class DelayedAveraging(LocalSteps):
+class DelayedSync(LocalStepsSync):
     """The anchor, and the exchanges that are under way, of ranks that step with a delay.
 
     Of what has arrived or will, `due` is how many backwards there are from the one under way until
     the step that it comes before, this one included; `then` what this rank has sent of it.
 
-    feeds_back: what is not sent waits. Otherwise all that a rank had to send counts as sent.
-    on_mean: is told the mean of each parameter when that moves it, if it is to be.
+    What is not sent waits, unless the memory is "none": then all that a rank had to send counts as
+    sent.
     """
 
     at_rest = 1  # what is under way stays so, whoever wants the mean of the parameters
 
-    def __init__(
-        self, parameters: Sequence[ModelParameter], settings: Settings, feeds_back: bool
-    ) -> None:
-        super().__init__(parameters, 1, settings)
-        self._delay, self._feeds_back = settings.delay, feeds_back
-        self.on_mean: OnGradient | None = None
+    def __init__(self, averager: Averager, choice: Delayed) -> None:
+        super(LocalStepsSync, self).__init__(averager)
+        self._begin(1, OUTER_LR, OUTER_MOMENTUM)
+        self._delay = choice.steps
+        self._feeds_back = averager.memory.now.name != "none"
+        self._on_mean: OnGradient | None = None  # told when a mean moves its parameter
         self._own: dict[int, Tensor] = {}  # by bucket, of the round that begins
         self._rounds = 0
         self._of_rounds: list[dict[tuple[int, str], Tensor]] = [{} for _ in range(self._delay)]
 
-    def begin_exchange(self) -> None:
+    def _begin_exchange(self) -> None:
         """Before the first bucket. What was due before a step that has not come is taken in."""
         for arrival in self._arrived:
             arrival.due -= 1
         self.conclude(0)
         self._rounds += 1  # the round of `delay` rounds ago is over, and its buffers are free
         self._rooms = self._of_rounds[self._rounds % self._delay]
+
+    def _mean(
+        self, bucket: dist.GradBucket, flat: Tensor, parameters: Sequence[ModelParameter]
+    ) -> Future[Tensor]:
+        self._on_mean, _ = self.averager.listeners()
+        return self.averager.mean(
+            bucket, flat, parameters, strategy_of=self._remembering, tell_mean=False
+        )
+
+    def _mean_is_there(self) -> None:
+        """The step that waits for the mean takes the time: see `before_step`."""
+
+    def _incoming(
+        self, bucket: dist.GradBucket, parameters: Sequence[ModelParameter], mean: Future[Tensor]
+    ) -> Future[Tensor]:
+        own = self._own.pop(bucket.index())
+        self._arrived.append(Arrival(parameters, mean, self._delay, own))
+        return done_with(bucket.buffer())
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        super().before_step(optimizer, groups)
+        decoded = drain(self.averager.pipeline.decoded)
+        self.averager.controller.stopwatch.bucket_done(decoded)  # so long the step has waited
+        return None
 
     def _unsent(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """What this rank has not sent yet, of the parameters of bucket `index`: flat, in a buffer
@@ -88,7 +110,7 @@ class DelayedAveraging(LocalSteps):
         self._own[index] = _finite(unsent)
         return unsent
 
-    def remembering(self, strategy: Strategy) -> Strategy:
+    def _remembering(self, strategy: Strategy) -> Strategy:
         """The strategy; what this rank hands to it is remembered as sent."""
         if not self._feeds_back:
             return strategy
@@ -101,12 +123,6 @@ class DelayedAveraging(LocalSteps):
             return strategy.start(exchange, out)
 
         return replace(strategy, start=start)
-
-    def under_way(
-        self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
-    ) -> None:
-        """The mean of bucket `index` will be there when it is needed, `overlap` backwards on."""
-        self._arrived.append(Arrival(parameters, mean, overlap, self._own.pop(index)))
 
     @torch.no_grad()
     def conclude(self, due: int | None = None) -> None:
@@ -126,8 +142,8 @@ class DelayedAveraging(LocalSteps):
             torch._foreach_sub_([self.anchors[p] for p in parameters], means)
             for p, each, move in zip(parameters, means, moves, strict=True):
                 p.tensor.data.copy_(move.add_(as_flat(p.tensor)).view_as(p.tensor))
-                if self.on_mean is not None:
-                    self.on_mean(p, each, poisoned)
+                if self._on_mean is not None:
+                    self._on_mean(p, each, poisoned)
         self._bring_back(spoilt)
 
     def _bring_back(self, spoilt: Flag) -> None:

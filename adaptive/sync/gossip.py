@@ -35,16 +35,20 @@ their papers, wait for it in `optimizer.step()`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from math import nan
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
+from adaptive.averager import Averager
 from adaptive.bucket import (
     Bucket,
-    Granularity,
     Part,
     StepCFs,
     Unit,
@@ -54,14 +58,17 @@ from adaptive.bucket import (
     strided_sample,
 )
 from adaptive.chunks import Chunk, chunks
-from adaptive.exchange.collectives import Arriving, Exchange
+from adaptive.exchange.collectives import Arriving
+from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, pack, unpack
-from adaptive.exchange.topology import GossipChoice, Topology
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
-from adaptive.state import check_like, flat_tensors
+from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.statistics.vector import Tally
-from adaptive.uniting import unite
+from adaptive.step_watch import Groups
+from adaptive.sync.base import Synchroniser
+from adaptive.sync.options import Gossip
+from adaptive.uniting import averaged, unite
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if
@@ -106,29 +113,108 @@ class _Chunk(Chunk):
             p.tensor.add_(each.view_as(p.tensor), alpha=alpha)
 
 
-class Gossip:
+class GossipSync(Synchroniser):
     """Gossip of one model, whose parameters are alike on all ranks when it begins.
 
-    algorithm: one of the five. granularity: of what is compressed. open: a
-    backward has ended, whose step has not been made yet: each has its exchange, so that no rank
-    waits for one that has left a step out."""
+    choice: with one of the five algorithms. A backward has its exchange even if its step is left
+    out: then no rank waits for this one."""
 
-    def __init__(
-        self,
-        parameters: Iterable[ModelParameter],
-        choice: GossipChoice,
-        topology: Topology,
-        granularity: Granularity,
-        exchange: Exchange,
-    ) -> None:
+    def __init__(self, averager: Averager, choice: Gossip) -> None:
+        super().__init__(averager)
         self.algorithm = choice.algorithm
+        self.parameters = list(averager.parameters.values())
+        topology = choice.topology_of(averager.exchange.world_size)
+        assert topology is not None
         self.topology = topology
-        self.open = self._mixed = False
-        self.parameters = list(parameters)
+        self._open = self._mixed = False  # open: a backward has ended whose step has not been made
         self._step_at = choice.step_at
-        self._granularity = granularity
-        self._exchange = exchange
+        self._granularity, self._exchange = averager.granularity, averager.exchange
         self._begin()
+
+    # -- what the ranks do --
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Gradients stay what they are."""
+        if bucket.index() == 0:
+            self.make_up()
+            self.averager.begin(self.alike)
+        if bucket.is_last():
+            self._open = True
+            self.averager.reducer.end_backward()
+        return done_with(bucket.buffer())
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        averager = self.averager
+        if self._open and optimizer in averager.optimizers:
+            averager.check_whole()
+            stopwatch = averager.controller.stopwatch
+            entered = stopwatch.timestamps()
+            with averager.noting_failure(averager.controller.step):
+                self._mix()
+            stopwatch.hook_left(entered, [(entered, stopwatch.timestamps())])
+        return None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if optimizer in self.averager.optimizers:
+            self._tell_neighbours()
+
+    def make_up(self) -> None:
+        if self._open:
+            self._mix()
+            self._tell_neighbours()
+
+    def _tell_neighbours(self) -> None:
+        """Once for each backward: after its step, or where that was left out, later."""
+        if not self._open:
+            return
+        averager, controller = self.averager, self.averager.controller
+        stopwatch = controller.stopwatch
+        entered = stopwatch.timestamps()
+        with averager.noting_failure(controller.step):
+            self._mixed = False
+            for index, chunk in enumerate(self._chunks):
+                self._send(index, chunk, controller.step, controller.cfs, controller.tally)
+            sent = stopwatch.timestamps()
+            self._end_step(controller.cfs.send)
+            arrived = stopwatch.timestamps()
+            controller.tally.at("grad").fill_(nan)  # nobody looks at gradients
+            controller.end_step(averager.watch.take_found())
+        self._open = False
+        stopwatch.hook_left(entered, [(sent, arrived)])
+
+    # -- between steps --
+
+    def wait(self) -> None:
+        self.make_up()
+        self._receive_all()
+
+    def settle(self) -> None:
+        with suppress(Exception):  # of neighbours that have failed
+            self._receive_all()
+
+    def alike(self) -> Iterable[tuple[str, Tensor]]:
+        return ()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        self.wait()
+        return averaged(self.parameters, self._exchange)
+
+    def unite(self) -> Sequence[Optimizer]:
+        optimizers = list(self.averager.optimizers)
+        self._receive_all()
+        unite(self.parameters, self._exchange)
+        unite_moments(self.parameters, optimizers, self._exchange)
+        self._begin()
+        return optimizers
+
+    def stop(self) -> None:
+        self.make_up()
+        self.unite()
+
+    def describe(self) -> str:
+        return f"{self.algorithm} on a topology: {self.topology}"
+
+    # -- the algorithms --
 
     def _begin(self) -> None:
         """From parameters that are alike on all ranks."""
@@ -142,7 +228,7 @@ class Gossip:
             chunk.kept = chunk.here("replica").clone()
         return chunk
 
-    def before_step(self) -> None:
+    def _mix(self) -> None:
         """The optimizer has its gradients: let in what neighbours have sent, if that is not done
         yet. Its step then goes on from there."""
         if self.algorithm in AT_ONCE or self._mixed:
@@ -154,14 +240,7 @@ class Gossip:
                 chunk.before = chunk.here("before")
             chunk.move(chunk.offset, 1.0)
 
-    def after_step(self, step: int, cfs: StepCFs, tally: Tally) -> None:
-        """Send what the step has come to, at the CFs of the step. On every rank, as often and in
-        the same order."""
-        self._mixed = False
-        for index, chunk in enumerate(self._chunks):
-            self._send(index, chunk, step, cfs, tally)
-
-    def end_step(self, cf: float) -> None:
+    def _end_step(self, cf: float) -> None:
         """DeepSqueeze and CHOCO-SGD go on from what neighbours have sent, too, at the CF of the
         step."""
         if self.algorithm in AT_ONCE:
@@ -255,22 +334,19 @@ class Gossip:
             for payload in payloads:
                 self._exchange.count_corrupt(payload.corrupt)
 
-    def settle(self) -> None:
+    def _receive_all(self) -> None:
         """Wait for what is under way. The parameters stay as they are."""
         for chunk in self._chunks:
             self._receive(chunk)
 
-    def unite(self, optimizer: Optimizer) -> None:
-        """All ranks go on from the mean of their parameters, and of what the optimizer keeps of
-        them (a collective, dense)."""
-        self.settle()
-        unite(self.parameters, self._exchange)
-        unite_moments(self.parameters, [optimizer], self._exchange)
-        self._begin()
+    # -- saved --
+
+    def saved(self) -> SavedPart:
+        return SavedPart(self.state_dict, self.check, self.load_state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, between steps; what is under way is waited for."""
-        self.settle()
+        self._receive_all()
         state: dict[str, dict[str, Tensor]] = {"offset": {}, "kept": {}}
         for chunk in self._chunks:
             for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
@@ -282,13 +358,13 @@ class Gossip:
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError unless it is a state of gossip of these parameters."""
         flat = flat_tensors(self.parameters)
-        check_like("local", state, {"offset": flat, "kept": flat}, complete=True)
+        check_like("sync", state, {"offset": flat, "kept": flat}, complete=True)
         for what, keys in (("offset", flat.keys()), ("kept", state["kept"].keys() and flat.keys())):
-            together(state[what].keys() == keys, "'local' has lost some")
+            together(state[what].keys() == keys, "'sync' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
-        self.open = self._mixed = False
+        self._open = self._mixed = False
         for chunk in self._chunks:
             chunk.before = None
             for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):

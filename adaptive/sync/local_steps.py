@@ -16,11 +16,7 @@ not wait for it, and while up to so many further steps are computed the network 
 after the other. Each moves its part of the model before a step that is fixed beforehand, so that
 runs can be repeated; what the rank has done in the meantime it keeps.
 
-Ranks that exchange each step may part, and meet again. In both cases a rank holds something that
-the others have not got yet. Those that exchange updates keep it in the residual, as updates that
-the optimizer multiplies by the learning rate; those that step by themselves have it in their own
-parameters. So it is multiplied by the learning rate on the way there, and divided by it on the way
-back; before that a dense exchange takes all but the last step, whose learning rate is this one.
+How ranks that exchange in every step part, and meet again, is in auto_steps.py.
 """
 
 from __future__ import annotations
@@ -30,43 +26,37 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import nan
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.config import Settings
-from adaptive.exchange.collectives import Exchange
-from adaptive.memory.updates import UpdateMemory
+from adaptive.averager import Averager
+from adaptive.exchange.collectives import drain
+from adaptive.exchange.pipeline import done_with
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
-from adaptive.state import check_like, flat_tensors
+from adaptive.state import SavedPart, check_like, flat_tensors
+from adaptive.step_watch import Groups
+from adaptive.sync.base import Synchroniser
+from adaptive.sync.options import LocalSteps
 from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite, squared_norms
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
 from policies.state import together
+from policies.step_time import overlapped
 
 log = logging.getLogger("adaptive")
 
-OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
-"""Better than DiLoCo's 0.7 and 0.9 in runs of some hundred steps (docs/defaults.md)."""
-
 NO_STEP = (
-    "local_steps: no optimizer of torch's has stepped since the last exchange, which moves the "
+    "local steps: no optimizer of torch's has stepped since the last exchange, which moves the "
     "parameters only now: what has changed them in between is lost"
 )
-
-AUTO_IS_ONE = (
-    "local_steps='auto' needs memory 'updates': an optimizer of all parameters handed over that is "
-    "torch's and divides by a second moment, such as AdamW. Without, the ranks exchange in every "
-    "step. A number, as in local_steps=4, goes with any optimizer"
-)
-
-CHOICES = (1, 2, 4, 8, 16, 32)
-"""Numbers of local steps that "auto" chooses from."""
 
 
 @dataclass(eq=False)
@@ -98,45 +88,106 @@ class Arrival:
         }
 
 
-class LocalSteps:
+class LocalStepsSync(Synchroniser):
     """The anchor and the outer optimizer of one model.
 
-    every: local steps between two exchanges, H, which may change. settings: of the outer step, SGD
-    with Nesterov momentum: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m),
-    with d the mean outer gradient. anchors: what all ranks agree on, flat, in float32 (float64 of
+    choice: of the outer step, SGD with Nesterov momentum: m = outer_momentum m + d, anchor -=
+    outer_lr (d + outer_momentum m), with d the mean outer gradient. every: local steps between two
+    exchanges, H, which may change. anchors: what all ranks agree on, flat, in float32 (float64 of
     doubles). at_rest: which means move the parameters when the mean of these is wanted: see
     `conclude`.
     """
 
+    apart = True
     at_rest: int | None = None
 
-    def __init__(
-        self, parameters: Sequence[ModelParameter], every: int, settings: Settings
-    ) -> None:
+    def __init__(self, averager: Averager, choice: LocalSteps, every: int) -> None:
+        super().__init__(averager)
+        self._begin(every, choice.outer_lr, choice.outer_momentum)
+        self._overlap = choice.overlap
+
+    def _begin(self, every: int, outer_lr: float, outer_momentum: float) -> None:
+        """From parameters that are alike on all ranks."""
         self.every = every
-        self._lr, self._momentum = settings.outer_lr, settings.outer_momentum
-        self._parameters = parameters
-        self.anchors = {p: as_flat(p.tensor).to(p.dtype, copy=True) for p in parameters}
-        self._moving = {p: p.zeros() for p in parameters} if self._momentum else {}
-        self._to_anchor = False  # before the next step, which ends all this
+        self._lr, self._momentum = outer_lr, outer_momentum
+        self._parameters = list(self.averager.parameters.values())
+        self.anchors = {p: as_flat(p.tensor).to(p.dtype, copy=True) for p in self._parameters}
+        self._moving = {p: p.zeros() for p in self._parameters} if self._momentum else {}
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._arrived: list[Arrival] = []
         self._sent = 0  # elements, of the exchange that has begun last
         self._stepped = True  # an optimizer has, since then
-        self._updates: list[ModelParameter] = []  # whose residuals go with the next step
         self._backwards = 0  # since the last exchange began
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
+
+    # -- a backward --
 
     @property
     def due(self) -> bool:
         """The backward under way exchanges. Alike on all ranks, which all have done as many."""
         return self._backwards >= self.every
 
-    def backward_ends(self) -> None:
-        """At its last bucket."""
-        self._backwards = 1 if self.due else self._backwards + 1
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        averager = self.averager
+        if not self.due:
+            if bucket.is_last():
+                self._backwards += 1
+                averager.reducer.end_backward()
+                averager.controller.skipped += 1
+            return done_with(bucket.buffer())
+        if bucket.index() == 0:
+            self._begin_exchange()
+            averager.begin(self.alike)
+        stopwatch = averager.controller.stopwatch
+        entered, step = stopwatch.timestamps(), averager.controller.step
+        parameters = [averager.parameters.find(p) for p in bucket.parameters()]
+        flat = self._outer_gradients(bucket.index(), parameters)
+        done = self._mean(bucket, flat, parameters)
+        if bucket.is_last():
+            averager.end()
+            self._backwards = 1
+            self.every = averager.controller.local_steps
+        stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
-    def begin_exchange(self) -> None:
+        def finish(future: Future[Tensor]) -> Tensor:
+            with averager.noting_failure(step):
+                mean = future.value()
+                self._mean_is_there()
+                averager.pipeline.stream.keep(flat)
+                return mean
+
+        return self._incoming(bucket, parameters, done.then(finish))
+
+    def _mean(
+        self, bucket: dist.GradBucket, flat: Tensor, parameters: Sequence[ModelParameter]
+    ) -> Future[Tensor]:
+        return self.averager.mean(bucket, flat, parameters)
+
+    def _mean_is_there(self) -> None:
+        """On a thread of the process group, once a bucket's mean has been decoded."""
+        decoded = drain(self.averager.pipeline.decoded)
+        self.averager.controller.stopwatch.bucket_done(decoded)
+
+    def _incoming(
+        self, bucket: dist.GradBucket, parameters: Sequence[ModelParameter], mean: Future[Tensor]
+    ) -> Future[Tensor]:
+        """What is to become of a bucket's mean outer gradient; a future of this rank's gradients.
+
+        It is not finite if some rank's was not. Then the anchor stays, that rank goes back to it,
+        and the others keep what they have not sent."""
+        buffer = bucket.buffer()
+        overlap = overlapped(self._overlap, self.averager.controller.local_steps)
+        if overlap:
+            self._under_way(bucket.index(), parameters, mean, overlap)
+            return done_with(buffer)
+
+        def arrived(future: Future[Tensor]) -> Tensor:
+            self._arrived.append(Arrival(parameters, future.value()))
+            return buffer
+
+        return mean.then(arrived)
+
+    def _begin_exchange(self) -> None:
         """Before the first bucket. What the last exchange has brought is taken in, if the steps
         before which that was due have not come."""
         if self._arrived and not self._stepped:
@@ -144,7 +195,7 @@ class LocalSteps:
         self.conclude()
         self._sent, self._stepped = 0, False
 
-    def outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
+    def _outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
         """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own. A rank
         that has come so far that squares overflow is thrown back to the anchor, as one that has
         come to what is not finite: then all are nan."""
@@ -170,12 +221,7 @@ class LocalSteps:
             self._rooms[index, what] = room
         return room
 
-    def arrived(self, parameters: Sequence[ModelParameter], mean: Tensor) -> None:
-        """The mean outer gradient of a bucket is there; not finite if some rank's was not. Then the
-        anchor stays, that rank goes back to it, and the others keep what they have not sent."""
-        self._arrived.append(Arrival(parameters, mean))
-
-    def under_way(
+    def _under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
     ) -> None:
         """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
@@ -197,54 +243,22 @@ class LocalSteps:
             with suppress(Exception):  # whoever needs what has failed is told
                 arrival.wait()
 
-    @torch.no_grad()
-    def part(self, memory: UpdateMemory) -> None:
-        """The ranks, which stand alike, part with the next step: what waits in the residuals of
-        `memory` as updates becomes a rank's own."""
-        memory.part()
-        for p in self._parameters:
-            if p.filled and p.residual is not None:
-                p.residual.mul_(memory.learning_rate(p))
-                self._updates.append(p)
+    # -- a step --
 
-    @torch.no_grad()
-    def meet(self, memory: UpdateMemory) -> None:
-        """The ranks go back to the anchor with the next step: how far each has come from there
-        waits in its residual of `memory`, as updates. Where the learning rate is 0 these could move
-        nothing, and that is forgotten."""
-        memory.meet()
-        self.conclude()
-        for p in self._parameters:
-            residual = p.open_residual().add_(self.anchors[p]).sub_(as_flat(p.tensor))
-            lr = memory.learning_rate(p)
-            if isinstance(lr, Tensor):
-                residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
-            else:
-                residual.mul_(1 / lr if lr > 0 else 0.0)
-        self._to_anchor = True
-
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """Of any optimizer of the parameters, the first moves all of them."""
         self._optimizers.add(optimizer)
         self._stepped = True
         self.conclude(self._backwards)
+        return None
 
     @torch.no_grad()
     def conclude(self, due: int | None = None) -> None:
         """Do what comes before the optimizer's next step, if that has not come yet: the outer step
-        by the means that have arrived, and whatever else moves the parameters. If no step has come
-        for long, that is in the middle of a backward, which autograd must not be told of.
+        by the means that have arrived. If no step has come for long, that is in the middle of a
+        backward, which autograd must not be told of.
 
         due: steps since the exchange; None: what is not due yet moves them, too."""
-        if self._to_anchor:
-            for p, anchor in self.anchors.items():
-                p.tensor.data.copy_(anchor.view_as(p.tensor))
-            self._to_anchor = False
-        updates, self._updates = self._updates, []
-        for p in updates:
-            assert p.residual is not None
-            p.tensor.data.sub_(p.residual.view(p.tensor.shape))
-            p.filled = False
         arrived = [each for each in self._arrived if due is None or each.due <= due]
         self._arrived = [each for each in self._arrived if each not in arrived]
         spoilt: Flag = False
@@ -299,26 +313,38 @@ class LocalSteps:
             moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 
-    def averaged(self, exchange: Exchange) -> AbstractContextManager[None]:
-        """The model holds the mean of the ranks' parameters (a collective, dense). What is under
-        way moves them now, if that changes their mean."""
-        self.conclude(self.at_rest)
-        return averaged(self._parameters, exchange)
+    # -- between steps --
 
-    def unite(self, exchange: Exchange, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        """All ranks go on from the mean of their parameters, and of what optimizers keep of them (a
-        collective, dense). Nothing is under way then, and the anchor is there. Returns the
-        optimizers: these, and those that have stepped."""
+    def alike(self) -> Iterable[tuple[str, Tensor]]:
+        return ((p.name, anchor) for p, anchor in self.anchors.items())
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """What is under way moves the parameters now, if that changes their mean."""
+        self.conclude(self.at_rest)
+        return averaged(self._parameters, self.averager.exchange)
+
+    def unite(self) -> Sequence[Optimizer]:
+        """Nothing is under way then, and the anchor is there. The optimizers are those that were
+        handed over (they may not have stepped since a state was loaded), and all that stepped."""
         self.conclude()
-        unite(self._parameters, exchange)
-        for optimizer in optimizers:  # it may not have stepped since a state was loaded
+        unite(self._parameters, self.averager.exchange)
+        for optimizer in self.averager.optimizers:
             self._optimizers.add(optimizer)
         optimizers = list(self._optimizers)
-        unite_moments(self._parameters, optimizers, exchange)
+        unite_moments(self._parameters, optimizers, self.averager.exchange)
         for p, anchor in self.anchors.items():
             p.filled = False
             anchor.copy_(as_flat(p.tensor))
         return optimizers
+
+    def stop(self) -> None:
+        self.unite()
+
+    # -- saved --
+
+    def saved(self) -> SavedPart:
+        check = partial(check_local_state, parameters=self._parameters, apart=True)
+        return SavedPart(self.state_dict, check, self.load_state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name. Between steps; what is due is taken in first, and what is under way is
@@ -334,7 +360,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
-        self._backwards, self._updates = state["backwards"], []
+        self._backwards = state["backwards"]
         by_name = {p.name: p for p in self._parameters}
         self._arrived = [
             Arrival(
@@ -359,15 +385,15 @@ def check_local_state(
     stepped by themselves when it was saved; else it has no anchors, and nothing is under way."""
     flat = flat_tensors(parameters)
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
-    check_like("local", state, like, complete=True)
+    check_like("sync", state, like, complete=True)
     arrival = {"due": int, "mean": flat, "then": flat}  # of a bad round not finite
     for each in state["arrived"].values():
-        check_like("local: arrived", each, arrival, finite=False, complete=True)
+        check_like("sync: arrived", each, arrival, finite=False, complete=True)
         whole = bool(each["mean"]) and [*each["mean"]] == [*each["then"]]
         together(apart and whole and each["due"] >= 1, "what has arrived has lost something")
     fits = state["anchors"].keys() == (flat.keys() if apart else set())
     fits = fits and state["moving"].keys() in (set(), flat.keys())
-    together(fits, "'local' has lost something, or is of ranks that do not step by themselves")
+    together(fits, "'sync' has lost something, or is of ranks that do not step by themselves")
 
 
 def _on_device(by_name: Mapping[str, ModelParameter], flat: Mapping[str, Tensor]) -> Tensor:

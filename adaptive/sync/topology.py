@@ -9,7 +9,6 @@ for one that is not symmetric the largest singular value takes the eigenvalue's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
 from typing import Any
@@ -17,17 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressors import Compressor
-from compressors.rounds import RoundsCompressor
-from policies import checks
-
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
-ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
-
-STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
-"""Algorithms that have a consensus step size, and what it is if nobody says: so much / CF, and not
-above 1. With more ranks may drift apart for good (docs/gossip.md)."""
-
 TOLERANCE = 1e-6
 """Of the sums of rows and columns of a user's matrix, which may be of float32."""
 
@@ -70,6 +59,14 @@ class Topology:
         left = float(torch.linalg.matrix_norm(apart, 2)) ** (1 / len(self.rounds))
         return min(1.0, max(0.0, 1 - left))
 
+    def check(self) -> None:
+        """ValueError unless what a rank has reaches all others."""
+        if self.ranks > 1 and self.spectral_gap < NO_GAP:
+            raise ValueError(
+                "topology must bring all ranks together: this matrix has a spectral gap of 0 (some "
+                "ranks are never reached, or only by turns)"
+            )
+
     def __str__(self) -> str:
         return (
             f"{self.name} of {self.ranks} ranks, {self.messages:.3g} messages a rank, "
@@ -77,95 +74,7 @@ class Topology:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class GossipChoice:
-    """What the user has chosen of gossip: one of TOPOLOGIES or a matrix, one of ALGORITHMS but
-    "auto", and the consensus step size, None: by the CF."""
-
-    topology: str | Tensor
-    algorithm: str
-    step_size: float | None
-
-    def make(self, ranks: int) -> Topology:
-        """ValueError if that cannot be with so many ranks."""
-        made = named(self.topology, ranks) if isinstance(self.topology, str) else None
-        if made is None:
-            assert isinstance(self.topology, Tensor)
-            made = Topology("matrix", [self.topology])
-        if made.ranks != ranks:
-            raise ValueError(
-                f"topology must be a matrix of ({ranks}, {ranks}), a row for each rank; got one of "
-                f"({made.ranks}, {made.ranks})"
-            )
-        if ranks > 1 and made.spectral_gap < NO_GAP:
-            raise ValueError(
-                "topology must bring all ranks together: this matrix has a spectral gap of 0 (some "
-                "ranks are never reached, or only by turns)"
-            )
-        if self.algorithm in ("dcd-psgd", "choco-sgd") and len(made.rounds) > 1:
-            raise ValueError(
-                f"topology must be the same in every step with gossip={self.algorithm!r}, which "
-                f"keeps the weighted sum of its neighbours' replicas; got {made.name!r}"
-            )
-        return made
-
-    def __str__(self) -> str:
-        of = self.topology if isinstance(self.topology, str) else self.topology.tolist()
-        return f"{self.algorithm} on {of}, consensus step {self.step_size}"
-
-    def step_at(self, cf: float) -> float:
-        """The consensus step size at this CF; 1 where an algorithm has none."""
-        if self.step_size is not None:
-            return self.step_size
-        return min(1.0, STEP_SIZES.get(self.algorithm, cf) / cf)
-
-
-def choose_gossip(
-    base: Compressor, exchange: str, topology: Any, gossip: Any, consensus_step: Any
-) -> GossipChoice | None:
-    """What `AdaptiveCompressor` was given; None without exchange="gossip". ValueError or TypeError
-    for arguments that are wrong or do not go together."""
-    if exchange != "gossip":
-        given = {"topology": topology, "gossip": gossip, "consensus_step": consensus_step}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be None unless exchange is 'gossip', got {value!r:.80} with "
-                    f"exchange={exchange!r}"
-                )
-        return None
-    if isinstance(base, RoundsCompressor):
-        raise ValueError(
-            f"base must make payloads of one rank's own with exchange='gossip'; {base.name!r} sums "
-            f"over all ranks in rounds"
-        )
-    algorithm = checks.one_of("gossip", "auto" if gossip is None else gossip, ALGORITHMS)
-    exact, biased = base.name == "none", base.error_feedback
-    if algorithm == "auto":
-        algorithm = "d-psgd" if exact else "choco-sgd" if biased else "dcd-psgd"
-    if algorithm == "d-psgd" and not exact:
-        raise ValueError(
-            f"gossip='d-psgd' sends parameters as they are: base must be 'none', got {base.name!r}"
-        )
-    if algorithm == "dcd-psgd" and biased and not exact:
-        raise ValueError(
-            f"gossip='dcd-psgd' needs an unbiased base (qsgd, natural, terngrad, 'none'), or the "
-            f"errors of differences add up; got {base.name!r}: use 'choco-sgd' or 'deepsqueeze'"
-        )
-    if consensus_step is not None and algorithm not in STEP_SIZES:
-        raise ValueError(
-            f"consensus_step must be None with gossip={algorithm!r}, got {consensus_step!r}; it is "
-            f"for {' and '.join(STEP_SIZES)}"
-        )
-    step = consensus_step
-    if step is not None:
-        step = checks.fraction("consensus_step", step)
-    of = "ring" if topology is None else topology
-    of = checks.one_of("topology", of, TOPOLOGIES) if isinstance(of, str) else _matrix(of)
-    return GossipChoice(of, algorithm, step)
-
-
-def _matrix(given: Any) -> Tensor:
+def check_matrix(given: Any) -> Tensor:
     """A user's own, in float64. ValueError unless it is doubly stochastic, TypeError if it is no
     matrix of numbers."""
     try:

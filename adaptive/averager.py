@@ -1,0 +1,206 @@
+"""One exchange of all ranks: flat tensors become their mean, as the plan of the step says.
+
+A synchroniser (`adaptive/sync/`) decides when there is an exchange, what is exchanged, and what
+becomes of the mean. It calls `begin` before the first tensor, `mean` for each tensor in the same
+order on all ranks, and `end` after the last one. It knows no compressor, no CF and no network:
+these are in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import sqrt
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from adaptive.agreement import compare_replicas
+from adaptive.bucket import Granularity
+from adaptive.config import Settings
+from adaptive.controller import Controller
+from adaptive.exchange.choice import ExchangeChoice, Strategy
+from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.pipeline import Pipeline
+from adaptive.hook import send_through
+from adaptive.memory.model_memory import ModelMemory
+from adaptive.memory.momentum import SGDMomentum
+from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.reducer import OnGradient, Reducer, Step
+from adaptive.sizes import Sizes
+from adaptive.statistics.requested import RequestedStatistics
+from adaptive.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
+from compressors.base import CorruptPayload
+from policies import DENSE
+
+
+@dataclass(eq=False)
+class Averager:
+    """What an exchange needs of one model.
+
+    optimizers: those that were handed over. scaler: the loss scale in use, if there is one.
+    settling: backwards after which DDP no longer rebuilds its buckets.
+    """
+
+    settings: Settings
+    exchange: Exchange
+    parameters: ModelParameters
+    optimizers: Sequence[Optimizer]
+    scaler: GradScaler | None
+    memory: ModelMemory
+    watch: StepWatch
+    pipeline: Pipeline
+    choice: ExchangeChoice
+    granularity: Granularity
+    sizes: Sizes
+    requested: RequestedStatistics
+    controller: Controller
+    settling: int
+    reducer: Reducer = field(init=False)
+    failed: tuple[int, Exception] | None = None
+    """The step whose exchange failed first, and why."""
+
+    def __post_init__(self) -> None:
+        self.reduce_with(self.settings.clip_norm)
+
+    def reduce_with(self, clip_norm: float | None) -> None:
+        """From here on with the memory as it is now."""
+        if clip_norm is not None:
+            clip_norm /= sqrt(self.exchange.world_size)
+        self.requested.follow(self.memory.now)
+        self.reducer = Reducer(
+            self.granularity,
+            self.memory.now,
+            self.exchange,
+            self.pipeline,
+            self.requested,
+            self.settling,
+            clip_norm,
+        )
+
+    def use_memory(self) -> None:
+        """The model's memory has become another one."""
+        self.reducer.memory = self.memory.now
+        self.requested.follow(self.memory.now)
+
+    def fall_back(self) -> None:
+        """From the next step on: plain error feedback, and the optimizer's own momentum."""
+        self.memory.fall_back()
+        self.use_memory()
+
+    @property
+    def compresses(self) -> bool:
+        """This step is compressed by us: neither dense nor sent by a foreign hook."""
+        return self.controller.plan.send not in (DENSE, *self.settings.hooks)
+
+    def begin(self, alike: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Before the first tensor: take in the statistics of the step before, and plan this one.
+
+        alike: returns what must be the same on all ranks now, by parameter name, to be compared
+        with `debug`. CorruptPayload if some rank has received what no compressor can have sent."""
+        controller, memory = self.controller, self.memory
+        controller.begin_step()
+        if controller.corrupt:
+            raise CorruptPayload(
+                "a payload that no compressor can have sent has arrived on some rank: its "
+                "bytes were changed on the way (a device finds this out some steps late)"
+            )
+        if not controller.carrying:
+            memory.emptied()
+        if not self.compresses:
+            memory.now.settle(self.exchange)
+        if every := self.settings.debug:
+            compared = () if controller.step % every else alike()
+            compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
+            if self.exchange.shards > 1:
+                compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
+        self._heed_changed_gradients()
+
+    def _heed_changed_gradients(self) -> None:
+        """Falling back is decided on an agreed statistic; warnings are each rank's own."""
+        controller, memory = self.controller, self.memory.now
+        if controller.agreed.changed > 0 and "velocity" in memory.keeps:
+            foreign = memory.foreign if isinstance(memory, SGDMomentum) else ""
+            why = OTHER_OPTIMIZER.format(foreign) if foreign else CHANGED
+            controller.note(f"{why}; {FALLEN_BACK}")
+            self.fall_back()
+        unscaled = controller.agreed.unscaled > 0 and self.scaler is None
+        if unscaled and self.watch.is_new(UNSCALED):
+            controller.note(UNSCALED)
+
+    def listeners(self) -> tuple[OnGradient | None, OnGradient | None]:
+        """Who is told the means of this step, and who this rank's own tensors."""
+        plan = self.controller.plan
+        add = self.requested.sums.add if plan.accumulate else None
+        return (None, add) if plan.local_sum else (add, None)
+
+    def mean(
+        self,
+        bucket: dist.GradBucket,
+        flat: Tensor,
+        parameters: Sequence[ModelParameter],
+        scale: Tensor | None = None,
+        strategy_of: Callable[[Strategy], Strategy] = lambda strategy: strategy,
+        tell_mean: bool = True,
+    ) -> Future[Tensor]:
+        """A future of the ranks' mean of `flat`, which is overwritten.
+
+        bucket: gives the place among the tensors of the step; a foreign hook gets it. scale: that
+        of the loss, by which `flat` was divided. strategy_of: wraps the strategy. tell_mean: those
+        that listen to means are told this one."""
+        controller, plan, cfs = self.controller, self.controller.plan, self.controller.cfs
+        on_mean, on_local = self.listeners()
+        tally = controller.tally
+        step = Step(controller.step, cfs, tally, on_mean if tell_mean else None, on_local)
+        hook = self.settings.hooks.get(plan.send)
+        if hook is not None:
+            send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
+            return self.reducer.dense(step, flat, parameters, send)
+        if plan.send == DENSE:
+            return self.reducer.dense(step, flat, parameters)
+        nbytes = self.sizes.bucket_nbytes(cfs)
+        strategy = strategy_of(self.choice.pick(nbytes, self.granularity.by(plan.send)))
+        at = bucket.index(), bucket.is_last()
+        return self.reducer.compressed(step, flat, parameters, strategy, *at)
+
+    def mean_as_it_is(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """A future of the mean as DDP itself makes it, of sparse or complex gradients."""
+        done = self.exchange.mean_as_it_is(bucket.buffer())
+        if bucket.is_last():
+            self.pipeline.finish()
+        return done
+
+    def end(self) -> None:
+        """After the last tensor's own collective: start agreeing on the statistics."""
+        self.controller.end_step(self.watch.take_found())
+        self.reducer.end_backward()
+
+    @contextmanager
+    def noting_failure(self, step: int) -> Iterator[None]:
+        """An error inside is one of the exchange of this step."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = self.failed or (step, error)
+            raise
+
+    def check_whole(self) -> None:
+        """RuntimeError after an exchange that failed: some ranks may have its mean, others not,
+        and what the memory holds may be neither of the step before nor of the step after."""
+        if self.failed is not None:
+            step, error = self.failed
+            raise RuntimeError(
+                f"the gradient exchange of step {step} failed, and what the ranks hold may differ "
+                f"since: start anew, or load a checkpoint on all ranks ({error})"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.parameters.device

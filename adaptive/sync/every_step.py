@@ -1,0 +1,107 @@
+"""Gradients are exchanged in every step: autograd gets the ranks' mean, and the optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from adaptive.exchange.collectives import drain
+from adaptive.memory.handover import loss_scale
+from adaptive.memory.momentum import SGDMomentum
+from adaptive.parameters import travel_as_they_are
+from adaptive.step_watch import Groups
+from adaptive.sync.base import Synchroniser
+
+log = logging.getLogger("adaptive")
+
+
+class AsDDP(Synchroniser):
+    """What DDP does without a hook, with the bytes counted and nothing measured: for models that
+    are too small for statistics."""
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        exchange, buffer = self.averager.exchange, bucket.buffer()
+        if travel_as_they_are(buffer, bucket.parameters()):
+            done = exchange.mean_as_it_is(buffer)
+        else:
+            exchange.count_floats(buffer.numel())
+            done = exchange.all_reduce(buffer.div_(exchange.world_size))
+        if bucket.is_last():
+            self.end_backward()
+        return done
+
+    def end_backward(self) -> None:
+        self.averager.controller.count_dense_step()
+
+
+class EveryStepSync(Synchroniser):
+    """The mean of gradients takes the gradients' place."""
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        if bucket.index() == 0:
+            self.averager.begin(self.alike)
+        return self._mean(bucket)
+
+    def _mean(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """The ranks' mean of a bucket's gradients, in units of the scaled loss as they came. The
+        memory is in units of the loss itself."""
+        averager, stopwatch = self.averager, self.averager.controller.stopwatch
+        entered, step = stopwatch.timestamps(), averager.controller.step
+        buffer, of, stream = bucket.buffer(), bucket.parameters(), averager.pipeline.stream
+        scale_now = loss_scale(averager.scaler, buffer.device)
+        work, scale = buffer, None
+        if travel_as_they_are(buffer, of):
+            done = averager.mean_as_it_is(bucket)
+        else:
+            if (scale := scale_now) is not None:  # in float32: small gradients do not underflow
+                work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
+            parameters = [averager.parameters.find(p) for p in of]
+            done = averager.mean(bucket, work, parameters, scale)
+        if bucket.is_last():
+            self._end(scale_now)
+        stopwatch.hook_left(entered, drain(averager.pipeline.waits))
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            with averager.noting_failure(step):
+                mean = future.value()
+                if scale is not None:
+                    mean = buffer.copy_(mean.mul_(scale))
+                stopwatch.bucket_done(drain(averager.pipeline.decoded))
+                stream.keep(work, scale_now)
+                return mean
+
+        return done.then(finish)
+
+    def end_backward(self) -> None:
+        self._end(loss_scale(self.averager.scaler, self.averager.device))
+
+    def _end(self, scale: Tensor | None) -> None:
+        """After the last bucket's own collective."""
+        averager = self.averager
+        averager.end()
+        # After `detach` nobody would compare gradients. In parameter space they are the script's.
+        memory = averager.memory.now
+        compare = bool(memory.keeps) and memory.moments is None
+        compare = compare and not averager.controller.forced_dense
+        averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        averager, memory = self.averager, self.averager.memory
+        if not averager.optimizers:
+            told = memory.not_handed_over(optimizer)
+            if told and averager.exchange.place == 0 and averager.watch.is_new(told):
+                log.warning("%s", told)
+        if not averager.watch.ours:
+            return None  # another DDP's gradients, say, which no memory has changed
+        changed = memory.now.before_step(optimizer, groups)
+        if isinstance(memory.now, SGDMomentum) and memory.now.foreign:
+            averager.watch.note_change()
+        return changed
+
+    def discard(self) -> None:
+        self.averager.memory.discard()

@@ -1,0 +1,184 @@
+"""Parameter space: each rank's optimizer steps by its own gradient, and what the step has done is
+exchanged (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from adaptive.exchange.collectives import drain
+from adaptive.exchange.pipeline import done_with
+from adaptive.memory.handover import loss_scale
+from adaptive.memory.updates import UpdateMemory
+from adaptive.parameters import local, travel_as_they_are
+from adaptive.reducer import Step
+from adaptive.step_watch import Groups
+from adaptive.sync.every_step import EveryStepSync
+from compressors.kernels import all_finite, squared_norm
+from compressors.kernels.blocks import Flag, either, fill_if, is_host
+
+
+class OwnStepSync(EveryStepSync):
+    """In a compressed step autograd gets this rank's own gradient back, and after the optimizers'
+    steps the ranks exchange what these have done."""
+
+    _nonfinite: Flag = False  # gradients of this rank, in the backward under way
+
+    @property
+    def memory(self) -> UpdateMemory:
+        memory = self.averager.memory.now
+        assert isinstance(memory, UpdateMemory)
+        return memory
+
+    # -- a backward --
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        if bucket.index() == 0:
+            self.make_up()
+            self._nonfinite = False
+            self.averager.begin(self.alike)
+        if not self.averager.compresses:
+            return self._mean(bucket)
+        stopwatch = self.averager.controller.stopwatch
+        entered = stopwatch.timestamps()
+        done = self._own_gradient(bucket)
+        stopwatch.hook_left(entered, ())
+        return done
+
+    def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """This rank's own. Parameters that no optimizer handed over steps, and gradients that only
+        DDP can average, get the mean.
+
+        If some rank's gradients are not finite, all ranks' are not: what a script or a `GradScaler`
+        does then is the same on all ranks."""
+        buffer, of = bucket.buffer(), bucket.parameters()
+        if travel_as_they_are(buffer, of):
+            done = self.averager.mean_as_it_is(bucket)
+        else:
+            done = self._measured(buffer, of)
+        if not bucket.is_last():
+            return done
+        nonfinite, stream = self._end_own_backward(), self.averager.pipeline.stream
+
+        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+            gradients, sum_of_flags = (future.value() for future in futures.value())
+            flag = bool(sum_of_flags) if is_host(sum_of_flags.device) else sum_of_flags[0] > 0
+            if not gradients.is_sparse:
+                fill_if(flag, gradients, nan)
+            stream.keep(sum_of_flags, flag)
+            return gradients
+
+        return torch.futures.collect_all([done, nonfinite]).then(finish)
+
+    def _measured(self, buffer: Tensor, of: Sequence[Tensor]) -> Future[Tensor]:
+        """Add a bucket's gradients to the statistics."""
+        controller, requested = self.averager.controller, self.averager.requested
+        parameters = [self.averager.parameters.find(p) for p in of]
+        pieces = buffer.split([p.local.numel() for p in parameters])
+        self._nonfinite = either(self._nonfinite, all_finite(buffer) ^ True)
+        scale, tally = loss_scale(self.averager.scaler, buffer.device), controller.tally
+        energy = torch.as_tensor(squared_norm(buffer), device=tally.vector.device)
+        tally.at("grad").add_(energy if scale is None else energy / scale.square())
+        if controller.plan.accumulate and controller.plan.local_sum:
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                own = piece if scale is None else piece / scale
+                requested.sums.add(parameter, own, self._nonfinite)
+        if apart := [pieces[i] for i in self.memory.apart(of)]:
+            return self._mean_apart(buffer, apart)
+        return done_with(buffer)
+
+    def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
+        """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
+        exchange = self.averager.exchange
+        flat = torch.cat([*pieces]).div_(exchange.world_size)
+        exchange.count_floats(flat.numel())
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            for piece, mean in zip(pieces, future.value().split([*map(len, pieces)]), strict=True):
+                piece.copy_(mean)
+            return buffer
+
+        return exchange.all_reduce(flat).then(finish)
+
+    def _end_own_backward(self) -> Future[Tensor]:
+        """After the last bucket; a future of whether some rank's gradients are not finite."""
+        averager, controller = self.averager, self.averager.controller
+        flag, self._nonfinite = self._nonfinite, False
+        controller.tally.at("spoiled").add_(torch.as_tensor(flag))
+        self.memory.backward_ends(controller.plan.send)
+        averager.reducer.end_backward()
+        averager.watch.backward_ends(None, False, averager.pipeline.stream.backward_waited)
+        return averager.exchange.any_rank(flag, averager.device)
+
+    def end_backward(self) -> None:
+        if not self.averager.compresses:
+            super().end_backward()
+            return
+        nonfinite = self._end_own_backward().wait()
+        grads = [local(p.grad) for p in self.averager.parameters if p.grad is not None]
+        for grad in grads[-1:]:
+            fill_if(bool(nonfinite) if is_host(grad.device) else nonfinite[0] > 0, grad, nan)
+
+    # -- a step --
+
+    def forward_begins(self) -> None:
+        self.make_up()
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        self.memory.step_begins(optimizer)
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        return self.memory.before_step(optimizer, groups)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.memory.after_step(optimizer)
+        if self.memory.pending and self.memory.all_stepped:
+            self.make_up()
+
+    def make_up(self) -> None:
+        """Exchange what the optimizers' steps have done, and move all ranks by the mean of it.
+
+        Once for each compressed backward, on every rank. Where a step was left out that is before
+        the next forward, since other ranks may have made theirs."""
+        updates, averager, controller = self.memory, self.averager, self.averager.controller
+        if not updates.pending:
+            return
+        averager.check_whole()
+        stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
+        entered, stream = stopwatch.timestamps(), averager.pipeline.stream
+        with stream.hook_call(last=True), averager.noting_failure(controller.step):
+            grad = tally.at("grad").clone()  # of gradients, not of updates
+            tally.at("stepped").fill_(float(updates.all_stepped))
+            on_mean = None if controller.plan.local_sum else averager.listeners()[0]
+            step = Step(controller.step, cfs, tally, on_mean, updates=True)
+            nbytes = averager.sizes.bucket_nbytes(cfs)
+            strategy = averager.choice.pick(nbytes, averager.granularity.by(cfs.send))
+            done, last = [], len(updates.chunks) - 1
+            for i, chunk in enumerate(updates.chunks):
+                work = updates.outgoing(chunk)
+                args = chunk.parameters, strategy, i, i == last
+                done.append(averager.reducer.compressed(step, work, *args))
+            tally.at("grad").copy_(grad)
+            controller.end_step(averager.watch.take_found())
+            sent = stopwatch.timestamps()
+            for chunk, future in zip(updates.chunks, done, strict=True):
+                updates.apply(chunk, future.wait(), controller.ranks_that_stepped)
+            updates.exchanged()
+        waits = [(sent, stopwatch.timestamps()), *drain(averager.pipeline.waits)]
+        stopwatch.hook_left(entered, waits)
+
+    # -- between steps --
+
+    def unite(self) -> Sequence[Optimizer] | None:
+        self.make_up()
+        agreed = self.averager.memory.now.agree(self.averager.exchange)
+        return list(self.averager.optimizers) if agreed else None
+
+    def stop(self) -> None:
+        self.make_up()

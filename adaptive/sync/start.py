@@ -1,0 +1,37 @@
+"""Sets the chosen way of keeping ranks together to work on a model."""
+
+from __future__ import annotations
+
+from adaptive.averager import Averager
+from adaptive.memory.updates import UpdateMemory
+from adaptive.sync.auto_steps import AutoStepsSync
+from adaptive.sync.base import Synchroniser
+from adaptive.sync.delayed import DelayedSync
+from adaptive.sync.every_step import AsDDP, EveryStepSync
+from adaptive.sync.gossip import GossipSync
+from adaptive.sync.local_steps import LocalStepsSync
+from adaptive.sync.options import Delayed, Gossip, LocalSteps
+from adaptive.sync.own_step import OwnStepSync
+
+
+def start(averager: Averager, numbers: tuple[int, ...]) -> Synchroniser:
+    """The synchroniser of a model that is about to train. numbers: of local steps, to choose
+    from."""
+    choice = averager.settings.sync
+    if isinstance(choice, Gossip):
+        return GossipSync(averager, choice)
+    if isinstance(choice, Delayed):
+        return DelayedSync(averager, choice)
+    if isinstance(choice, LocalSteps) and len(numbers) > 1:
+        return AutoStepsSync(averager, choice)
+    if isinstance(choice, LocalSteps) and numbers != (1,):
+        return LocalStepsSync(averager, choice, numbers[0])
+    if averager.controller.too_small:
+        return AsDDP(averager)
+    return gradients_or_steps(averager)
+
+
+def gradients_or_steps(averager: Averager) -> Synchroniser:
+    """Ranks that exchange in every step: what, the memory says."""
+    by_steps = isinstance(averager.memory.now, UpdateMemory)
+    return OwnStepSync(averager) if by_steps else EveryStepSync(averager)
