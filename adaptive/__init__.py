@@ -7,9 +7,14 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from adaptive.compressor import AdaptiveCompressor as AdaptiveCompressor
+from adaptive.exchange.choice import ParameterServer as ParameterServer
 from adaptive.exchange.link import LinkSpec as LinkSpec
+from adaptive.exchange.link import Network as Network
 from adaptive.exchange.link import StepClock as StepClock
 from adaptive.hook import HookRung as HookRung
+from adaptive.memory.options import Momentum as Momentum
+from adaptive.memory.options import Residual as Residual
+from adaptive.memory.options import Updates as Updates
 from adaptive.state import reshard_states as reshard_states
 from adaptive.summary import Summary as Summary
 from adaptive.sync.options import Delayed as Delayed

@@ -67,7 +67,7 @@ class Averager:
     """The step whose exchange failed first, and why."""
 
     def __post_init__(self) -> None:
-        self.reduce_with(self.settings.clip_norm)
+        self.reduce_with(self.settings.memory.options.clip_norm)
 
     def reduce_with(self, clip_norm: float | None) -> None:
         """From here on with the memory as it is now."""

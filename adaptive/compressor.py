@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -19,21 +18,20 @@ from adaptive import checkpoint as forms
 from adaptive.agreement import agree, check_model
 from adaptive.config import (
     GRANULARITIES,
-    MEMORIES,
     Settings,
     debug_interval,
     default_policy,
     make_base,
     make_rungs,
-    positive,
+    refuse_removed,
     require,
 )
-from adaptive.exchange.choice import check_exchange
-from adaptive.exchange.link import LinkSpec
+from adaptive.exchange.choice import ParameterServer, check_exchange
+from adaptive.exchange.link import LinkSpec, Network, network_from
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
+from adaptive.memory.options import Memory, memory_from
 from adaptive.session import Session
-from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
 from adaptive.sync.options import EveryStep, Synchronisation
 from adaptive.timeline.records import SafeTimeline, Timeline
@@ -67,53 +65,32 @@ class AdaptiveCompressor:
         itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
         gradients or of what the optimizers' steps have done (see `memory`).
+    memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
+        correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer
+        has done is fed back and sent, with any optimizers that `attach` is handed. "none": it is
+        lost. Or with settings a `Residual`, `Momentum` or `Updates`. "auto": "none" for an unbiased
+        compressor; else by what `attach` is handed "momentum" for torch's SGD with momentum,
+        "residual" for one without or nothing, and "updates" for others.
+    exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
+        "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
+        with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
+        the indices for all). "auto": the fastest by a cost model of the network, which is measured
+        when there is a choice.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. "auto": "bucket" for a base that
         keeps the largest elements, unless the policy gives layers CFs of their own.
     dense_below: tensors of fewer elements than this are sent uncompressed.
-    exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
-        "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks),
-        "voted_indices" (sparsifiers: each rank proposes 1/N of the indices for all).
-        "auto": the fastest by a cost model of the network, measured when there is a choice.
-    down_cf: with exchange="sharded", the CF at which means travel back to all ranks, where that is
-        not the CF at which gradients come: 1 compresses on the way up only.
-    server_memory: with exchange="sharded", what compressing a mean loses waits by itself, for the
-        next mean, as in DoubleSqueeze's server (docs/delay.md), until the compressor is detached.
-        False: in the residual of the rank that has compressed it.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
     rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
         in the residual. "auto": {2: "bf16", 4: "int8"} with policy "goodput" and a sparsifier with
         error feedback, for a network that is only a little too slow. None: none.
-    memory: "residual" feeds back errors. "momentum": momentum correction (DGC, section 3), for SGD
-        with momentum. "updates": what the step of each rank's optimizer has done is fed back and
-        sent, with any optimizers that `attach` is handed. "none": what is not sent is lost. "auto":
-        by what `attach` is handed "momentum" for torch's SGD with momentum, "residual" for one
-        without or nothing, else "updates"; "none" for an unbiased compressor.
-    residual_dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random; not
-        with momentum correction. Of float64 parameters it is in float64 all the same.
-    momentum_lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while
-        gradients are compressed (docs/defaults.md), with momentum correction only. 1 is DGC's rule;
-        None: the compressor's own.
-    masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
-        (True: at every CF above 1; False: never; None: always for dgc, never for others). With
-        momentum correction only.
-    clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
-        accumulated (DGC, section 3.2, but per parameter: buckets leave before the last is there).
-        Not where updates or parameters are exchanged.
-    shadow_sample: share of the elements, in (0, 1], from which the shadow ladder tells gains; at
-        least 16,384 of a bucket and 1,024 of a tensor.
-    samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
     timeline: a `Timeline` or several; rank 0 writes.
-    link: emulate a slow link, e.g. "100mbit" or "100mbit,5ms" (for demonstrations).
-    clock: seconds, monotonic; throughput steers the policy, so tests and replays inject one.
+    network: emulate a slow link, as "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
+        with a clock of your own.
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
         in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
         that differ. None: as the environment variable ADAPTIVE_DEBUG says.
-    checkpoint: what `state_dict()` gives. "rank": each rank its own state, to save and load by
-        itself. "gathered": rank 0 the states of all ranks, for frameworks that write what rank 0
-        has, and hand it to every rank. "auto": "gathered" where `attach` is handed what Accelerate
-        or Fabric have wrapped, else "rank".
 
     A setting that nothing would look at, beside the others, is refused here, or by `attach` where
     that depends on the optimizer. Only base="none" takes any: a run is switched to dense by it.
@@ -127,67 +104,50 @@ class AdaptiveCompressor:
         *,
         policy: str | Policy | None = None,
         sync: Synchronisation | None = None,
+        memory: str | Memory = "auto",
+        exchange: str | ParameterServer = "auto",
         granularity: str = "auto",
         dense_below: int = 0,
-        exchange: str = "auto",
-        down_cf: float | None = None,
-        server_memory: bool = False,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         rungs: Mapping[float, str | Compressor] | str | None = "auto",
-        memory: str = "auto",
-        residual_dtype: torch.dtype = torch.float32,
-        momentum_lag: float | None = None,
-        masking: bool | float | None = None,
-        clip_norm: float | None = None,
-        shadow_sample: float = SHARE,
-        samples_per_step: float | None = None,
         timeline: Timeline | Sequence[Timeline] | None = None,
-        link: str | LinkSpec | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
-        checkpoint: str = "auto",
+        **removed: Never,
     ) -> None:
-        compressor, foreign = make_base(base, memory), check_hooks(hooks)
-        exchange = check_exchange(exchange, compressor)
+        refuse_removed(removed)
         accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
         require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
-        sync = (sync or EveryStep()).for_base(compressor)
-        memory = sync.memory_of(checks.one_of("memory", memory, MEMORIES))
+        sync, remembered = sync or EveryStep(), memory_from(memory)
+        remembered = sync.memory_of(remembered)
+        compressor, foreign = make_base(base, remembered.kind), check_hooks(hooks)
+        sync = sync.for_base(compressor)
+        server = exchange if isinstance(exchange, ParameterServer) else ParameterServer()
+        exchange = check_exchange(exchange, compressor)
         unnamed = policy is None
         if policy is None:
             policy = sync.default_policy or default_policy(compressor, foreign)
         policy = make_policy(policy)
         cf_range = checks.cf_range(cf_range)
-        below = make_rungs(rungs, compressor, policy, exchange, memory, cf_range[0])
-        spec = LinkSpec.parse(link) if isinstance(link, str) else link
-        accepted = "a rate such as '100mbit', a LinkSpec or None"
-        require(isinstance(spec, LinkSpec | None), "link", link, accepted)
-        require(callable(clock), "clock", clock, "a function that returns seconds")
-        clip_norm = positive("clip_norm", clip_norm)
+        kind = remembered.kind
+        below = make_rungs(rungs, compressor, policy, exchange, kind, cf_range[0])
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
             dense_below=checks.whole("dense_below", dense_below, least=0),
             exchange=exchange,
-            down_cf=None if down_cf is None else checks.real("down_cf", down_cf, least=1),
-            server_memory=checks.flag("server_memory", server_memory),
+            server=server,
             hooks=foreign,
             rungs=below,
             cf_range=cf_range,
             policy=policy,
             may_stay_dense=unnamed,
             sync=sync,
-            memory=MemoryChoice(compressor, below, memory, momentum_lag, masking, clip_norm),
-            residual_dtype=residual_dtype,
-            clip_norm=clip_norm,
-            shadow_sample=checks.fraction("shadow_sample", shadow_sample),
-            samples_per_step=positive("samples_per_step", samples_per_step),
+            memory=MemoryChoice(compressor, below, remembered),
             timeline=SafeTimeline(timeline),
-            link=spec,
-            clock=clock,
+            network=network_from(network),
             debug=debug_interval(debug),
         )
-        self._form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         self._session: Session | None = None
         self._framework_form = "rank"  # of a state, as the script's framework needs it
 
@@ -197,6 +157,7 @@ class AdaptiveCompressor:
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
+        samples_per_step: float | None = None,
     ) -> AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
         Sparse gradients and complex parameters are exchanged as DDP does without a hook.
@@ -209,6 +170,8 @@ class AdaptiveCompressor:
             the optimizer as its `.optimizer` will do.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units. None: that of
             Accelerate's optimizer, if it has one.
+        samples_per_step: samples of all workers in a step; throughput is then told in samples/s,
+            not steps/s.
         Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
         another hook, or the ranks disagree.
         """
@@ -220,7 +183,7 @@ class AdaptiveCompressor:
             nonlocal attachment
             attachment = Attachment.of(ddp)
 
-        self._start(ddp, ddp.process_group, inside, scaler, check=check)
+        self._start(ddp, ddp.process_group, inside, scaler, samples_per_step, check=check)
         if attachment is None:
             Attachment(self).register(ddp)
         else:
@@ -234,6 +197,7 @@ class AdaptiveCompressor:
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
+        samples_per_step: float | None = None,
     ) -> AdaptiveCompressor:
         """Compress what the replicas of a sharded model exchange, on every rank, before the first
         backward (a collective): docs/fsdp.md.
@@ -242,7 +206,7 @@ class AdaptiveCompressor:
             of them with `mesh[<the second dimension's name>]`: torch shards inside a replica.
         mesh: of two dimensions, (replicas, shards). Parameters and buffers of the first replica are
             broadcast to the others.
-        optimizer, scaler: see `attach`.
+        optimizer, scaler, samples_per_step: see `attach`.
         Returns self. TypeError if `root` is not such a module; ValueError for another mesh, or
         settings that do not go with it; RuntimeError if it is attached already or the ranks differ.
         """
@@ -251,7 +215,8 @@ class AdaptiveCompressor:
         inside = unwrap(root, optimizer)
         replica = ShardedReplica.of(inside.model, mesh, self._settings)
         of, everyone = replica.process_group, replica.everyone
-        self._start(replica, of, inside, scaler, everyone, check=replica.check_free)
+        free = replica.check_free
+        self._start(replica, of, inside, scaler, samples_per_step, everyone, check=free)
         replica.start()
         replica.compressor = self
         return self
@@ -262,6 +227,7 @@ class AdaptiveCompressor:
         group: dist.ProcessGroup,
         inside: Unwrapped,
         scaler: GradScaler | None,
+        samples_per_step: float | None,
         everyone: dist.ProcessGroup | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
@@ -277,6 +243,8 @@ class AdaptiveCompressor:
                 require(isinstance(each, Optimizer), "optimizer", each, accepted)
             scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
             require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
+            if samples_per_step is not None:
+                checks.real("samples_per_step", samples_per_step, above=0)
             if self._session is not None:
                 raise RuntimeError(
                     "the compressor has been attached to a model already: make a new "
@@ -285,7 +253,8 @@ class AdaptiveCompressor:
             return ""
 
         agree(check_arguments, group if everyone is None else everyone)
-        self._session = Session(self._settings, group, model, optimizers, scaler, everyone)
+        of = model, optimizers, scaler, everyone, samples_per_step
+        self._session = Session(self._settings, group, *of)
         self._framework_form = "gathered" if inside.by_framework else "rank"
 
     def detach(self) -> None:
@@ -383,10 +352,14 @@ class AdaptiveCompressor:
         """The hook's work for one bucket; returns a future of the mean gradient."""
         return self._running().reduce(bucket)
 
-    def state_dict(self, checkpoint: str | None = None) -> dict[str, Any]:
-        """What is to be saved, in the form that `checkpoint=` says, here or in the constructor:
-        policy, statistics, residuals, totals, by parameter name. Take it on every rank, between
-        steps. With "gathered" it is a collective, and holds something on rank 0 only.
+    def state_dict(self, checkpoint: str = "auto") -> dict[str, Any]:
+        """What is to be saved, on every rank, between steps: policy, statistics, residuals, totals,
+        by parameter name.
+
+        checkpoint: "rank": each rank its own state, to save and load by itself. "gathered": rank 0
+        the states of all ranks, for frameworks that write what rank 0 has, and hand it to every
+        rank; a collective. "auto": "gathered" where `attach` was handed what Accelerate or Fabric
+        have wrapped, else "rank". ValueError for another one.
 
         With updates the optimizer's moments are each rank's own while gradients are compressed.
         With local steps, a delay and gossip the parameters are, too. With "rank" each rank has to
@@ -398,8 +371,7 @@ class AdaptiveCompressor:
         (with `static_graph` after the second), which changes the order of summation, and what is
         compressed as one. To the bit it does so if as many throwaway backwards come before
         `load_state_dict` (as `runs train --resume` does)."""
-        form = self._form if checkpoint is None else checkpoint
-        form = checks.one_of("checkpoint", form, forms.FORMS)
+        form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         return forms.save(self._running(), self._framework_form if form == "auto" else form)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -413,7 +385,7 @@ class AdaptiveCompressor:
         key or a parameter is missing or unknown, a value has another type or shape, a number is not
         finite. An injected clock must go on from where it stood; the real one does not, and the
         interval is not timed."""
-        same_clock = self._settings.clock is not time.perf_counter
+        same_clock = self._settings.network.clock is not time.perf_counter
         forms.load(self._running(), state, same_clock)
 
     def _running(self) -> Session:

@@ -6,16 +6,15 @@ Errors name the argument, its value and what is accepted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adaptive.exchange.choice import in_one_collective
-from adaptive.exchange.link import LinkSpec
+from adaptive.exchange.choice import ParameterServer, in_one_collective
+from adaptive.exchange.link import Network
 from adaptive.hook import HookRung
-from adaptive.statistics.shadow import SHARE
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.records import SafeTimeline
 from compressors import Compressor, make_compressor
@@ -28,7 +27,29 @@ if TYPE_CHECKING:
     from adaptive.memory.model_memory import MemoryChoice
 
 GRANULARITIES = ("auto", "layer", "bucket")
-MEMORIES = ("auto", "residual", "momentum", "updates", "none")
+
+INSTEAD = {
+    "local_steps": "sync=LocalSteps(8)",
+    "outer_lr": "sync=LocalSteps(8, outer_lr=0.7)",
+    "outer_momentum": "sync=LocalSteps(8, outer_momentum=0.9)",
+    "overlap": "sync=LocalSteps(8, overlap=4)",
+    "delay": "sync=Delayed(2)",
+    "topology": "sync=Gossip('ring')",
+    "gossip": "sync=Gossip(algorithm='choco-sgd')",
+    "consensus_step": "sync=Gossip(consensus_step=0.1)",
+    "down_cf": "exchange=ParameterServer(down_cf=1)",
+    "server_memory": "exchange=ParameterServer(own_memory=True)",
+    "residual_dtype": "memory=Residual(dtype=torch.bfloat16)",
+    "momentum_lag": "memory=Momentum(lag=0.5)",
+    "masking": "memory=Momentum(masking=True)",
+    "clip_norm": "memory=Momentum(clip_norm=1.0) or memory=Residual(clip_norm=1.0)",
+    "link": "network='100mbit'",
+    "clock": "network=Network(clock=clock)",
+    "samples_per_step": "attach(model, samples_per_step=256)",
+    "checkpoint": "state_dict(checkpoint='gathered')",
+    "shadow_sample": "nothing: it is 1/64",
+}
+"""What takes the place of arguments that `AdaptiveCompressor` once had."""
 
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
@@ -122,9 +143,11 @@ def debug_interval(debug: Any) -> int:
     return checks.whole(argument, value, least=0)
 
 
-def positive(argument: str, value: float | None) -> float | None:
-    """`value`, a finite number > 0, or None."""
-    return None if value is None else checks.real(argument, value, above=0)
+def refuse_removed(given: Mapping[str, object]) -> None:
+    """TypeError for arguments that are not there, which says what takes the place of old ones."""
+    for name in given:
+        told = f"AdaptiveCompressor() takes no argument {name!r}"
+        raise TypeError(f"{told}; instead: {INSTEAD[name]}" if name in INSTEAD else told)
 
 
 def require(condition: bool, argument: str, value: object, accepted: str) -> None:
@@ -145,22 +168,16 @@ class Settings:
     granularity: str
     dense_below: int
     exchange: str
-    down_cf: float | None
-    server_memory: bool
+    server: ParameterServer
     hooks: dict[float, HookRung]
     rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
     memory: MemoryChoice
-    residual_dtype: torch.dtype
-    clip_norm: float | None
-    shadow_sample: float
-    samples_per_step: float | None
     sync: Synchronisation
     timeline: SafeTimeline
-    link: LinkSpec | None
-    clock: Callable[[], float]
+    network: Network
     debug: int
 
     def __post_init__(self) -> None:
@@ -179,26 +196,11 @@ class Settings:
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
                 f"base={base.shown!r}"
             )
-        if self.down_cf is not None and self.exchange != "sharded":
-            raise ValueError(
-                f"down_cf must be None unless exchange is 'sharded', whose means it compresses; "
-                f"got {self.down_cf:g} with exchange={self.exchange!r}"
-            )
-        if self.server_memory and self.exchange != "sharded":
-            raise ValueError(
-                f"server_memory must be False unless exchange is 'sharded', which compresses "
-                f"means; got True with exchange={self.exchange!r}"
-            )
         self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
             self._check_used()
         if self.sync.one_collective:
             self.exchange = in_one_collective(self.exchange, base)
-        if self.residual_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"residual_dtype must be torch.float32 or torch.bfloat16, got "
-                f"{self.residual_dtype!r}"
-            )
         if policy.layerwise:
             why = f"policy {policy.name!r}, which gives layers CFs of their own"
             if self.granularity == "bucket":
@@ -218,20 +220,20 @@ class Settings:
         """ValueError for what does not go with the way to synchronise."""
         sync, base = self.sync, self.base
         told = f"sync={sync!r}"
-        usual = {
-            "hooks": {},
-            "residual_dtype": torch.float32,
-            "clip_norm": None,
-            "exchange": "auto",
-        }
+        plain = {"hooks": {}, "exchange": "auto"}
         for name, accepted in sync.accepted.items():
-            if (value := getattr(self, name)) != usual[name]:
+            if (value := getattr(self, name)) != plain[name]:
                 raise ValueError(
                     f"{name} must be {accepted} with {told}, which exchanges no gradients; got "
                     f"{value!r}"
                 )
-        if not sync.takes_optimizer:
-            self.memory.refuse_momentum_settings(told)
+        memory = self.memory.options
+        of_gradients = memory.clip_norm is not None or memory.dtype != torch.float32
+        if of_gradients and sync.lets_ranks_differ:
+            raise ValueError(
+                f"memory must have no clip_norm (clip p.grad instead) and dtype torch.float32 with "
+                f"{told}, which exchanges no gradients; got {memory!r}"
+            )
         chooses = isinstance(sync, LocalSteps) and sync.steps == "auto"
         if chooses and not self.policy.chooses_local_steps:
             raise ValueError(
@@ -252,26 +254,17 @@ class Settings:
     def _check_used(self) -> None:
         """ValueError for a setting that nothing in this run would look at."""
         compresses = self.base.supported(100.0, 10**6) > 1
-        feeds_back = self.base.error_feedback and self.memory.kind != "none"
-        keeps = f"a memory of what is not sent, got memory={self.memory.kind!r}"
-        keeps += f" with base={self.base.shown!r}"
-        if not self.policy.shadow:
-            told = f"a policy that asks for the shadow ladder, got policy={self.policy.name!r}"
-            told += f" with gain {self.policy.gain!r}"
-            self._refuse("shadow_sample", self.shadow_sample != SHARE, told)
-        if not feeds_back:
-            self._refuse("residual_dtype", self.residual_dtype != torch.float32, keeps)
-        if not compresses:
-            told = f"a base that compresses, got base={self.base.shown!r}"
-            self._refuse("down_cf", self.down_cf is not None, told)
-            self._refuse("server_memory", self.server_memory, told)
-        if self.down_cf == 1:
-            told = "means that are compressed, got down_cf=1"
-            self._refuse("server_memory", self.server_memory, told)
-
-    def _refuse(self, name: str, given: bool, needed: str) -> None:
-        if given:
-            raise ValueError(f"{name}={getattr(self, name)!r}: needs {needed}")
+        memory = self.memory.options
+        if not self.base.error_feedback and memory.dtype != torch.float32:
+            raise ValueError(
+                f"memory={memory!r}: dtype needs a base whose errors are fed back, got "
+                f"base={self.base.shown!r}"
+            )
+        if not compresses and self.server != ParameterServer():
+            raise ValueError(
+                f"exchange={self.server!r}: needs a base that compresses, got "
+                f"base={self.base.shown!r}"
+            )
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
@@ -284,8 +277,7 @@ class Settings:
         }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
         rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
-        as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
-        as_they_are += " shadow_sample clip_norm sync debug residual_dtype"
+        as_they_are = "granularity dense_below exchange server cf_range sync debug"
         return (
             f"base={self.base.name!r} {of_base}",
             f"hooks={hooks}, rungs={rungs}",

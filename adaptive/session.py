@@ -88,13 +88,15 @@ class Session:
         optimizers: Sequence[Optimizer] = (),
         scaler: GradScaler | None = None,
         everyone: dist.ProcessGroup | None = None,
+        samples_per_step: float | None = None,
     ) -> None:
         self.settings = settings
+        self._samples_per_step = samples_per_step or 1.0
         self._model = weakref.ref(model)
-        link = EmulatedLink(settings.link) if settings.link else None
+        link = EmulatedLink(settings.network.spec) if settings.network.spec else None
         self.exchange = Exchange(group, link, everyone)
         world_size = self.exchange.world_size
-        self._parameters = ModelParameters(model, settings.residual_dtype)
+        self._parameters = ModelParameters(model, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
         self._watch = StepWatch(
             self._parameters, self._step_begins, self._before_step, self._after_step
@@ -104,17 +106,16 @@ class Session:
             settings.base,
             settings.exchange,
             world_size,
-            settings.down_cf,
-            settings.server_memory,
+            settings.server,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(optimizers, scaler)
-        timestamps = Timestamps.of(settings.clock, self.device)
+        timestamps = Timestamps.of(settings.network.clock, self.device)
         if self._choice.measures:
-            self._choice.link = measure_link(self.exchange, settings.clock, self.device)
+            self._choice.link = measure_link(self.exchange, settings.network.clock, self.device)
         if world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
         self.controller = self._make_controller(timestamps, optimizers)
@@ -176,7 +177,7 @@ class Session:
         not_shadowed = {DENSE, *settings.hooks, *settings.rungs}
         candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
         self._requested = RequestedStatistics(
-            settings.policy, parameters.values(), sorted(candidates), as_one, settings.shadow_sample
+            settings.policy, parameters.values(), sorted(candidates), as_one
         )
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
@@ -243,7 +244,7 @@ class Session:
             settings.policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(settings.timeline, tells, self._header, settings.samples_per_step or 1.0),
+            Recorder(settings.timeline, tells, self._header, self._samples_per_step),
             self._requested,
             self._sizes,
             lambda: learning_rate(next(iter(optimizers), None)),
@@ -255,8 +256,8 @@ class Session:
                 self._sizes.wire_bytes,
                 self.exchange.world_size,
                 settings.sync.overlap,
-                settings.clock,
-                settings.link,
+                settings.network.clock,
+                settings.network.spec,
                 lambda: self._choice.link,
             ),
             settings.sync.extra_lag,

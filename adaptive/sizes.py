@@ -244,7 +244,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
         overlap=context.overlap,
-        network=network_in_words(settings.clock, settings.link),
+        network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
         gossip=sizes.choice.messages is not None,

@@ -46,8 +46,8 @@ OTHER_OPTIMIZER = (
 )
 FALLEN_BACK = (
     "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
-    "with memory='residual'. To keep momentum correction, clip by AdaptiveCompressor(clip_norm=...)"
-    " and hand a GradScaler over: attach(..., scaler=scaler)"
+    "with memory='residual'. To keep momentum correction, clip by memory=Momentum(clip_norm=...) "
+    "and hand a GradScaler over: attach(..., scaler=scaler)"
 )
 UNSCALED = (
     "gradients were divided by a power of two between backward() and optimizer.step(), as a "

@@ -113,7 +113,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    compressor = AdaptiveCompressor(policy=Budget(arguments.share), link=arguments.link)
+    compressor = AdaptiveCompressor(policy=Budget(arguments.share), network=arguments.link)
     compressor.attach(model, optimizer=optimizer)
 
     teacher = torch.randn(64, 8)  # the same on all ranks, by the seed above

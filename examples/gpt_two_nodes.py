@@ -102,7 +102,7 @@ def main() -> None:
         optimizer,
         lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / args.steps)),
     )
-    compressor = AdaptiveCompressor(link=args.link)  # <-- the defaults: topk, goodput
+    compressor = AdaptiveCompressor(network=args.link)  # <-- the defaults: topk, goodput
     compressor.attach(model, optimizer=optimizer)  # <-- on every rank, before the first backward
 
     # Every rank saves and loads a file of its own: what it has not sent yet is its own.

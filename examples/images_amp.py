@@ -86,7 +86,9 @@ def main() -> None:
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps)
     scaler = torch.amp.GradScaler(device.type, enabled=cuda)
-    compressor = AdaptiveCompressor(link=args.link)  # <-- clip by clip_norm=, if you clip
+    compressor = AdaptiveCompressor(
+        network=args.link
+    )  # <-- memory=Momentum(clip_norm=), if you clip
     compressor.attach(model, optimizer=optimizer, scaler=scaler)  # <-- the scaler, too
 
     generator = torch.Generator().manual_seed(1 + rank)  # other images on every rank

@@ -19,10 +19,16 @@ from adaptive import (
     Gossip,
     LinkSpec,
     LocalSteps,
+    Momentum,
+    Network,
+    ParameterServer,
     Policy,
+    Residual,
     Schedule,
     Timeline,
+    Updates,
 )
+from adaptive.memory.options import Memory
 from adaptive.sync.options import Synchronisation
 from policies import DENSE
 from runs.checkpoint import find_checkpoint
@@ -38,7 +44,11 @@ from runs.tasks import TASKS, Task, make_task, trainable
 CF_RANGE = (10.0, 1000.0)
 _SYNC = ("local_steps", "outer_lr", "outer_momentum", "overlap", "delay")
 _GOSSIP = ("topology", "gossip", "consensus_step")
-_ELSEWHERE = ("base", "cf_range", "rungs", "fixed_clock", "model_mb", "server", *_SYNC, *_GOSSIP)
+_MEMORY = ("memory", "residual_dtype", "momentum_lag", "masking", "clip_norm")
+_ELSEWHERE = (
+    *("base", "cf_range", "rungs", "fixed_clock", "model_mb", "server", "link", "exchange"),
+    *("down_cf", "server_memory", *_MEMORY, *_SYNC, *_GOSSIP),
+)
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
 
 _CLASSES = (optim.SGD, optim.AdamW, optim.Adam, optim.NAdam, optim.RAdam, optim.RMSprop)
@@ -90,10 +100,7 @@ def sends_dense(config: TrainConfig) -> bool:
 
 
 def build_compressor(
-    config: TrainConfig,
-    samples_per_step: int,
-    timeline: Sequence[Timeline] = (),
-    numel: int = 1,
+    config: TrainConfig, timeline: Sequence[Timeline] = (), numel: int = 1
 ) -> AdaptiveCompressor:
     """The compressor, not attached yet. numel: elements of the model's gradients.
 
@@ -103,15 +110,10 @@ def build_compressor(
     policy = build_policy(config)
     settings = compressor_settings(config, policy)
     clock = modelled_clock(config, numel)
-    if clock is not None:  # the link's time is modelled too, not waited for
-        settings.pop("link", None)
-        settings["clock"] = clock
+    # A modelled clock counts the link's time, too, which is not waited for.
+    network = Network(config.link) if clock is None else Network(clock=clock)
     return AdaptiveCompressor(
-        config.base,
-        policy=policy,
-        samples_per_step=samples_per_step,
-        timeline=list(timeline),
-        **settings,
+        config.base, policy=policy, network=network, timeline=list(timeline), **settings
     )
 
 
@@ -135,14 +137,53 @@ def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:
     _check_pieces(config, policy)
     if (sync := synchronisation(config)) is not None:
         settings["sync"] = sync
-    if settings.get("exchange") == "gossip":
-        del settings["exchange"]
     if config.rungs is False:
         settings["rungs"] = None
-    if config.residual_dtype is not None:
-        given = config.residual_dtype
-        settings["residual_dtype"] = getattr(torch, given, given)  # an unknown one is refused
+    settings["memory"] = memory_options(config)
+    settings["exchange"] = exchange_options(config)
     return settings
+
+
+def memory_options(config: TrainConfig) -> str | Memory:
+    """What becomes of what is not sent. ValueError for options of different memories."""
+    kind = config.memory or "auto"
+    given = [name for name in _MEMORY[1:] if getattr(config, name) is not None]
+    if not given:
+        return kind
+    if kind == "auto":
+        sgd = config.optimizer == "sgd" and config.momentum != 0
+        of_momentum = sgd and given != ["residual_dtype"]
+        kind = "momentum" if of_momentum or "masking" in given or "momentum_lag" in given else kind
+        kind = "residual" if kind == "auto" and config.optimizer == "sgd" else kind
+        kind = "updates" if kind == "auto" else kind
+    accepted = {
+        "momentum": {"momentum_lag": "lag", "masking": "masking", "clip_norm": "clip_norm"},
+        "residual": {"residual_dtype": "dtype", "clip_norm": "clip_norm"},
+        "updates": {"residual_dtype": "dtype"},
+    }.get(kind, {})
+    for name in given:
+        if name not in accepted:
+            value = getattr(config, name)
+            raise ValueError(f"{name}: does not go with memory {kind}, got {value!r}")
+    settings = {accepted[name]: getattr(config, name) for name in given}
+    if "dtype" in settings:
+        settings["dtype"] = getattr(torch, settings["dtype"], settings["dtype"])
+    made: dict[str, Any] = {"momentum": Momentum, "residual": Residual, "updates": Updates}
+    memory: Memory = made[kind](**settings)
+    return memory
+
+
+def exchange_options(config: TrainConfig) -> str | ParameterServer:
+    """How payloads become the mean. ValueError for options of another exchange."""
+    if config.exchange == "gossip":  # see `synchronisation`
+        return "auto"
+    if config.down_cf is None and not config.server_memory:
+        return config.exchange or "auto"
+    if config.exchange != "sharded":
+        name = "server_memory" if config.down_cf is None else "down_cf"
+        got = config.exchange or "auto"
+        raise ValueError(f"{name}: needs exchange sharded, which compresses means; got {got}")
+    return ParameterServer(config.down_cf, bool(config.server_memory))
 
 
 def synchronisation(config: TrainConfig) -> Synchronisation | None:
@@ -330,7 +371,7 @@ def check_compression(config: TrainConfig) -> None:
     """The part of `check` that reads no data."""
     try:
         if config.policy != OFF:
-            build_compressor(config, samples_per_step=1)
+            build_compressor(config)
     except (ValueError, TypeError) as error:
         raise UsageError(_with_option(str(error))) from error
 

@@ -172,8 +172,6 @@ class Compressing:
     """Momentum factor masking, always, never, or from a CF on (off, with dgc on)."""
     clip_norm: Annotated[Positive | None, metavar("NORM")] = None
     """Clip local gradients, each parameter's at NORM / sqrt(workers)."""
-    shadow_sample: Annotated[Number | None, metavar("SHARE")] = None
-    """Of the elements, what the gains of all CFs are told from, in (0, 1] (0.015625)."""
     local_steps: CountOrAuto | None = None
     """Each worker takes so many steps by itself between two exchanges; auto: as goodput chooses,
     with adamw and others like it (1)."""

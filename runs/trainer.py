@@ -83,10 +83,11 @@ class Trainer:
         if config.policy != "off":
             self.compressor = build_compressor(
                 config,
-                samples_per_step=self.task.batch_size * self.world_size,
                 timeline=[timeline] if timeline is not None else [],
                 numel=sum(p.numel() for p in trainable(self.model)),
-            ).attach(self.model, optimizer=self.optimizer)
+            )
+            of_step = self.task.batch_size * self.world_size
+            self.compressor.attach(self.model, optimizer=self.optimizer, samples_per_step=of_step)
 
     def took(self, seconds: float) -> None:
         """The last step is over, that took so long by this process's clock. A compressor has a

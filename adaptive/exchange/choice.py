@@ -26,6 +26,7 @@ from adaptive.state import SavedPart
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
+from policies import checks
 from policies.state import read, together
 
 WORTH = 0.9
@@ -56,6 +57,30 @@ SHARDED = Strategy("sharded", sharded, 2, sharded=True)
 EXCHANGES = ("auto", "all_reduce", "all_gather", "sharded", "voted_indices")
 
 
+@dataclass(frozen=True)
+class ParameterServer:
+    """The sharded exchange: each rank is the server of its share of a bucket. It takes the mean of
+    the ranks' payloads of that, compresses the mean and sends it to all (DoubleSqueeze: Tang and
+    others 2019). Bytes do not grow with the number of ranks.
+
+    down_cf: the CF at which means travel back, where that is not the CF at which gradients come: 1
+        compresses on the way up only. None: the same.
+    own_memory: what compressing a mean loses waits by itself, for the next mean, until the
+        compressor is detached. False: in the residual of the rank that has compressed it.
+
+    ValueError or TypeError for a value that is not accepted."""
+
+    down_cf: float | None = None
+    own_memory: bool = False
+
+    def __post_init__(self) -> None:
+        checks.flag("own_memory", self.own_memory)
+        if self.down_cf is not None:
+            checks.real("down_cf", self.down_cf, least=1)
+        if self.down_cf == 1 and self.own_memory:
+            raise ValueError("own_memory=True: needs means that are compressed, got down_cf=1")
+
+
 def strategies(base: Compressor) -> list[Strategy]:
     """The strategies that a compressor allows, the one that suits it on any network first."""
     if isinstance(base, RoundsCompressor):
@@ -70,8 +95,13 @@ def strategies(base: Compressor) -> list[Strategy]:
     return [GATHERED, SHARDED]
 
 
-def check_exchange(exchange: str, base: Compressor) -> str:
-    """`exchange` if it is "auto" or one that `base` allows; ValueError otherwise."""
+def check_exchange(exchange: Any, base: Compressor) -> str:
+    """The name of an `exchange`, "auto" or one that `base` allows. ValueError otherwise, TypeError
+    for anything else."""
+    if isinstance(exchange, ParameterServer):
+        exchange = SHARDED.name
+    if not isinstance(exchange, str):
+        raise TypeError(f"exchange must be a name or a ParameterServer, got {exchange!r}")
     accepted = ["auto", *(strategy.name for strategy in strategies(base))]
     if exchange not in accepted:
         told = f"exchange must be one of {', '.join(accepted)} for base {base.shown!r}"
@@ -113,16 +143,15 @@ class ExchangeChoice:
         base: Compressor,
         exchange: str,
         world_size: int,
-        down_cf: float | None = None,
-        server_memory: bool = False,
+        server: ParameterServer,
     ) -> None:
         allowed = strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
-        self.down_cf = down_cf
-        self.server: dict[str, Tensor] | None = {} if server_memory else None
-        if down_cf is not None or server_memory:
-            start = partial(sharded, down_cf=down_cf, server=self.server)
+        self.down_cf = server.down_cf
+        self.server: dict[str, Tensor] | None = {} if server.own_memory else None
+        if server != ParameterServer():
+            start = partial(sharded, down_cf=server.down_cf, server=self.server)
             self._fixed = replace(SHARDED, start=start)
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -142,6 +142,47 @@ class StepClock(ABC):
     @abstractmethod
     def exposed(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
         """Seconds of an exchange, as policies are told of them."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of an experiment on one machine.
+
+    link: a slow link to emulate, such as "100mbit" or "100mbit,5ms". None: none.
+    clock: seconds, monotonic. Throughput steers the policy, so tests inject one.
+
+    TypeError or ValueError for a value that is not accepted."""
+
+    link: str | LinkSpec | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if isinstance(self.link, str):
+            object.__setattr__(self, "link", LinkSpec.parse(self.link))
+        if not isinstance(self.link, LinkSpec | None):
+            raise TypeError(
+                f"link must be a rate such as '100mbit', a LinkSpec or None, got {self.link!r}"
+            )
+        if not callable(self.clock):
+            raise TypeError(f"clock must be a function that returns seconds, got {self.clock!r}")
+
+    @property
+    def spec(self) -> LinkSpec | None:
+        """Of the link."""
+        assert not isinstance(self.link, str)
+        return self.link
+
+
+def network_from(given: Any) -> Network:
+    """Of what `AdaptiveCompressor(network=)` was given. TypeError or ValueError otherwise."""
+    if isinstance(given, Network):
+        return given
+    if not isinstance(given, str | LinkSpec | None):
+        raise TypeError(
+            f"network must be a rate such as '100mbit', a LinkSpec, a Network or None, got "
+            f"{given!r}"
+        )
+    return Network(given)
 
 
 class EmulatedLink:

@@ -74,8 +74,8 @@ class AdaptiveCompressionCallback(Callback):
         if clips and self.compressor.memory == "momentum" and trainer.is_global_zero:
             log.warning(
                 "gradient_clip_val=%g clips velocities, since with SGD's momentum p.grad holds "
-                "those: use AdaptiveCompressionCallback(clip_norm=...) without gradient_clip_val, "
-                "or memory='residual' with it",
+                "those: use AdaptiveCompressionCallback(memory=Momentum(clip_norm=...)) without "
+                "gradient_clip_val, or memory='residual' with it",
                 clips,
             )
 

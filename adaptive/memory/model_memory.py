@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from adaptive.config import MEMORIES
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import KeptByParameters, NoMemory, Residual
 from adaptive.memory.handover import steps_as
 from adaptive.memory.momentum import MomentumMemory, SGDMomentum
+from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.updates import MomentState, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
@@ -33,86 +33,41 @@ class MemoryChoice:
     """What the user asked for, to be settled once the optimizer is known. ValueError, naming the
     argument, for settings that do not go together."""
 
-    def __init__(
-        self,
-        base: Compressor,
-        rungs: Collection[float],
-        memory: Any,
-        momentum_lag: Any,
-        masking: Any,
-        clip_norm: float | None = None,
-    ) -> None:
-        """rungs: CFs below cf_range, of quantizers. clip_norm: checked already."""
-        self.kind = checks.one_of("memory", memory, MEMORIES)
+    def __init__(self, base: Compressor, rungs: Collection[float], options: Memory) -> None:
+        """rungs: CFs below cf_range, of quantizers."""
+        self.options = options
         self._base = base
         own = base.forms if isinstance(base, Quantizer) else ()
         self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
-        self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
+        chosen = options if isinstance(options, Momentum) else Momentum()
+        self._lag = chosen.lag
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
-        if isinstance(masking, bool):
-            self._masking = 1.0 if masking else inf
-        else:  # the smallest CF
-            self._masking = (
-                base.masking if masking is None else checks.real("masking", masking, least=1)
-            )
+        self._masking = float(base.masking)  # the smallest CF
+        if isinstance(chosen.masking, bool):
+            self._masking = 1.0 if chosen.masking else inf
+        elif chosen.masking is not None:
+            self._masking = float(chosen.masking)
         if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
-                f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
+                f"unbiased, and feeding its scaled-up error back diverges; got {options!r}"
             )
-        self._for_momentum = {
-            "momentum_lag": momentum_lag,
-            "masking": None if masking is False else masking,
-        }
-        if self.kind in ("residual", "none") or not base.error_feedback:
-            unbiased = "" if base.error_feedback else f" with base={base.shown!r}"
-            self.refuse_momentum_settings(f"memory={self.kind!r}{unbiased}")
-        if masking and type(base).indices is Compressor.indices:
+        if chosen.masking and type(base).indices is Compressor.indices:
             raise ValueError(
-                f"masking={masking!r}: needs a base that keeps some elements and not others, whose "
-                f"velocities it clears; got base={base.shown!r}"
+                f"masking={chosen.masking!r}: needs a base that keeps some elements and not "
+                f"others, whose velocities it clears; got base={base.shown!r}"
             )
-        self._clip_norm = clip_norm
-        if self.kind == "updates":
-            self._refuse_clipping()
-            self.refuse_momentum_settings("memory='updates'", ("masking",))
 
-    def refuse_momentum_settings(
-        self, got: str, names: Sequence[str] = ("momentum_lag", "masking")
-    ) -> None:
-        """ValueError if one of these was set, which only momentum correction looks at."""
-        for name in names:
-            if (value := self._for_momentum[name]) is not None:
-                raise ValueError(
-                    f"{name}={value!r}: needs momentum correction, so memory 'momentum' or 'auto', "
-                    f"and an SGD of torch's with momentum handed over; got {got}"
-                )
-
-    def _refuse_clipping(self) -> None:
-        if self._clip_norm is not None:
-            raise ValueError(
-                f"clip_norm must be None (clip p.grad instead) in parameter space: with memory "
-                f"'updates', or 'auto' and another optimizer than torch's SGD handed over; got "
-                f"{self._clip_norm!r}"
-            )
+    @property
+    def kind(self) -> str:
+        """The name of the memory, or "auto"."""
+        return self.options.kind
 
     def make(
         self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
     ) -> NoMemory:
         """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
         does not go with what was asked for. ranks: world size."""
-        made = self._make(optimizers, parameters, ranks)
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or None
-        if isinstance(made, UpdateMemory):
-            self._refuse_clipping()
-            self.refuse_momentum_settings(f"memory {made.name!r} for {names}", ("masking",))
-        elif not isinstance(made, MomentumMemory):
-            self.refuse_momentum_settings(f"memory {made.name!r} for optimizer {names}")
-        return made
-
-    def _make(
-        self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
-    ) -> NoMemory:
         optimizer = next(iter(optimizers), None)
         maybe_unused = parameters.maybe_unused
         if self.kind == "none" or not self._base.error_feedback:
@@ -159,7 +114,7 @@ class MemoryChoice:
         return max(0.0, 1 - log10(cf))
 
     def __str__(self) -> str:
-        return f"memory={self.kind!r}, momentum_lag={self._lag}, masking={self._masking}"
+        return f"memory={self.options!r}"
 
 
 def is_sgd(optimizer: Optimizer | None) -> bool:

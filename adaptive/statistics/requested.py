@@ -66,7 +66,7 @@ class GradientSum:
 class RequestedStatistics:
     """What is measured of the gradients only because the policy asks for it.
 
-    cfs, whole_buckets, share: of the shadow ladder, if there is to be one.
+    cfs, whole_buckets: of the shadow ladder, if there is to be one.
     """
 
     def __init__(
@@ -75,14 +75,13 @@ class RequestedStatistics:
         parameters: Collection[ModelParameter],
         cfs: Sequence[float],
         whole_buckets: bool,
-        share: float,
     ) -> None:
         self.ladder = tuple(cfs) if policy.shadow else ()
         """CFs of the shadow ladder."""
         self._shadow: ShadowLadder | None = None
         self.layers = tuple(parameters) if policy.layerwise else ()
         """The layers whose norms are read, in an order that is the same on every rank."""
-        self._options = (policy.gain == "signal", whole_buckets, share)
+        self._options = (policy.gain == "signal", whole_buckets)
         self.sums = GradientSum()
 
     def follow(self, memory: NoMemory) -> None:

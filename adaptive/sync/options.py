@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from adaptive.memory.options import NAMED, Memory
 from adaptive.sync.topology import TOPOLOGIES, Topology, check_matrix, named
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
@@ -38,11 +39,7 @@ STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
 """Gossip algorithms that have a consensus step size, and its default: so much / CF, at most 1. With
 more, ranks may drift apart for good (docs/gossip.md)."""
 
-_NO_GRADIENTS = {
-    "hooks": "empty",
-    "clip_norm": "None (clip p.grad instead)",
-    "residual_dtype": "torch.float32",
-}
+_NO_GRADIENTS = {"hooks": "empty"}
 """Arguments that make sense of gradients only, and what they must be where others are exchanged."""
 
 
@@ -72,11 +69,11 @@ class Synchronisation:
     extra_lag: int = 0
     """Steps by which decisions lag behind, more than always."""
 
-    def memory_of(self, memory: str) -> str:
+    def memory_of(self, memory: Memory) -> Memory:
         """The `memory` in use, of the one that was asked for. ValueError if it does not go."""
-        if memory not in self.memories:
+        if memory.kind not in self.memories:
             accepted = " or ".join(map(repr, self.memories))
-            raise ValueError(f"memory must be {accepted} with sync={self!r}; got {memory!r}")
+            raise ValueError(f"memory must be {accepted} with sync={self!r}; got {memory.kind!r}")
         return memory
 
     def numbers(self, may_part: bool) -> tuple[int, ...]:
@@ -200,7 +197,8 @@ class Gossip(Synchronisation):
         (ranks, ranks).
     algorithm: "d-psgd" (base "none"), "dcd-psgd" (compresses differences; unbiased bases),
         "deepsqueeze" (feeds errors back), "choco-sgd" (differences from a replica) or "naive"
-        (does not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or "choco-sgd".
+        (does not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or
+        "choco-sgd".
     consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
         moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
 
@@ -249,9 +247,9 @@ class Gossip(Synchronisation):
             )
         return replace(self, algorithm=algorithm)
 
-    def memory_of(self, memory: str) -> str:
+    def memory_of(self, memory: Memory) -> Memory:
         super().memory_of(memory)
-        return "none"  # the algorithms say what becomes of what is not sent
+        return NAMED["none"]  # the algorithms say what becomes of what is not sent
 
     def check_optimizers(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]

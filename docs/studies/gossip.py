@@ -29,7 +29,7 @@ from pathlib import Path
 
 from adaptive import LinkSpec
 from adaptive.config import make_base
-from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.choice import ExchangeChoice, ParameterServer
 from adaptive.sync.topology import named
 from docs.studies.common import columns, train, write
 from runs.build import sends_dense
@@ -147,8 +147,10 @@ def _strategy(config: TrainConfig) -> str:
     if sends_dense(config):
         return "all_reduce"
     exchange = config.exchange or "auto"
+    exchange = "all_gather" if exchange == "gossip" else exchange
     base = make_base(config.base or "none", config.memory or "auto")
-    return ExchangeChoice(base, exchange, config.workers).pick(1e6, base).name
+    choice = ExchangeChoice(base, exchange, config.workers, ParameterServer())
+    return choice.pick(1e6, base).name
 
 
 def make_table(

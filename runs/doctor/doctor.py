@@ -36,6 +36,7 @@ from adaptive.config import Settings, make_rungs
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, measure_link, new_future
 from adaptive.memory.model_memory import MemoryChoice
+from adaptive.memory.options import NAMED
 from adaptive.session import Session
 from adaptive.sync.options import EveryStep
 from adaptive.timeline.records import SafeTimeline
@@ -227,10 +228,9 @@ class Doctor:
             hooks={},
             policy=self._trial,
             may_stay_dense=False,
-            memory=MemoryChoice(base, rungs, "auto", None, None),
-            residual_dtype=torch.float32,
+            memory=MemoryChoice(base, rungs, NAMED["auto"]),
             timeline=SafeTimeline(None),
-            clock=self._clock,
+            network=replace(settings.network, clock=self._clock),
             debug=0,
         )
         with _quiet():

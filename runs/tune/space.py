@@ -8,7 +8,7 @@ from typing import get_args
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from adaptive.config import MEMORIES
+from adaptive.memory.options import NAMED
 from compressors import make_compressor
 from policies.base import SCALINGS, GainKind
 from runs.option_types import number, number_that
@@ -139,5 +139,5 @@ def _check_choice(name: str, text: str, usual: CategoricalDistribution) -> None:
     """ValueError if it is no value of that option."""
     if name == "base":
         make_compressor(text)
-    elif text not in (accepted := MEMORIES if name == "memory" else usual.choices):
+    elif text not in (accepted := tuple(NAMED) if name == "memory" else usual.choices):
         raise ValueError(f"{text!r} is no {name}; accepted: {', '.join(map(str, accepted))}")

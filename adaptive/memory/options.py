@@ -1,0 +1,125 @@
+"""What becomes of what is not sent, as a script chooses it. Each checks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from policies import checks
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Of a memory without settings of its own. kind: its name, or "auto"."""
+
+    kind: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual."""
+        return torch.float32
+
+    @property
+    def clip_norm(self) -> float | None:
+        """To which each parameter's local gradient is clipped, before 1 / sqrt(world size)."""
+        return None
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Error feedback: what is not sent in a step is added to the next gradient (Karimireddy and
+    others 2019).
+
+    dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random. Of float64
+        parameters it is in float64 all the same.
+    clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
+        accumulated (DGC: Lin and others 2018, section 3.2, but per parameter: buckets leave before
+        the last is there). None: no clipping.
+
+    ValueError or TypeError for a value that is not accepted."""
+
+    dtype: torch.dtype = torch.float32
+    clip_norm: float | None = None
+    kind: ClassVar[str] = "residual"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        _check_clip_norm(self.clip_norm)
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Momentum correction (DGC: Lin and others 2018, section 3), for torch's SGD with momentum,
+    handed over: velocities are accumulated and sent in the gradients' place.
+
+    lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while gradients are
+        compressed (docs/defaults.md). 1 is DGC's rule; None: the compressor's own.
+    masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
+        (True: at every CF above 1; False: never; None: always for dgc, never for others).
+    clip_norm: see `Residual`.
+
+    ValueError or TypeError for a value that is not accepted."""
+
+    lag: float | None = None
+    masking: bool | float | None = None
+    clip_norm: float | None = None
+    kind: ClassVar[str] = "momentum"
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.lag is not None:
+            checks.fraction("lag", self.lag)
+        if self.masking is not None and not isinstance(self.masking, bool):
+            checks.real("masking", self.masking, least=1)
+        _check_clip_norm(self.clip_norm)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Parameter space: what the step of each rank's optimizer has done is fed back and sent, with
+    any optimizers that `attach` is handed (docs/settings.md).
+
+    dtype: see `Residual`."""
+
+    dtype: torch.dtype = torch.float32
+    kind: ClassVar[str] = "updates"
+    clip_norm: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+
+
+Memory = MemoryOptions | Residual | Momentum | Updates
+
+NAMED: dict[str, Memory] = {
+    "auto": MemoryOptions("auto"),
+    "residual": Residual(),
+    "momentum": Momentum(),
+    "updates": Updates(),
+    "none": MemoryOptions("none"),
+}
+
+
+def memory_from(given: Any) -> Memory:
+    """Of what `AdaptiveCompressor(memory=)` was given. ValueError for an unknown name, TypeError
+    for anything else."""
+    if isinstance(given, Residual | Momentum | Updates | MemoryOptions):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(
+            f"memory must be one of {', '.join(map(repr, NAMED))}, or a Residual, Momentum or "
+            f"Updates, got {given!r}"
+        )
+    return NAMED[checks.one_of("memory", given, tuple(NAMED))]
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype!r}")
+
+
+def _check_clip_norm(clip_norm: Any) -> None:
+    if clip_norm is not None:
+        checks.real("clip_norm", clip_norm, above=0)
