@@ -10,6 +10,16 @@ import torch
 from policies import checks
 
 
+def _check_dtype(dtype: Any) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype!r}")
+
+
+def _check_clip_norm(clip_norm: Any) -> None:
+    if clip_norm is not None:
+        checks.real("clip_norm", clip_norm, above=0)
+
+
 @dataclass(frozen=True)
 class MemoryOptions:
     """Of a memory without settings of its own. kind: its name, or "auto"."""
@@ -113,13 +123,3 @@ def memory_from(given: Any) -> Memory:
             f"Updates, got {given!r}"
         )
     return NAMED[checks.one_of("memory", given, tuple(NAMED))]
-
-
-def _check_dtype(dtype: Any) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype!r}")
-
-
-def _check_clip_norm(clip_norm: Any) -> None:
-    if clip_norm is not None:
-        checks.real("clip_norm", clip_norm, above=0)

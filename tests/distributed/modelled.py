@@ -10,7 +10,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Policy
+from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Network, Policy
 from adaptive.exchange.link import EmulatedLink
 from adaptive.statistics.timing import Span
 from tests.distributed.setting import Clock, loss_of
@@ -73,7 +73,7 @@ class ModelledRun:
             cf_range,
             policy=policy,
             exchange="all_gather",
-            clock=self.clock,
+            network=Network(clock=self.clock),
             timeline=self.timeline,
         ).attach(self.model)
         self.cfs: list[float] = []

@@ -45,7 +45,7 @@ def _disagreeable(rank: int, policy: Any, slow_rank: int, steps: int) -> dict[st
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [steps // 2], gamma=0.1)
     compressor = AdaptiveCompressor(
-        "topk", (2, 100), policy=policy, timeline=timeline, link="20mbit,100us"
+        "topk", (2, 100), policy=policy, timeline=timeline, network="20mbit,100us"
     ).attach(model, optimizer=optimizer)
     plans, reports = [], []
     observe = policy.observe

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, LocalSteps
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted
 
@@ -70,7 +70,7 @@ def _gradients(rank: int, how: str | None) -> list[dict[str, Tensor]]:
         compressor = AdaptiveCompressor(
             policy=Scripted([10.0, 1.0, 20.0]),
             exchange="sharded" if how == "sharded" else "all_gather",
-            link="100mbit" if how == "link" else None,
+            network="100mbit" if how == "link" else None,
         )
         compressor.attach(model, scaler=scaler)
     found = []
@@ -183,7 +183,7 @@ def _only_sparse(rank: int, local_steps: int) -> str:
     torch.manual_seed(0)
     model = DDP(_OnlySparse())
     try:
-        compressor = AdaptiveCompressor(local_steps=local_steps).attach(model)
+        compressor = AdaptiveCompressor(sync=LocalSteps(local_steps)).attach(model)
     except ValueError as error:
         return str(error)
     for step in range(STEPS):

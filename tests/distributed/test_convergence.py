@@ -21,7 +21,7 @@ def _learn(rank: int, world_size: int, steps: int, policy: Policy | None) -> dic
     optimizer = task.optimizer(model)
     compressor = None
     if policy is not None:
-        compressor = AdaptiveCompressor("topk", (10, 1000), policy=policy, link="300mbit")
+        compressor = AdaptiveCompressor("topk", (10, 1000), policy=policy, network="300mbit")
         compressor.attach(model, optimizer=optimizer)
     before = task.evaluate(model) if rank == 0 else None
     for step in range(steps):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Delayed, Fixed, LocalSteps, Momentum
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
@@ -39,7 +39,7 @@ class Training:
         self.model = DDP(small_net(), bucket_cap_mb=0.004)
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.compressor = AdaptiveCompressor(
-            policy=Scripted(cfs), cf_range=(1, 64), delay=delay, debug=1, **options
+            policy=Scripted(cfs), cf_range=(1, 64), sync=Delayed(delay), debug=1, **options
         ).attach(self.model, optimizer=self.optimizer)
         self.began = flat_parameters(self.model)
         self.moved = self.held = torch.zeros_like(self.began)
@@ -286,7 +286,7 @@ def test_a_rank_recovers_from_a_step_that_is_not_finite(delay: int, on_device: b
 def _none(rank: int) -> list[Tensor]:
     """Parameters at the end without a delay, and with one of 0."""
     ends = []
-    for options in ({}, {"delay": 0}):
+    for options in ({}, {"sync": Delayed(0)}):
         run = Run(Scripted([8.0, 1.0]), "topk", "auto", **options)
         run.train(rank, 0, 8)
         state = run.compressor.state_dict()
@@ -297,18 +297,18 @@ def _none(rank: int) -> list[Tensor]:
 def _refused(rank: int) -> list[str]:
     told = []
     for options in (
-        {"local_steps": 4},
+        {"sync": LocalSteps(4)},
         {"outer_momentum": 0.9},
         {"overlap": 1},
-        {"clip_norm": 1.0},
+        {"memory": Momentum(clip_norm=1.0)},
         {"memory": "updates"},
         {"exchange": "sharded"},
         {"base": "powersgd"},
-        {"delay": -1},
-        {"delay": 1.5},
+        {"sync": Delayed(-1)},
+        {"sync": Delayed(1.5)},
     ):
         try:
-            AdaptiveCompressor(**{"policy": "fixed", "delay": 2, **options})
+            AdaptiveCompressor(**{**options, "policy": "fixed", "sync": Delayed(2)})
         except (TypeError, ValueError) as error:
             told.append(str(error))
     run = Training(rank, "sgd", 2, [8.0])

@@ -16,8 +16,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from adaptive import AdaptiveCompressor, MemoryTimeline
-from adaptive.local_steps import LocalSteps
+from adaptive import AdaptiveCompressor, LocalSteps, MemoryTimeline, Momentum
+from adaptive.sync.local_steps import LocalStepsSync
 from compressors.kernels import blocks
 from policies import Plan
 from tests.distributed.balance import balance
@@ -132,9 +132,9 @@ def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, A
     "options",
     [
         {},
-        {"compressor": {"clip_norm": 0.1, "granularity": "layer"}},
+        {"compressor": {"memory": Momentum(clip_norm=0.1), "granularity": "layer"}},
         {"ddp": {"find_unused_parameters": True}, "bad": False},
-        {"compressor": {"dense_below": 50, "masking": 20.0, "memory": "auto"}, "bad": False},
+        {"compressor": {"dense_below": 50, "memory": Momentum(masking=20.0)}, "bad": False},
     ],
     ids=str,
 )
@@ -170,7 +170,11 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
         chosen = Scripted([8.0, 1.0], local_steps=[1, 2, 1])
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
-        base, (4, 100), policy=chosen, timeline=timeline, local_steps=local_steps
+        base,
+        (4, 100),
+        policy=chosen,
+        timeline=timeline,
+        sync=None if local_steps == 1 else LocalSteps(local_steps),
     )
     compressor.attach(model, optimizer=optimizer)
     session: Any = compressor._session
@@ -185,13 +189,13 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
             return reduce(bucket)
 
     session.controller.begin_step, session.reduce = begin_step, watched
-    conclude = LocalSteps.conclude
+    conclude = LocalStepsSync.conclude
 
-    def watched_step(self: LocalSteps, due: int | None = None) -> None:
+    def watched_step(self: LocalStepsSync, due: int | None = None) -> None:
         with _NoReading():
             conclude(self, due)
 
-    LocalSteps.conclude = watched_step  # type: ignore[method-assign]
+    LocalStepsSync.conclude = watched_step  # type: ignore[method-assign]
     for step in range(12):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()

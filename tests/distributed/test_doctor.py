@@ -51,7 +51,7 @@ def _both(rank: int, kind: str) -> dict[str, Any]:
     plain, _ = _train(rank, kind, visit=False)
     seen, verdict = _train(rank, kind, visit=True)
     same = all(map(torch.equal, plain, seen))
-    return {"same": same, "verdict": vars(verdict) | {"link": vars(verdict.link)}}
+    return {"same": same, "verdict": vars(verdict) | {"network": vars(verdict.link)}}
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, ParameterServer
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
@@ -44,8 +44,8 @@ def _check(results: list[dict[str, Any]], limit: float = 1e-12) -> None:
 WAYS = [
     ("topk", {"exchange": "all_gather"}),
     ("topk", {"exchange": "sharded"}),
-    ("topk", {"exchange": "sharded", "down_cf": 1.0}),
-    ("topk+fp32", {"exchange": "sharded", "down_cf": 5.0}),
+    ("topk", {"exchange": ParameterServer(down_cf=1.0)}),
+    ("topk+fp32", {"exchange": ParameterServer(down_cf=5.0)}),
     ("topk", {"exchange": "voted_indices"}),
     ("dgc+qsgd", {"exchange": "voted_indices"}),
     ("topk+fp32", {"exchange": "voted_indices"}),
@@ -81,7 +81,7 @@ def test_eight_ranks(exchange: str) -> None:
 
 def test_auto_measures_the_link_and_all_ranks_choose_alike() -> None:
     _check(run_ranks(4, run, "topk", {"exchange": "auto"}, 0.004, CFS, 4))
-    _check(run_ranks(3, run, "int8", {"link": "500mbit,1ms"}, 25, [4.0], None))
+    _check(run_ranks(3, run, "int8", {"network": "500mbit,1ms"}, 25, [4.0], None))
 
 
 def _bytes(rank: int, exchange: str) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, Fixed, Goodput, GraVAC, Warmup
+from adaptive import Accordion, AdaptiveCompressor, Fixed, Goodput, GraVAC, Network, Warmup
 from policies import Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, loss_of, small_net
@@ -15,7 +15,9 @@ from tests.distributed.setting import Clock, loss_of, small_net
 def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
     model = DDP(small_net(torch.float32))
     clock = Clock()
-    compressor = AdaptiveCompressor("topk", (4, 100), policy=policy, clock=clock).attach(model)
+    compressor = AdaptiveCompressor(
+        "topk", (4, 100), policy=policy, network=Network(clock=clock)
+    ).attach(model)
     told = [compressor.explain()]
     for step in range(steps):
         clock.now += 0.1 + 1 / compressor.cf

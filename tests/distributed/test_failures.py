@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, LocalSteps
 from adaptive.exchange import strategies
 from adaptive.exchange.choice import strategies as allowed_by
 from compressors import compressor_names, make_compressor
@@ -45,7 +45,7 @@ def _lose_a_peer(rank: int, base: str, exchange: str, how: int, link: str | None
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     compressor = AdaptiveCompressor(
-        base, (2, 100), policy="fixed", exchange=exchange, link=link
+        base, (2, 100), policy="fixed", exchange=exchange, network=link
     ).attach(model)
     for step in range(FAILS_AT + 1):
         before = flat_parameters(model)
@@ -137,7 +137,7 @@ def _lose_a_peer_while_stepping(rank: int) -> dict[str, Any]:
     """Rank 1 is killed before it begins an exchange that rank 0 does not wait for in backward."""
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    compressor = AdaptiveCompressor(policy="fixed", local_steps=4, overlap=3).attach(model)
+    compressor = AdaptiveCompressor(policy="fixed", sync=LocalSteps(4, overlap=3)).attach(model)
     for step in range(20):
         if rank == 1 and step == 8:
             os.kill(os.getpid(), signal.SIGKILL)

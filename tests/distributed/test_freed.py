@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torchs
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Delayed, LocalSteps
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
 
@@ -55,8 +55,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {},
     "residual": {"memory": "residual"},
     "updates": {"memory": "updates"},
-    "local steps": {"local_steps": 2},
-    "delay": {"delay": 1},
+    "local steps": {"sync": LocalSteps(2)},
+    "delay": {"sync": Delayed(1)},
 }
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from adaptive import AdaptiveCompressor, MemoryTimeline, reshard_states
+from adaptive import AdaptiveCompressor, MemoryTimeline, Residual, reshard_states
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, listen, same, small_net
@@ -192,7 +192,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("randomk", {"exchange": "all_reduce"}),
     ("powersgd", {}),
     ("sketch", {}),
-    ("signsgd", {"memory": "residual", "residual_dtype": torch.bfloat16}),
+    ("signsgd", {"memory": Residual(dtype=torch.bfloat16)}),
     ("topk", {"policy": "accordion-paper"}),
     ("topk", {"policy": "accordion"}),
 ]

@@ -25,6 +25,7 @@ from adaptive import (
     Fixed,
     Goodput,
     GraVAC,
+    Network,
     Policy,
     Schedule,
     Warmup,
@@ -173,7 +174,7 @@ class Job:
                 drawn["base"],
                 drawn["cf_range"],
                 policy=_policy(drawn["policy"], *drawn["cf_range"]),
-                clock=self.clock,
+                network=Network(clock=self.clock),
                 checkpoint="gathered" if drawn["gathered"] else "rank",
                 **drawn["options"],
             ).attach(self.model, optimizer=self.optimizers)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from adaptive.exchange.topology import named
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from adaptive import AdaptiveCompressor
-from adaptive.exchange.topology import named
+from adaptive import AdaptiveCompressor, Gossip
 from compressors.kernels import blocks
 from runs.simulate.ranks import run_ranks as simulate
 from tests.distributed.processes import run_ranks
@@ -142,7 +142,7 @@ def _reference(ranks: int, optimizer: str, gossip: str, topology: str) -> list[T
 def test_uncompressed_it_is_what_replicas_do_that_mix(
     gossip: str, topology: str, optimizer: str, ranks: int
 ) -> None:
-    options = {"gossip": gossip, "topology": topology, "link": "10gbit"}
+    options = {"gossip": gossip, "topology": topology, "network": "10gbit"}
     found = run_ranks(ranks, _train, optimizer, "none", options)
     own = _reference(ranks, optimizer, gossip, topology)
     mean = torch.stack(own).mean(0)
@@ -274,7 +274,7 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
         model = DDP(small_net())
         optimizer = OPTIMIZERS["adamw"](model)
         compressor = AdaptiveCompressor(
-            base, (8, 8), exchange="gossip", gossip=gossip, checkpoint=form
+            base, (8, 8), sync=Gossip(algorithm=gossip), checkpoint=form
         )
         return model, optimizer, compressor.attach(model, optimizer=optimizer)
 
@@ -305,7 +305,7 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
     found = compressor.state_dict("rank")["local"]
     problem = ""
     try:
-        AdaptiveCompressor(base, (8, 8), exchange="gossip", gossip=gossip).attach(
+        AdaptiveCompressor(base, (8, 8), sync=Gossip(algorithm=gossip)).attach(
             DDP(small_net()), optimizer=OPTIMIZERS["sgd"](small_net())
         )
     except (ValueError, RuntimeError) as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor
+from adaptive import Accordion, AdaptiveCompressor, Network
 from policies import Plan, Policy
 from runs.tasks import make_task
 from tests.distributed.balance import balance
@@ -130,7 +130,7 @@ def _trained(rank: int, policy: Policy, steps: int, stop: int | None = None) -> 
     optimizer = task.optimizer(model)
     clock = Clock()
     compressor = AdaptiveCompressor(
-        "topk+fp32", (10, 1000), policy=policy, clock=clock, granularity="layer"
+        "topk+fp32", (10, 1000), policy=policy, network=Network(clock=clock), granularity="layer"
     )
     compressor.attach(model, optimizer=optimizer)
     plans = []

@@ -17,6 +17,7 @@ from adaptive import (
     AdaptiveCompressor,
     Event,
     Fixed,
+    Momentum,
     StepRecord,
     Timeline,
 )
@@ -62,7 +63,7 @@ def _detached(rank: int, options: dict[str, Any]) -> tuple[float, float]:
     return deviations[0], deviations[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.001}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory": Momentum(clip_norm=0.001)}], ids=str)
 def test_after_detach_the_residual_is_sent_once_and_then_all_is_dense(options: dict) -> None:
     for first, second in run_ranks(2, _detached, options):
         assert first > 1e-6  # what the residual held
@@ -234,7 +235,7 @@ def _threads_left(rank: int) -> int:
     link.IDLE = 0.05
     model = DDP(small_net())
     for step in range(4):
-        compressor = AdaptiveCompressor("topk", (2, 100), policy="fixed", link="1gbit").attach(
+        compressor = AdaptiveCompressor("topk", (2, 100), policy="fixed", network="1gbit").attach(
             model
         )
         loss_of(model, step, rank).backward()

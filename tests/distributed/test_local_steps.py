@@ -20,7 +20,10 @@ from adaptive import (
     Goodput,
     JSONLTimeline,
     LinkSpec,
+    LocalSteps,
     MemoryTimeline,
+    Momentum,
+    Network,
 )
 from adaptive.sizes import are_updates
 from compressors.kernels import blocks
@@ -58,7 +61,7 @@ def _train(
 ) -> dict[str, Any]:
     model = DDP(small_net(), bucket_cap_mb=bucket_mb)
     steps = OPTIMIZERS[optimizer](model)
-    options = {"local_steps": EVERY, "overlap": 0, "debug": 1, **options}
+    options = {**options, "sync": LocalSteps(EVERY, overlap=0), "debug": 1}
     compressor = AdaptiveCompressor(policy=Scripted(cfs), cf_range=(1, 64), **options).attach(
         model, optimizer=steps
     )
@@ -164,7 +167,7 @@ def _stand_still(rank: int, base: str, exchange: str) -> list[Tensor]:
     model = DDP(small_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     compressor = AdaptiveCompressor(
-        base, (8, 8), policy="fixed", local_steps=2, exchange=exchange
+        base, (8, 8), policy="fixed", sync=LocalSteps(2), exchange=exchange
     ).attach(model, optimizer=optimizer)
 
     def now() -> Tensor:
@@ -206,7 +209,7 @@ def _spoilt(rank: int, on_device: bool, overlap: int) -> list[Tensor]:
     blocks.force_device_path = on_device
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = OPTIMIZERS["sgd"](model)
-    compressor = AdaptiveCompressor(policy="fixed", local_steps=EVERY, overlap=overlap).attach(
+    compressor = AdaptiveCompressor(policy="fixed", sync=LocalSteps(EVERY, overlap=overlap)).attach(
         model, optimizer=optimizer
     )
     anchors = []
@@ -245,7 +248,7 @@ def _spoilt_deep(rank: int, overlap: int, on_device: bool) -> list[bool]:
     net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.Tanh())))
     model = DDP(net, bucket_cap_mb=0.0005)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    AdaptiveCompressor(policy="fixed", local_steps=EVERY, overlap=overlap).attach(model)
+    AdaptiveCompressor(policy="fixed", sync=LocalSteps(EVERY, overlap=overlap)).attach(model)
     finite = []
     for step in range(24):
         optimizer.zero_grad()
@@ -275,7 +278,7 @@ def _left_out(rank: int) -> tuple[Tensor, list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     told = listen()
     compressor = AdaptiveCompressor(
-        policy=Scripted([1.0]), local_steps=EVERY, overlap=3, debug=1
+        policy=Scripted([1.0]), sync=LocalSteps(EVERY, overlap=3), debug=1
     ).attach(model)
     for step in range(13):
         optimizer.zero_grad()
@@ -297,7 +300,7 @@ def _rolled_back(rank: int) -> bool:
     model = DDP(small_net(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     compressor = AdaptiveCompressor(
-        policy="fixed", local_steps=EVERY, overlap=3, link="20kbit"
+        policy="fixed", sync=LocalSteps(EVERY, overlap=3), network="20kbit"
     ).attach(model)
     for step in range(2 * EVERY + 1):
         if step == EVERY + 3:
@@ -320,7 +323,7 @@ def _unused(rank: int) -> dict[str, Tensor]:
     model = DDP(TwoBranches(), find_unused_parameters=True, bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     compressor = AdaptiveCompressor(
-        policy=Scripted([8.0, 1.0]), local_steps=2, outer_lr=1.0, outer_momentum=0.0
+        policy=Scripted([8.0, 1.0]), sync=LocalSteps(2, outer_lr=1.0, outer_momentum=0.0)
     ).attach(model, optimizer=optimizer)
     for step in range(9):
         optimizer.zero_grad()
@@ -382,15 +385,15 @@ def _refused(rank: int) -> list[str]:
     told = []
     for options in (
         {"hooks": {4: bf16_compress_hook}},
-        {"clip_norm": 1.0},
+        {"memory": Momentum(clip_norm=1.0)},
         {"memory": "momentum"},
         {"outer_momentum": 1.0},
         {"overlap": 4},
         {"local_steps": 1, "overlap": 1},
-        {"local_steps": 0},
+        {"sync": LocalSteps(0)},
     ):
         try:
-            AdaptiveCompressor(**{"policy": "fixed", "local_steps": 4, **options})
+            AdaptiveCompressor(**{**options, "policy": "fixed", "sync": LocalSteps(4)})
         except ValueError as error:
             told.append(str(error))
     return told
@@ -411,7 +414,7 @@ def _by_hand(rank: int, optimizers: int) -> tuple[Tensor, list[str]]:
     parts = halves if optimizers == 2 else [list(model.parameters())]
     made = [torch.optim.SGD(part, lr=0.05) for part in parts]
     messages = listen()
-    AdaptiveCompressor(policy=Scripted([1.0]), local_steps=2).attach(model)
+    AdaptiveCompressor(policy=Scripted([1.0]), sync=LocalSteps(2)).attach(model)
     for step in range(9):
         model.zero_grad()
         _loss(model, step, rank).backward()
@@ -439,7 +442,7 @@ def _scaled(rank: int) -> dict[str, Any]:
     optimizer = OPTIMIZERS["adamw"](model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     compressor = AdaptiveCompressor(
-        "topk", (8, 8), policy="fixed", local_steps=EVERY, debug=1
+        "topk", (8, 8), policy="fixed", sync=LocalSteps(EVERY), debug=1
     ).attach(model, optimizer=optimizer, scaler=scaler)
     scales = []
     for step in range(3 * EVERY):
@@ -465,7 +468,7 @@ def test_a_scaler_that_leaves_out_a_step_on_one_rank() -> None:
 def _half(rank: int) -> dict[str, Any]:
     model = DDP(small_net(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    compressor = AdaptiveCompressor("topk", (4, 4), policy="fixed", local_steps=2, debug=1)
+    compressor = AdaptiveCompressor("topk", (4, 4), policy="fixed", sync=LocalSteps(2), debug=1)
     compressor.attach(model)
     for step in range(9):
         optimizer.zero_grad()
@@ -501,8 +504,7 @@ def _parting(rank: int, cfs: list[float], strided: bool, overlap: int) -> dict[s
         "topk+fp32",
         (2, 64),
         policy=Scripted(cfs, local_steps=CHANGING),
-        local_steps="auto",
-        overlap=overlap,
+        sync=LocalSteps("auto", overlap=overlap),
         debug=1,
     ).attach(model, optimizer=optimizer)
 
@@ -603,8 +605,8 @@ def _on_a_link(rank: int, path: str) -> dict[str, Any]:
     compressor = AdaptiveCompressor(
         policy=Goodput(opening=2, cooldown=2),
         cf_range=(10, 40),
-        local_steps="auto",
-        clock=clock,
+        sync=LocalSteps("auto"),
+        network=Network(clock=clock),
         timeline=[timeline, JSONLTimeline(f"{path}/{rank}.jsonl")],
     ).attach(model, optimizer=optimizer)
     chosen = []
@@ -673,15 +675,15 @@ def _not_auto(rank: int) -> list[str]:
         {"policy": "gravac"},
         {"memory": "residual"},
         {"policy": "goodput", "hooks": {40.0: bf16_compress_hook}},
-        {"local_steps": "many"},
+        {"sync": LocalSteps("many")},
     ):
         try:
-            AdaptiveCompressor(**{"local_steps": "auto", **options})
+            AdaptiveCompressor(**{**options, "sync": LocalSteps("auto")})
         except ValueError as error:
             told.append(str(error))
     model = DDP(small_net())
     optimizer = OPTIMIZERS["sgd"](model)
-    compressor = AdaptiveCompressor(local_steps="auto").attach(model, optimizer=optimizer)
+    compressor = AdaptiveCompressor(sync=LocalSteps("auto")).attach(model, optimizer=optimizer)
     for step in range(3):
         optimizer.zero_grad()
         _loss(model, step, rank).backward()
@@ -692,7 +694,7 @@ def _not_auto(rank: int) -> list[str]:
     plan = Scripted([8.0], local_steps=[3])
     adam = OPTIMIZERS["adamw"](model)
     try:
-        AdaptiveCompressor(policy=plan, local_steps="auto").attach(model, optimizer=adam)
+        AdaptiveCompressor(policy=plan, sync=LocalSteps("auto")).attach(model, optimizer=adam)
         _loss(model, 4, rank).backward()
     except ValueError as error:
         told.append(str(error))
@@ -722,7 +724,7 @@ def _detached(rank: int, optimizer_name: str, local_steps: int | str) -> list[Te
 
     def attached() -> AdaptiveCompressor:
         policy = Scripted([8.0], local_steps=planned)
-        compressor = AdaptiveCompressor(policy=policy, local_steps=local_steps, debug=1)
+        compressor = AdaptiveCompressor(policy=policy, sync=LocalSteps(local_steps), debug=1)
         return compressor.attach(model, optimizer=optimizer)
 
     compressor, found = attached(), []
@@ -755,7 +757,7 @@ def _with_closure(rank: int, closures: bool) -> list[Tensor]:
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = OPTIMIZERS["adamw"](model)
     compressor = AdaptiveCompressor(
-        policy=Scripted([8.0], local_steps=CHANGING), local_steps="auto", debug=1
+        policy=Scripted([8.0], local_steps=CHANGING), sync=LocalSteps("auto"), debug=1
     ).attach(model, optimizer=optimizer)
     found = []
     for step in range(40):
@@ -792,7 +794,7 @@ def _two_models(rank: int) -> list[Tensor]:
     optimizers = [OPTIMIZERS["adamw"](model) for model in models]
     for model, optimizer, planned in zip(models, optimizers, ([2, 1], CHANGING), strict=True):
         AdaptiveCompressor(
-            policy=Scripted([8.0], local_steps=planned), local_steps="auto", debug=1
+            policy=Scripted([8.0], local_steps=planned), sync=LocalSteps("auto"), debug=1
         ).attach(model, optimizer=optimizer)
     for step in range(30):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -828,7 +830,7 @@ def _skipping(rank: int, skipped: int, who: int) -> Tensor:
     optimizer = OPTIMIZERS["adamw"](model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     compressor = AdaptiveCompressor(
-        policy=Scripted([8.0], local_steps=[1, 2, 1, 2]), local_steps="auto"
+        policy=Scripted([8.0], local_steps=[1, 2, 1, 2]), sync=LocalSteps("auto")
     ).attach(model, optimizer=optimizer, scaler=scaler)
     for step in range(24):
         optimizer.zero_grad()
@@ -856,7 +858,7 @@ def _odd_ones(rank: int) -> list[str]:
     model = DDP(small_net())
     first, *others = model.parameters()
     adam, sgd = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD([first], lr=0.1)
-    AdaptiveCompressor(local_steps="auto").attach(model, optimizer=adam)
+    AdaptiveCompressor(sync=LocalSteps("auto")).attach(model, optimizer=adam)
     _loss(model, 0, rank).backward()
     for optimizer in (adam, sgd):
         optimizer.step()

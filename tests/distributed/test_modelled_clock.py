@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, GraVAC, LinkSpec, MemoryTimeline
+from adaptive import AdaptiveCompressor, GraVAC, LinkSpec, MemoryTimeline, Network
 from runs.modelled_clock import ModelledClock
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
@@ -24,7 +24,7 @@ def _run(
     model, clock = DDP(small_net()), ModelledClock(COMPUTE, LINK, scale)
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
-        "topk", (2, 100), policy=policy, clock=clock, timeline=timeline
+        "topk", (2, 100), policy=policy, network=Network(clock=clock), timeline=timeline
     ).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):

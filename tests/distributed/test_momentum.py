@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, small_net, waiting
 
@@ -24,7 +24,7 @@ def _velocity_invariant(
     model = DDP(small_net(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=nesterov)
     compressor = AdaptiveCompressor(
-        base, (1.5, 1000), policy=Scripted(cfs), masking=False, momentum_lag=lag
+        base, (1.5, 1000), policy=Scripted(cfs), memory=Momentum(lag=lag, masking=False)
     )
     compressor.attach(model, optimizer=optimizer)
     total: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def _masked(rank: int, masking: float | bool, cf: float) -> list[tuple[int, int]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     policy = Scripted([cf])
     compressor = AdaptiveCompressor(
-        "topk", (1, 1000), policy=policy, masking=masking, granularity="layer"
+        "topk", (1, 1000), policy=policy, memory=Momentum(masking=masking), granularity="layer"
     )
     compressor.attach(model, optimizer=optimizer)
     loss_of(model, 0, rank).backward()
@@ -152,7 +152,9 @@ def test_which_memory_is_used() -> None:
 def _clipped(rank: int, cf: float) -> tuple[list[float], list[float]]:
     model = DDP(small_net())
     policy = Scripted([cf])
-    compressor = AdaptiveCompressor("topk", (1, 100), policy=policy, clip_norm=0.01)
+    compressor = AdaptiveCompressor(
+        "topk", (1, 100), policy=policy, memory=Momentum(clip_norm=0.01)
+    )
     compressor.attach(model)
     before = [float(g.norm()) for g in local_gradients(model, 0, rank).values()]
     loss_of(model, 0, rank).backward()

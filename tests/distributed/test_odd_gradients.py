@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Delayed, LocalSteps, Momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted
 from tests.unit.in_one_process import Given
@@ -20,9 +20,9 @@ MODES: dict[str, dict[str, Any]] = {
     "momentum": {},
     "layers": {"granularity": "layer"},
     "sharded": {"exchange": "sharded"},
-    "local steps": {"local_steps": 2},
-    "outer momentum": {"local_steps": 2, "outer_momentum": 0.9, "overlap": 1},
-    "delay": {"delay": 2},
+    "local steps": {"sync": LocalSteps(2)},
+    "outer momentum": {"sync": LocalSteps(2, outer_momentum=0.9, overlap=1)},
+    "delay": {"sync": Delayed(2)},
     "gossip": {"exchange": "gossip"},
     "updates": {"memory": "updates"},
 }
@@ -72,7 +72,7 @@ def test_all_ranks_train_on_and_stay_together(mode: str, value: float) -> None:
 def _one_rank_asks(rank: int) -> str:
     """Masking is for momentum correction, which AdamW has not; only rank 1 asks for it."""
     model = DDP(Given([(8, 12)]))
-    asks = {"masking": True} if rank else {}
+    asks = {"memory": Momentum(masking=True)} if rank else {}
     compressor = AdaptiveCompressor("topk", **asks)  # type: ignore[arg-type]
     with pytest.raises((ValueError, RuntimeError)) as caught:
         compressor.attach(model, optimizer=torch.optim.AdamW(model.parameters()))

@@ -42,7 +42,7 @@ def _train(rank: int, policy: Policy, link: str, path: str) -> list[Plan]:
     model = DDP(small_net(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     compressor = AdaptiveCompressor(
-        "topk", (4, 100), policy=policy, link=link, timeline=JSONLTimeline(path)
+        "topk", (4, 100), policy=policy, network=link, timeline=JSONLTimeline(path)
     ).attach(model, optimizer=optimizer)
     assert compressor._session is not None
     plans: list[Plan] = []

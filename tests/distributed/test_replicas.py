@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, small_net
 
@@ -79,8 +79,8 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PLAIN, {"base": "randomk", "memory": "none"}),
     (DAMPENED, {}),
     ({**DAMPENED, "maximize": True}, {"base": "dgc"}),
-    ({"momentum": 0.9, "dampening": 0.5}, {"masking": True}),
-    (NESTEROV, {"clip_norm": 0.05}),
+    ({"momentum": 0.9, "dampening": 0.5}, {"memory": Momentum(masking=True)}),
+    (NESTEROV, {"memory": Momentum(clip_norm=0.05)}),
     (NESTEROV, {"base": "powersgd"}),
     (DAMPENED, {"base": "qsgd", "exchange": "sharded"}),
     (DAMPENED, {"base": "topk", "exchange": "voted_indices"}),

@@ -17,6 +17,7 @@ from adaptive import (
     Goodput,
     GraVAC,
     LinkSpec,
+    Network,
     reshard_states,
 )
 from runs.modelled_clock import ModelledClock
@@ -48,9 +49,9 @@ def _stage(rank: int, policy: str, base: str, folder: str, start: int) -> dict[s
     world_size, clock = dist.get_world_size(), ModelledClock(0.01, LinkSpec.parse("1mbit"))
     model = DDP(small_net(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=MOMENTUM)
-    compressor = AdaptiveCompressor(base, (2, 100), policy=POLICIES[policy](), clock=clock).attach(
-        model, optimizer=optimizer
-    )
+    compressor = AdaptiveCompressor(
+        base, (2, 100), policy=POLICIES[policy](), network=Network(clock=clock)
+    ).attach(model, optimizer=optimizer)
     names = [name for name, _ in model.module.named_parameters()]
     came: Tensor | float = 0.0
     sent: Tensor | float = 0.0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, LocalSteps, Network, Residual
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, local_gradients, loss_of, small_net
@@ -24,7 +24,7 @@ def _run(rank: int, dtype: torch.dtype, options: dict[str, Any], on_device: bool
     blocks.force_device_path = on_device
     model = DDP(small_net(torch.float32))
     compressor = AdaptiveCompressor(
-        cf_range=(1, 1000), policy=Fixed(cf=100), residual_dtype=dtype, **options
+        cf_range=(1, 1000), policy=Fixed(cf=100), memory=Residual(dtype=dtype), **options
     ).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     total: Any = 0
@@ -84,7 +84,9 @@ def _stopped(rank: int, stop: int | None) -> torch.Tensor:
         model = DDP(small_net(torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         compressor = AdaptiveCompressor(
-            policy=Fixed(cf=20), residual_dtype=torch.bfloat16, clock=lambda: 0.0
+            policy=Fixed(cf=20),
+            memory=Residual(dtype=torch.bfloat16),
+            network=Network(clock=lambda: 0.0),
         )
         return model, optimizer, compressor.attach(model, optimizer=optimizer)
 
@@ -117,7 +119,9 @@ def _changed(rank: int, before: torch.dtype, after: torch.dtype) -> float:
     states = []
     for dtype in (before, after):
         model = DDP(small_net(torch.float32))
-        compressor = AdaptiveCompressor(policy=Fixed(cf=20), residual_dtype=dtype).attach(model)
+        compressor = AdaptiveCompressor(policy=Fixed(cf=20), memory=Residual(dtype=dtype)).attach(
+            model
+        )
         loss_of(model, 0, rank).backward()
         if states:
             compressor.load_state_dict(states[0])
@@ -150,9 +154,9 @@ def _refused(rank: int, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"residual_dtype": torch.bfloat16}, "with momentum correction"),
-        ({"residual_dtype": torch.float16}, "must be torch.float32 or torch.bfloat16"),
-        ({"residual_dtype": torch.bfloat16, "local_steps": 4}, "with local_steps=4"),
+        ({"memory": Residual(dtype=torch.bfloat16)}, "with momentum correction"),
+        ({"memory": Residual(dtype=torch.float16)}, "must be torch.float32 or torch.bfloat16"),
+        ({"memory": Residual(dtype=torch.bfloat16), "sync": LocalSteps(4)}, "with local_steps=4"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, JSONLTimeline
+from adaptive import AdaptiveCompressor, JSONLTimeline, Network
 from policies import DENSE, Goodput, Plan
 from runs.modelled_clock import ModelledClock
 from runs.records import read_records
@@ -37,9 +37,12 @@ class Run:
         self.model = DDP(small_net(torch.float32))
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.compressor = AdaptiveCompressor(
-            "topk", (4, 100), policy=Goodput(), clock=ModelledClock(0.01),
+            "topk",
+            (4, 100),
+            policy=Goodput(),
+            network=Network(clock=ModelledClock(0.01)),
             timeline=JSONLTimeline(path),
-        ).attach(self.model, optimizer=self.optimizer)  # fmt: skip
+        ).attach(self.model, optimizer=self.optimizer)
         self.plans: list[Plan] = []
 
     def train(self, steps: range, rank: int) -> None:

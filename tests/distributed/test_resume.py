@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, Goodput, GraVAC, MemoryTimeline, Policy
+from adaptive import Accordion, AdaptiveCompressor, Goodput, GraVAC, MemoryTimeline, Network, Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, flat_parameters, loss_of, same, small_net
 
@@ -46,7 +46,7 @@ class Run:
             (2, 100),
             policy=policy,
             exchange=exchange,
-            clock=self.clock,
+            network=Network(clock=self.clock),
             timeline=self.timeline,
             **options,
         ).attach(self.model, optimizer=self.optimizer)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec
+from adaptive import AdaptiveCompressor, LinkSpec, Network
 from adaptive.sizes import RUNG_GAIN
 from compressors.kernels import blocks
 from runs.modelled_clock import ModelledClock
@@ -131,7 +131,7 @@ def _chosen(rank: int) -> list[float]:
         model = DDP(small_net(torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         clock = ModelledClock(1e-3, LinkSpec.parse(link), 100.0)
-        compressor = AdaptiveCompressor(policy="goodput", clock=clock).attach(
+        compressor = AdaptiveCompressor(policy="goodput", network=Network(clock=clock)).attach(
             model, optimizer=optimizer
         )
         for step in range(40):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, checkpoint
+from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Network, checkpoint
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Clock,
@@ -31,10 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"memory": "momentum"},
     "updates": {"memory": "updates"},
     "whole buckets": {"memory": "updates", "granularity": "bucket"},
-    "local steps": {"local_steps": 3},
-    "local steps that overlap": {"local_steps": 3, "overlap": 1, "outer_momentum": 0.5},
-    "delay": {"delay": 2},
-    "gossip": {"exchange": "gossip", "gossip": "choco-sgd", "policy": "fixed", "cf_range": (5, 5)},
+    "local steps": {"sync": LocalSteps(3)},
+    "local steps that overlap": {"sync": LocalSteps(3, outer_momentum=0.5, overlap=1)},
+    "delay": {"sync": Delayed(2)},
+    "gossip": {"sync": Gossip(algorithm="choco-sgd"), "policy": "fixed", "cf_range": (5, 5)},
 }
 KEEP_TO_THEMSELVES = ("local steps", "local steps that overlap", "delay")
 """With these each rank steps by itself, with any optimizer, whether that is handed over or not."""
@@ -53,7 +53,7 @@ class Run:
             self.optimizer = torch.optim.AdamW(parameters, lr=0.02)
         self.clock = Clock()
         options = {"policy": Scripted(CFS), "cf_range": (2, 100), "granularity": "layer"}
-        options |= {"clock": self.clock, **OPTIONS[name]}
+        options |= {**OPTIONS[name], "network": Network(clock=self.clock)}
         self.compressor = AdaptiveCompressor("topk", **options)
         self.compressor.attach(self.model, optimizer=self.optimizer if handed_over else None)
 
@@ -233,7 +233,11 @@ def _with_buffers(rank: int) -> tuple[bool, bool]:
         model = DDP(torch.nn.Sequential(first, torch.nn.BatchNorm1d(40), *rest))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         compressor = AdaptiveCompressor(
-            "topk", (2, 100), policy=Scripted(CFS), clock=Clock(), granularity="layer"
+            "topk",
+            (2, 100),
+            policy=Scripted(CFS),
+            network=Network(clock=Clock()),
+            granularity="layer",
         )
         return model, optimizer, compressor.attach(model, optimizer=optimizer)
 
@@ -274,7 +278,7 @@ def _of_any_optimizer(rank: int) -> list[bool]:
         model = DDP(small_net(torch.float32))
         optimizer = make(model.parameters())
         compressor = AdaptiveCompressor(
-            "topk", (2, 100), policy=Scripted([5.0]), local_steps=3, checkpoint="gathered"
+            "topk", (2, 100), policy=Scripted([5.0]), sync=LocalSteps(3), checkpoint="gathered"
         ).attach(model, optimizer=optimizer)
         for step in range(4):
             optimizer.zero_grad()

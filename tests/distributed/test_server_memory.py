@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, ParameterServer
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     flat_parameters,
@@ -32,9 +32,7 @@ def _held(rank: int, down_cf: float | None) -> dict[str, Any]:
         "topk+fp32",
         (8, 8),
         policy="fixed",
-        exchange="sharded",
-        down_cf=down_cf,
-        server_memory=True,
+        exchange=ParameterServer(down_cf=down_cf, own_memory=True),
     ).attach(model)
     own = sent = 0.0
     for step in range(STEPS):

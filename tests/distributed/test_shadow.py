@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Momentum
 from policies import StepReport
 from runs.tasks import make_task
 from tests.distributed.processes import run_ranks
@@ -36,7 +36,7 @@ def _reports(
     )
     policy = Watching([cf])
     AdaptiveCompressor(
-        "topk+fp32", (1, 100), policy=policy, masking=25, granularity=granularity
+        "topk+fp32", (1, 100), policy=policy, memory=Momentum(masking=25), granularity=granularity
     ).attach(model, optimizer=optimizer)
     for step in range(10):
         optimizer.zero_grad()

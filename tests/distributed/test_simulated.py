@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Goodput, GraVAC, LinkSpec, MemoryTimeline
+from adaptive import AdaptiveCompressor, Goodput, GraVAC, LinkSpec, MemoryTimeline, Network
 from runs.modelled_clock import ModelledClock
 from runs.simulate.group import ring_sum
 from runs.simulate.ranks import WorkerError
@@ -69,7 +69,9 @@ def _train(rank: int, name: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     timeline = MemoryTimeline()
     clock = ModelledClock(0.01, LinkSpec(1e6, 0.001))
-    compressor = AdaptiveCompressor(base, (2, 50), timeline=timeline, clock=clock, **given)
+    compressor = AdaptiveCompressor(
+        base, (2, 50), timeline=timeline, network=Network(clock=clock), **given
+    )
     compressor.attach(model, optimizer=optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -53,8 +53,7 @@ def _train(rank: int, world_size: int, kind: str, policy: Policy) -> dict[str, A
         (4, 100),
         policy=policy,
         exchange="sharded",
-        # Goodput moves only where that pays: here mostly to dense.
-        link="10gbit" if policy.name == "goodput" else "50mbit",
+        network="10gbit" if policy.name == "goodput" else "50mbit",
     ).attach(model, optimizer=optimizer)
     luck = random.Random(rank)
     assert compressor._session is not None

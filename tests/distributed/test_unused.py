@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, TwoBranches, batch, waiting
 
@@ -20,7 +20,7 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
         "topk",
         (1, 100),
         policy=Scripted(cfs),
-        masking=False,
+        memory=Momentum(masking=False),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     compressor.attach(model, optimizer=optimizer)

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from adaptive import AdaptiveCompressor, Fixed, Policy, Schedule
+from adaptive import AdaptiveCompressor, Fixed, Network, Policy, Schedule
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
@@ -105,7 +105,7 @@ class Training:
         self.compressor = None
         self.clip = clip
         if policy is not None:
-            options = {"cf_range": (1, 100), "clock": Clock(), **options}
+            options = {**options, "cf_range": (1, 100), "network": Network(clock=Clock())}
             self.compressor = AdaptiveCompressor(policy=policy, **options)
             self.compressor.attach(self.model, optimizer=self.optimizer)
 

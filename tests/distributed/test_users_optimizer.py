@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, listen, loss_of, small_net
 
@@ -24,7 +24,7 @@ def _attach(model: DDP, optimizer: Optimizer, cf: float | None) -> AdaptiveCompr
     if cf is None:
         return None
     policy = Scripted([cf])
-    compressor = AdaptiveCompressor(cf_range=(1, 1000), policy=policy, momentum_lag=1)
+    compressor = AdaptiveCompressor(cf_range=(1, 1000), policy=policy, memory=Momentum(lag=1))
     return compressor.attach(model, optimizer=optimizer)
 
 

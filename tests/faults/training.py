@@ -25,7 +25,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, MemoryTimeline, StepReport, Timeline
+from adaptive import (
+    AdaptiveCompressor,
+    Delayed,
+    Fixed,
+    LocalSteps,
+    MemoryTimeline,
+    Momentum,
+    Network,
+    StepReport,
+    Timeline,
+)
 from compressors import RandomK, Sketch
 from runs.modelled_clock import ModelledClock
 from tests.distributed.setting import Scripted
@@ -39,9 +49,9 @@ SHAPES = ((30, 12), (40, 12), (40,), (14, 40), (14,), (3, 14), (3,))
 
 SYNCHRONISERS: dict[str, dict[str, Any]] = {
     "every step": {},
-    "local steps": {"local_steps": 2},
-    "local steps, overlapped": {"local_steps": 3, "outer_momentum": 0.5, "overlap": 1},
-    "delay": {"delay": 1},
+    "local steps": {"sync": LocalSteps(2)},
+    "local steps, overlapped": {"sync": LocalSteps(3, outer_momentum=0.5, overlap=1)},
+    "delay": {"sync": Delayed(1)},
     "gossip": {"exchange": "gossip"},
 }
 """How the ranks keep their models together: settings by name."""
@@ -112,7 +122,7 @@ class Pass:
         if given.get("debug") and "debug" in inspect.signature(AdaptiveCompressor).parameters:
             options["debug"] = True
         self.compressor = AdaptiveCompressor(
-            given["base"], clock=ModelledClock(0.01), **options
+            given["base"], network=Network(clock=ModelledClock(0.01)), **options
         ).attach(self.model, optimizer=self.optimizer)
 
     def step(self, step: int, local: list[Tensor], raising: bool = False) -> None:
@@ -260,7 +270,9 @@ DISAGREEMENTS: dict[str, list[dict[str, Any]]] = {
     "granularity": [{"base": "topk", "options": {"granularity": g}} for g in ("layer", "bucket")],
     "memory": [{"base": "topk", "memory": m} for m in ("residual", "momentum")],
     "dense_below": [{"base": "topk", "options": {"dense_below": n}} for n in (0, 20)],
-    "clip_norm": [{"base": "topk", "options": {"clip_norm": n}} for n in (None, 1.0)],
+    "clip_norm": [
+        {"base": "topk", "options": {"memory": Momentum(clip_norm=n)}} for n in (None, 1.0)
+    ],
     "seed of randomk": [{"base": ("randomk", 0)}, {"base": ("randomk", 1)}],
     "seed of the sketch": [{"base": ("sketch", 0)}, {"base": ("sketch", 1)}],
     "the plan of a step": [{"base": "topk", "wayward": True}],

@@ -24,6 +24,8 @@ from adaptive import (
     Fixed,
     Goodput,
     GraVAC,
+    LocalSteps,
+    Network,
     Policy,
     Warmup,
 )
@@ -107,9 +109,8 @@ class _Run:
             base,
             (2, 100),
             policy=POLICIES[policy](),
-            clock=self.clock,
-            local_steps=local_steps,
-            **({} if local_steps == 1 else {"outer_momentum": 0.5, "overlap": overlap}),
+            network=Network(clock=self.clock),
+            sync=None if local_steps == 1 else LocalSteps(local_steps, 1.0, 0.5, overlap),
         ).attach(self.model, optimizer=self.optimizer)
         self.step = 0
 

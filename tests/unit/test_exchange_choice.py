@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, ParameterServer
 from adaptive.exchange.choice import ExchangeChoice, check_exchange, strategies
 from adaptive.exchange.link import LinkCost
 from compressors import QSGD, RandomK, compressor_names, make_compressor
@@ -87,4 +87,4 @@ def test_a_cf_for_the_way_back_is_for_the_sharded_exchange_only() -> None:
         with pytest.raises(ValueError, match="down_cf must be None unless exchange is 'sharded'"):
             AdaptiveCompressor(down_cf=5.0, **wrong)
     with pytest.raises(ValueError, match=r"down_cf=0\.5"):
-        AdaptiveCompressor(exchange="sharded", down_cf=0.5)
+        AdaptiveCompressor(exchange=ParameterServer(down_cf=0.5))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
-from adaptive import AdaptiveCompressor, Fixed, Schedule
 from adaptive.exchange.topology import TOPOLOGIES, GossipChoice, named
+
+from adaptive import AdaptiveCompressor, Fixed, Gossip, LocalSteps, Momentum, Schedule
 from adaptive.state import reshard_states
 
 
@@ -102,9 +102,9 @@ def test_a_matrix_of_ones_own() -> None:
         ({"consensus_step": 1.5}, "consensus_step"),
         ({"base": "powersgd"}, "exchange must be one of"),
         ({"memory": "residual"}, "memory must be 'auto' or 'none' with exchange='gossip'"),
-        ({"clip_norm": 1.0}, "clip_norm must be None"),
-        ({"local_steps": 4}, "local_steps must be 1 with exchange='gossip'"),
-        ({"local_steps": "auto", "policy": "goodput"}, "local_steps must be 1"),
+        ({"memory": Momentum(clip_norm=1.0)}, "clip_norm must be None"),
+        ({"sync": LocalSteps(4)}, "local_steps must be 1 with exchange='gossip'"),
+        ({"sync": LocalSteps("auto"), "policy": "goodput"}, "local_steps must be 1"),
         ({"policy": "goodput"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": "gravac"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": "accordion"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
@@ -121,7 +121,7 @@ def test_what_does_not_go_with_gossip_is_refused(given: dict[str, Any], told: st
 
 def test_a_topology_must_be_numbers() -> None:
     with pytest.raises(TypeError, match="topology must be one of ring"):
-        AdaptiveCompressor(exchange="gossip", topology=object())  # type: ignore[arg-type]
+        AdaptiveCompressor(sync=Gossip(topology=object()))  # type: ignore[arg-type]
 
 
 def test_states_of_gossip_are_not_made_into_those_of_other_ranks() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Residual
 from adaptive.bucket import LARGEST
 from compressors.kernels import judge, squared_norms
 from tests.distributed.setting import Scripted
@@ -22,14 +22,14 @@ AT = 4
 MODES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({"memory": "residual"}, 0.0),
     "plain beside momentum": ({"memory": "residual"}, 0.9),
-    "half a residual": ({"memory": "residual", "residual_dtype": torch.bfloat16}, 0.0),
+    "half a residual": ({"memory": Residual(dtype=torch.bfloat16)}, 0.0),
     "momentum": ({}, 0.9),
     "no memory": ({"memory": "none"}, 0.0),
-    "local steps": ({"local_steps": 2}, 0.9),
-    "outer momentum": ({"local_steps": 2, "outer_momentum": 0.9, "overlap": 1}, 0.9),
-    "delay": ({"delay": 1}, 0.0),
+    "local steps": ({"sync": LocalSteps(2)}, 0.9),
+    "outer momentum": ({"sync": LocalSteps(2, outer_momentum=0.9, overlap=1)}, 0.9),
+    "delay": ({"sync": Delayed(1)}, 0.0),
     "choco-sgd": ({"exchange": "gossip"}, 0.9),
-    "deepsqueeze": ({"exchange": "gossip", "gossip": "deepsqueeze"}, 0.9),
+    "deepsqueeze": ({"sync": Gossip(algorithm="deepsqueeze")}, 0.9),
 }
 STEPS = {
     "compressed": [10.0],

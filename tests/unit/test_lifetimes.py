@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, LocalSteps, Residual
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import HookStream
 from compressors.kernels import blocks
@@ -114,8 +114,8 @@ CASES: dict[str, tuple[str, list[float], dict[str, Any], Any, dict[str, Any]]] =
     "sketch": ("sketch", [8.0], {}, SGD, {}),
     "momentum": ("topk", [10.0, 10.0, 1.0, 1.0], {}, SGD, {"momentum": 0.9}),
     "updates": ("topk", [10.0, 1.0], {}, ADAMW, {}),
-    "half": ("topk", [10.0, 1.0], {"residual_dtype": torch.bfloat16}, ADAMW, {}),
-    "overlap": ("topk", [10.0], {"local_steps": 2, "overlap": 1}, SGD, {}),
+    "half": ("topk", [10.0, 1.0], {"memory": Residual(dtype=torch.bfloat16)}, ADAMW, {}),
+    "overlap": ("topk", [10.0], {"sync": LocalSteps(2, overlap=1)}, SGD, {}),
 }
 
 

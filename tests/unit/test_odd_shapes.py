@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Residual
 from tests.distributed.setting import Scripted
 from tests.unit.in_one_process import Given, one_rank
 
@@ -19,14 +19,14 @@ ODD = ((), (1,), (0,), (3, 0), (1, 1, 1), (5, 3))
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"memory": "residual"},
-    "half a residual": {"memory": "residual", "residual_dtype": torch.bfloat16},
+    "half a residual": {"memory": Residual(dtype=torch.bfloat16)},
     "momentum": {},
     "no memory": {"memory": "none"},
-    "local steps": {"local_steps": 2},
-    "outer momentum": {"local_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9, "overlap": 1},
-    "delay": {"delay": 2},
+    "local steps": {"sync": LocalSteps(2)},
+    "outer momentum": {"sync": LocalSteps(3, outer_lr=0.7, outer_momentum=0.9, overlap=1)},
+    "delay": {"sync": Delayed(2)},
     "choco-sgd": {"exchange": "gossip"},
-    "deepsqueeze": {"exchange": "gossip", "gossip": "deepsqueeze"},
+    "deepsqueeze": {"sync": Gossip(algorithm="deepsqueeze")},
 }
 
 
@@ -119,7 +119,7 @@ def test_at_cf_1_they_end_where_ddp_ends(shapes: list[tuple[int, ...]], nesterov
 def test_a_model_without_an_element_takes_local_steps_with_an_overlap() -> None:
     """The buckets share the steps of the overlap as they share the elements, of which are none."""
     model, optimizer = _model([(0,)], nesterov=False)
-    compressor = AdaptiveCompressor("topk", local_steps=2).attach(model, optimizer=optimizer)
+    compressor = AdaptiveCompressor("topk", sync=LocalSteps(2)).attach(model, optimizer=optimizer)
     for _ in range(4):
         model([torch.zeros(0)]).backward()
         optimizer.step()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from adaptive import AdaptiveCompressor, Compressor, GraVAC, RandomK, TopK
-from adaptive.config import make_base
-from adaptive.exchange.choice import EXCHANGES
 from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
 from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
+from torch import nn
+
+from adaptive import AdaptiveCompressor, Compressor, GraVAC, Momentum, Network, RandomK, TopK
+from adaptive.config import make_base
+from adaptive.exchange.choice import EXCHANGES
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS
@@ -35,9 +35,9 @@ NAN = float("nan")
         ({"base": "topp"}, ["base", "'topp'", "topk", "randomk", "none"]),
         ({"policy": "gravacc"}, ["policy", "'gravacc'", "gravac", "accordion", "fixed"]),
         ({"memory": "all"}, ["memory", "'all'", "residual", "momentum"]),
-        ({"momentum_lag": 0}, ["momentum_lag", "0", "(0, 1]"]),
-        ({"momentum_lag": 1.01}, ["momentum_lag", "1.01", "(0, 1]"]),
-        ({"masking": 0.5}, ["masking", "0.5", ">= 1"]),
+        ({"memory": Momentum(lag=0)}, ["momentum_lag", "0", "(0, 1]"]),
+        ({"memory": Momentum(lag=1.01)}, ["momentum_lag", "1.01", "(0, 1]"]),
+        ({"memory": Momentum(masking=0.5)}, ["masking", "0.5", ">= 1"]),
         ({"shadow_sample": 0}, ["shadow_sample", "0", "(0, 1]"]),
         ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
         (
@@ -52,13 +52,13 @@ NAN = float("nan")
             {"policy": "accordion-paper", "hooks": {2: lambda state, bucket: bucket}},
             ["hooks", "must be empty", "'accordion'", "CF 2"],
         ),
-        ({"clip_norm": -1}, ["clip_norm", "-1", "> 0"]),
+        ({"memory": Momentum(clip_norm=-1)}, ["clip_norm", "-1", "> 0"]),
         ({"dense_below": -1}, ["dense_below", "-1", ">= 0"]),
         ({"base": "fp16", "dense_below": 10}, ["dense_below", "10", "0", "'fp16'"]),
         ({"granularity": "tensor"}, ["granularity", "'tensor'", "'bucket'", "'layer'"]),
         ({"samples_per_step": 0}, ["samples_per_step", "0", "> 0"]),
-        ({"link": "fast"}, ["link", "'fast'", "100mbit"]),
-        ({"link": "100mbit,slow"}, ["link", "100mbit,slow", "latency"]),
+        ({"network": "fast"}, ["link", "'fast'", "100mbit"]),
+        ({"network": "100mbit,slow"}, ["link", "100mbit,slow", "latency"]),
         (
             {"base": RandomK(unbiased=True), "memory": "residual"},
             ["memory", "unbiased", "'residual'"],
@@ -77,11 +77,11 @@ def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
     [
         ({"base": 3}, ["base", "3"]),
         ({"cf_range": (True, 10)}, ["cf_range", "True"]),
-        ({"momentum_lag": True}, ["momentum_lag", "True"]),
-        ({"masking": "yes"}, ["masking", "'yes'"]),
+        ({"memory": Momentum(lag=True)}, ["momentum_lag", "True"]),
+        ({"memory": Momentum(masking="yes")}, ["masking", "'yes'"]),
         ({"shadow_sample": None}, ["shadow_sample", "None", "(0, 1]"]),
-        ({"link": 100}, ["link", "'100mbit'", "100"]),
-        ({"clock": 3.0}, ["clock", "seconds", "3.0"]),
+        ({"network": 100}, ["link", "'100mbit'", "100"]),
+        ({"network": Network(clock=3.0)}, ["clock", "seconds", "3.0"]),
         ({"debug": "yes"}, ["debug", "'yes'"]),
         ({"policy": GraVAC}, ["policy", "GraVAC"]),
         ({"policy": "schedule"}, ["policy='schedule'", "'pieces'", "pieces, gain"]),

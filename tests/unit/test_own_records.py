@@ -17,6 +17,7 @@ from adaptive import (
     GraVAC,
     JSONLTimeline,
     LinkSpec,
+    Network,
     Policy,
     TensorBoardTimeline,
     TopK,
@@ -58,7 +59,7 @@ def _train(rank: int, folder: Path, policy: Any, base: Any) -> None:
         base() if callable(base) else base,
         (10, 100),
         policy=policy() if callable(policy) else policy,
-        clock=ModelledClock(0.01, LinkSpec(2e5, 0.001)),
+        network=Network(clock=ModelledClock(0.01, LinkSpec(2e5, 0.001))),
         timeline=timelines,
     ).attach(model, optimizer=optimizer)
     for _ in range(STEPS):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec, Warmup
+from adaptive import AdaptiveCompressor, LinkSpec, Network, Warmup
 from runs.modelled_clock import ModelledClock
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates
@@ -22,7 +22,7 @@ def test_a_compressor_says_what_it_is() -> None:
             "topk",
             (10, 100),
             policy=Warmup(steps=2),
-            clock=ModelledClock(0.01, LinkSpec(2e5, 0.001)),
+            network=Network(clock=ModelledClock(0.01, LinkSpec(2e5, 0.001))),
         )
         said.append(repr(compressor))
         compressor.attach(model)

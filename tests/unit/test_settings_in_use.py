@@ -15,7 +15,20 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, GraVAC, HookRung
+from adaptive import (
+    AdaptiveCompressor,
+    Delayed,
+    Fixed,
+    Gossip,
+    GraVAC,
+    HookRung,
+    LocalSteps,
+    Momentum,
+    ParameterServer,
+    Residual,
+    Updates,
+)
+from adaptive.config import INSTEAD
 from tests.unit.in_one_process import Given, one_rank
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -45,61 +58,47 @@ MODES: dict[str, tuple[dict[str, Any], Optimizer | None]] = {
     "int8": ({"base": "int8", "cf_range": (4, 4), "policy": "fixed"}, _momentum),
     "summed": ({"base": "bf16", "cf_range": (2, 2), "policy": "fixed"}, _momentum),
     "sharded": ({"exchange": "sharded"}, _momentum),
-    "means as they are": ({"exchange": "sharded", "down_cf": 1}, _momentum),
+    "means as they are": ({"exchange": ParameterServer(down_cf=1)}, _momentum),
     "fixed": ({"policy": Fixed}, _momentum),
     "gravac": ({"policy": GraVAC}, _momentum),
-    "local steps": ({"local_steps": 4}, _momentum),
-    "local steps auto": ({"local_steps": "auto", "policy": "goodput"}, _adamw),
-    "delay": ({"delay": 1}, _momentum),
-    "gossip": ({"exchange": "gossip"}, _momentum),
+    "local steps": ({"sync": LocalSteps(4)}, _momentum),
+    "local steps auto": ({"sync": LocalSteps("auto"), "policy": "goodput"}, _adamw),
+    "delay": ({"sync": Delayed(1)}, _momentum),
+    "gossip": ({"sync": Gossip()}, _momentum),
 }
 
-VALUES: dict[str, Any] = {
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "overlap": 0,
-    "momentum_lag": 0.5,
-    "masking": True,
-    "clip_norm": 1.0,
-    "residual_dtype": torch.bfloat16,
-    "down_cf": 50,
-    "server_memory": True,
-    "topology": "complete",
-    "gossip": "deepsqueeze",
-    "consensus_step": 0.5,
-    "shadow_sample": 0.5,
-    "rungs": {4: "int8"},
-    "hooks": {20: HookRung(default_hooks.fp16_compress_hook, gain=0.9)},
+VALUES: dict[str, tuple[str, Any]] = {
+    "lag": ("memory", Momentum(lag=0.5)),
+    "masking": ("memory", Momentum(masking=True)),
+    "clip_norm": ("memory", Residual(clip_norm=1.0)),
+    "dtype": ("memory", Residual(dtype=torch.bfloat16)),
+    "dtype of updates": ("memory", Updates(dtype=torch.bfloat16)),
+    "down_cf": ("exchange", ParameterServer(down_cf=50)),
+    "own_memory": ("exchange", ParameterServer(own_memory=True)),
+    "rungs": ("rungs", {4: "int8"}),
+    "hooks": ("hooks", {20: HookRung(default_hooks.fp16_compress_hook, gain=0.9)}),
 }
 
 WITH_VELOCITY = {"momentum", "sharded", "means as they are", "fixed", "gravac"}
 BY_GRADIENTS = {*MODES} - {"local steps", "local steps auto", "delay", "gossip"}
-UPDATES = {"adamw", "updates"}
 SPARSIFIED = {*MODES} - {"unbiased", "int8", "summed"}
 GOODPUT = SPARSIFIED - {"fixed", "gravac", "gossip"}
 
 USED_IN: dict[str, set[str]] = {
-    "outer_lr": {"local steps", "local steps auto"},
-    "outer_momentum": {"local steps", "local steps auto"},
-    "overlap": {"local steps", "local steps auto"},
-    "momentum_lag": WITH_VELOCITY | UPDATES | {"int8", "summed", "local steps auto"},
+    "lag": WITH_VELOCITY | {"int8", "summed"},
     "masking": WITH_VELOCITY,
-    "clip_norm": BY_GRADIENTS - UPDATES,
-    "residual_dtype": {"no optimizer", "plain", "sgd", *UPDATES},
-    "down_cf": {"sharded"},
-    "server_memory": {"sharded"},
-    "topology": {"gossip"},
-    "gossip": {"gossip"},
-    "consensus_step": {"gossip"},
-    "shadow_sample": GOODPUT,
+    "clip_norm": BY_GRADIENTS - {"unbiased"},
+    "dtype": BY_GRADIENTS - {"unbiased"},
+    "dtype of updates": BY_GRADIENTS - {"unbiased", "no optimizer"} | {"local steps auto"},
+    "down_cf": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased"},
+    "own_memory": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased"},
     "rungs": GOODPUT - {"no memory"},
     "hooks": BY_GRADIENTS - {"fixed", "int8", "summed", "unbiased"},
 }
-CASES = [(mode, name) for mode in MODES for name in VALUES if name not in MODES[mode][0]]
+CASES = [(mode, name) for mode in MODES for name in VALUES if VALUES[name][0] not in MODES[mode][0]]
 
-MODE_ITSELF = {"base", "policy", "exchange", "memory", "local_steps", "delay"}
-ALWAYS = {"cf_range", "granularity", "dense_below", "samples_per_step", "timeline"}
-ALWAYS |= {"link", "clock", "debug", "checkpoint"}
+MODE_ITSELF = {"base", "policy", "exchange", "memory", "sync"}
+ALWAYS = {"cf_range", "granularity", "dense_below", "timeline", "network", "debug", "removed"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,7 +127,7 @@ def _train(options: dict[str, Any], make: Optimizer | None, steps: int = 3) -> N
 
 def test_no_argument_is_left_out() -> None:
     arguments = {*inspect.signature(AdaptiveCompressor).parameters}
-    assert arguments == MODE_ITSELF | ALWAYS | VALUES.keys()
+    assert arguments == MODE_ITSELF | ALWAYS | {argument for argument, _ in VALUES.values()}
     assert USED_IN.keys() == VALUES.keys()
     assert all(modes <= MODES.keys() for modes in USED_IN.values())
 
@@ -141,31 +140,39 @@ def test_every_mode_trains(mode: str) -> None:
 @pytest.mark.parametrize(("mode", "name"), CASES)
 def test_a_setting_is_used_or_refused(mode: str, name: str) -> None:
     options, optimizer = MODES[mode]
-    options = {**options, name: VALUES[name]}
-    if name == "consensus_step" and mode == "gossip":
-        options["gossip"] = "choco-sgd"
+    argument, value = VALUES[name]
+    options = {**options, argument: value}
     if mode in USED_IN[name]:
         _train(options, optimizer)
         return
-    with pytest.raises(ValueError, match=rf"(^|\W){name}\b") as caught:
+    with pytest.raises(ValueError, match=rf"(^|\W)({argument}|{name})\b") as caught:
         _train(options, optimizer)
     assert "got" in str(caught.value)
 
 
-NOT_WITHOUT_MODE = {"down_cf", "server_memory", "topology", "gossip", "consensus_step"}
-NOT_WITHOUT_MODE |= {"momentum_lag", "masking", "rungs", "hooks"}
-
-
-@pytest.mark.parametrize("name", sorted(VALUES.keys() - NOT_WITHOUT_MODE))
+@pytest.mark.parametrize("name", sorted(VALUES.keys() - {"rungs", "hooks", "masking"}))
 def test_base_none_takes_what_it_does_not_use(name: str) -> None:
-    _train({"base": "none", name: VALUES[name]}, _sgd)
+    argument, value = VALUES[name]
+    by_optimizer = {"lag": _momentum, "dtype of updates": _adamw}
+    exchanges = argument == "exchange"
+    if exchanges:
+        with pytest.raises(ValueError, match="exchange must be one of auto, all_reduce"):
+            _train({"base": "none", argument: value}, _sgd)
+        return
+    _train({"base": "none", argument: value}, by_optimizer.get(name, _sgd))
+
+
+OLD = [*INSTEAD, "compression"]
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_argument_that_is_gone_says_what_takes_its_place(name: str) -> None:
+    with pytest.raises(TypeError, match=f"takes no argument '{name}'") as caught:
+        AdaptiveCompressor(**{name: 1})
+    assert ("instead: " in str(caught.value)) == (name in INSTEAD)
 
 
 @pytest.mark.parametrize("scaler", ["x", 65536.0, True, ()], ids=repr)
 def test_a_scaler_of_another_type_is_refused(scaler: Any) -> None:
     with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler or None"):
         AdaptiveCompressor().attach(DDP(Given([(3,)])), scaler=scaler)
-
-
-def test_what_asks_for_no_masking_may_stand_everywhere() -> None:
-    _train({"memory": "residual", "masking": False}, _sgd)
