@@ -50,7 +50,7 @@ class MemoryChoice:
         if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
             raise ValueError(
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
-                f"unbiased, and feeding its scaled-up error back diverges; got {options!r}"
+                f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
         if chosen.masking and type(base).indices is Compressor.indices:
             raise ValueError(

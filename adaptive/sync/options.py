@@ -218,12 +218,12 @@ class Gossip(Synchronisation):
         object.__setattr__(self, "topology", of)
         checks.one_of("algorithm", self.algorithm, ALGORITHMS)
         if self.consensus_step is not None:
+            checks.fraction("consensus_step", self.consensus_step)
             if self.algorithm not in ("auto", *STEP_SIZES):
                 raise ValueError(
                     f"consensus_step must be None with algorithm={self.algorithm!r}, got "
                     f"{self.consensus_step!r}; it is for {' and '.join(STEP_SIZES)}"
                 )
-            checks.fraction("consensus_step", self.consensus_step)
 
     def for_base(self, base: Compressor) -> Gossip:
         if isinstance(base, RoundsCompressor):
@@ -245,6 +245,7 @@ class Gossip(Synchronisation):
                 f"'none'), or the errors of differences add up; got {base.name!r}: use 'choco-sgd' "
                 f"or 'deepsqueeze'"
             )
+        # Which checks whether that has a consensus step.
         return replace(self, algorithm=algorithm)
 
     def memory_of(self, memory: Memory) -> Memory:

@@ -226,14 +226,14 @@ def test_states_of_ranks_apart_and_together_go_into_either() -> None:
     for run in runs:
         run.train(30)
     states = [deepcopy(run.state()) for run in runs]
-    assert [bool(state["local"]["anchors"]) for state in states] == [True, False]
+    assert [bool(state["sync"]["anchors"]) for state in states] == [True, False]
     for run, own, other in zip(runs, states, reversed(states), strict=True):
         controller = {**other["controller"], "policy": own["controller"]["policy"]}
         state = deepcopy({**other, "controller": controller})
         run.compressor.load_state_dict(state)
         assert same(_without_time(run.state()), _without_time(state))
         run.train(20)
-        assert run.state()["local"]["anchors"].keys() == own["local"]["anchors"].keys()
+        assert run.state()["sync"]["anchors"].keys() == own["sync"]["anchors"].keys()
 
 
 def test_a_state_of_another_model_names_the_parameters() -> None:
@@ -342,16 +342,16 @@ def test_a_state_without_the_moments_of_updates_is_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "damaged", "told"),
     [
-        (("local",), {}, "local has lost anchors"),
-        (("local", "backwards"), 1.0, "'local: backwards' must be int"),
-        (("local", "anchors", "0.weight"), torch.zeros(3), "local: anchors: 0.weight must be"),
-        (("local", "anchors", "stranger"), torch.zeros(3), "unknown keys: stranger"),
-        (("local", "moving"), {"0.weight": torch.zeros(480)}, "'local' has lost something"),
-        (("local_steps",), 5, "local_steps is 5, expected 3"),
-        (("local", "arrived", "0", "due"), 1.0, "'local: arrived: due' must be int"),
-        (("local", "arrived", "0"), {"due": 2}, "local: arrived has lost mean"),
-        (("local", "arrived", "0", "then"), {}, "what has arrived has lost something"),
-        (("local", "arrived", "0", "mean", "stranger"), torch.zeros(3), "unknown keys: stranger"),
+        (("sync",), {}, "sync has lost anchors"),
+        (("sync", "backwards"), 1.0, "'sync: backwards' must be int"),
+        (("sync", "anchors", "0.weight"), torch.zeros(3), "sync: anchors: 0.weight must be"),
+        (("sync", "anchors", "stranger"), torch.zeros(3), "unknown keys: stranger"),
+        (("sync", "moving"), {"0.weight": torch.zeros(480)}, "'sync' has lost something"),
+        (("synchronisation",), "x", "synchronisation is 'x', expected 'LocalSteps"),
+        (("sync", "arrived", "0", "due"), 1.0, "'sync: arrived: due' must be int"),
+        (("sync", "arrived", "0"), {"due": 2}, "sync: arrived has lost mean"),
+        (("sync", "arrived", "0", "then"), {}, "what has arrived has lost something"),
+        (("sync", "arrived", "0", "mean", "stranger"), torch.zeros(3), "unknown keys: stranger"),
     ],
     ids=str,
 )

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from adaptive.exchange.topology import TOPOLOGIES, GossipChoice, named
 
-from adaptive import AdaptiveCompressor, Fixed, Gossip, LocalSteps, Momentum, Schedule
+from adaptive import AdaptiveCompressor, Fixed, Gossip, Momentum, ParameterServer, Schedule
 from adaptive.state import reshard_states
+from adaptive.sync.topology import TOPOLOGIES, named
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -47,9 +47,9 @@ def test_spectral_gaps_are_those_of_the_literature() -> None:
     assert named("ring", 2).messages == 1
 
 
-def _gossip(**given: Any) -> GossipChoice:
-    choice = AdaptiveCompressor(exchange="gossip", **given)._settings.gossip
-    assert choice is not None
+def _gossip(base: str = "topk", **given: Any) -> Gossip:
+    choice = AdaptiveCompressor(base, sync=Gossip(**given))._settings.sync
+    assert isinstance(choice, Gossip)
     return choice
 
 
@@ -57,12 +57,12 @@ def test_what_nobody_has_chosen_follows_from_the_base() -> None:
     algorithms = {"none": "d-psgd", "qsgd": "dcd-psgd", "topk": "choco-sgd", "int8": "choco-sgd"}
     for base, algorithm in algorithms.items():
         assert (_gossip(base=base).algorithm, _gossip(base=base).topology) == (algorithm, "ring")
-    assert isinstance(AdaptiveCompressor(exchange="gossip").policy, Fixed)
-    AdaptiveCompressor(exchange="gossip", policy=Schedule({0: 10, 5: 100}))
+    assert isinstance(AdaptiveCompressor(sync=Gossip()).policy, Fixed)
+    AdaptiveCompressor(sync=Gossip(), policy=Schedule({0: 10, 5: 100}))
 
 
 def test_the_consensus_step_falls_with_the_cf_unless_it_is_given() -> None:
-    choco, squeeze = _gossip(), _gossip(gossip="deepsqueeze")
+    choco, squeeze = _gossip(), _gossip(algorithm="deepsqueeze")
     assert [choco.step_at(cf) for cf in (1.0, 5.0, 100.0)] == [1, 1, 0.05]
     assert [squeeze.step_at(cf) for cf in (1.0, 2.0, 100.0)] == [1, 1, 0.02]
     assert _gossip(consensus_step=0.3).step_at(100.0) == 0.3
@@ -73,18 +73,18 @@ HALF = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
 
 
 def test_a_matrix_of_ones_own() -> None:
-    topology = _gossip(base="none", topology=HALF).make(3)
+    topology = _gossip(base="none", topology=HALF).topology_of(3)
     assert topology.sources(0, 0) == {0: 0.5, 1: 0.5}
     assert topology.receivers(0, 1) == [0, 2]
     assert topology.messages == pytest.approx(4 / 3)
     eigenvalues = torch.linalg.eigvalsh(torch.tensor(HALF, dtype=torch.float64))
     assert topology.spectral_gap == pytest.approx(1 - eigenvalues[:-1].abs().max().item())
     with pytest.raises(ValueError, match=r"topology must be a matrix of \(4, 4\)"):
-        _gossip(base="none", topology=torch.tensor(HALF)).make(4)
+        _gossip(base="none", topology=torch.tensor(HALF)).topology_of(4)
     with pytest.raises(ValueError, match="spectral gap of 0"):
-        _gossip(base="none", topology=torch.eye(2)).make(2)
-    with pytest.raises(ValueError, match="same in every step with gossip='choco-sgd'"):
-        _gossip(topology="one_peer").make(4)
+        _gossip(base="none", topology=torch.eye(2)).topology_of(2)
+    with pytest.raises(ValueError, match="same in every step with algorithm='choco-sgd'"):
+        _gossip(topology="one_peer").topology_of(4)
 
 
 @pytest.mark.parametrize(
@@ -95,28 +95,37 @@ def test_a_matrix_of_ones_own() -> None:
         ({"topology": [[1.5, -0.5], [-0.5, 1.5]]}, "topology must be doubly stochastic"),
         ({"topology": [[float("nan")] * 2] * 2}, "topology must be doubly stochastic"),
         ({"topology": [1.0]}, "topology must be a square matrix"),
-        ({"gossip": "d-psgd"}, "base must be 'none', got 'topk"),
-        ({"gossip": "dcd-psgd"}, "needs an unbiased base"),
-        ({"gossip": "push-sum"}, "gossip"),
+        ({"algorithm": "d-psgd"}, "base must be 'none', got 'topk"),
+        ({"algorithm": "dcd-psgd"}, "needs an unbiased base"),
+        ({"algorithm": "push-sum"}, "algorithm"),
+        ({"algorithm": "naive", "consensus_step": 0.5}, "consensus_step must be None"),
         ({"base": "qsgd", "consensus_step": 0.5}, "consensus_step must be None"),
         ({"consensus_step": 1.5}, "consensus_step"),
-        ({"base": "powersgd"}, "exchange must be one of"),
-        ({"memory": "residual"}, "memory must be 'auto' or 'none' with exchange='gossip'"),
-        ({"memory": Momentum(clip_norm=1.0)}, "clip_norm must be None"),
-        ({"sync": LocalSteps(4)}, "local_steps must be 1 with exchange='gossip'"),
-        ({"sync": LocalSteps("auto"), "policy": "goodput"}, "local_steps must be 1"),
+        ({"base": "powersgd"}, "base must make payloads of one rank's own"),
+    ],
+)
+def test_gossip_that_cannot_be_is_refused(given: dict[str, Any], told: str) -> None:
+    base = given.pop("base", "topk")
+    with pytest.raises(ValueError, match=told):
+        AdaptiveCompressor(base, sync=Gossip(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"memory": "residual"}, "memory must be 'auto' or 'none' with sync=Gossip"),
+        ({"memory": Momentum(clip_norm=1.0)}, "memory must be 'auto' or 'none'"),
         ({"policy": "goodput"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": "gravac"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": "accordion"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": Fixed(gain="signal")}, "policy must be 'fixed', 'schedule' or 'warmup'"),
-        ({"exchange": "auto", "topology": "ring"}, "topology must be None unless exchange is"),
-        ({"exchange": "sharded", "gossip": "naive"}, "gossip must be None unless exchange is"),
-        ({"down_cf": 10.0}, "down_cf must be None"),
+        ({"exchange": "sharded"}, "exchange must be 'auto' with sync=Gossip"),
+        ({"exchange": ParameterServer(down_cf=10.0)}, "exchange must be 'auto'"),
     ],
 )
 def test_what_does_not_go_with_gossip_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        AdaptiveCompressor(**{"exchange": "gossip", **given})
+        AdaptiveCompressor(sync=Gossip(), **given)
 
 
 def test_a_topology_must_be_numbers() -> None:
@@ -126,7 +135,8 @@ def test_a_topology_must_be_numbers() -> None:
 
 def test_states_of_gossip_are_not_made_into_those_of_other_ranks() -> None:
     alike = {"version": 1, "world_size": 2, "base": "topk", "policy": "fixed"}
-    alike |= {"memory_kind": "none", "local_steps": 1, "parameters": {}, "gossip": "ring"}
+    alike |= {"memory_kind": "none", "synchronisation": "Gossip()", "parameters": {}}
+    alike |= {"tied_to_ranks": "gossip has other neighbours"}
     states = [{**alike, "rank": rank, "controller": {"step": 3}} for rank in range(2)]
-    with pytest.raises(ValueError, match="gossip of 2 ranks cannot go on with 3"):
+    with pytest.raises(ValueError, match="cannot be resharded for 3, gossip has other"):
         reshard_states(states, 3)

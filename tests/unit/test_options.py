@@ -8,19 +8,36 @@ from typing import Any
 
 import pytest
 import torch
-from adaptive.exchange.topology import ALGORITHMS, TOPOLOGIES
-from adaptive.local_steps import OUTER_LR, OUTER_MOMENTUM
 from torch import nn
 
-from adaptive import AdaptiveCompressor, Compressor, GraVAC, Momentum, Network, RandomK, TopK
+from adaptive import (
+    AdaptiveCompressor,
+    Compressor,
+    Delayed,
+    GraVAC,
+    LocalSteps,
+    Momentum,
+    Network,
+    ParameterServer,
+    RandomK,
+    TopK,
+)
 from adaptive.config import make_base
 from adaptive.exchange.choice import EXCHANGES
+from adaptive.sync.options import ALGORITHMS, OUTER_LR, OUTER_MOMENTUM
+from adaptive.sync.topology import TOPOLOGIES
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS
 from runs.build import OPTIMIZERS
 
 NAN = float("nan")
+
+
+def _made(options: dict[str, Any]) -> dict[str, Any]:
+    """Typed options check themselves, so they are made here."""
+    names = ("memory", "sync", "exchange", "network")
+    return {n: v() if n in names and callable(v) else v for n, v in options.items()}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +52,14 @@ NAN = float("nan")
         ({"base": "topp"}, ["base", "'topp'", "topk", "randomk", "none"]),
         ({"policy": "gravacc"}, ["policy", "'gravacc'", "gravac", "accordion", "fixed"]),
         ({"memory": "all"}, ["memory", "'all'", "residual", "momentum"]),
-        ({"memory": Momentum(lag=0)}, ["momentum_lag", "0", "(0, 1]"]),
-        ({"memory": Momentum(lag=1.01)}, ["momentum_lag", "1.01", "(0, 1]"]),
-        ({"memory": Momentum(masking=0.5)}, ["masking", "0.5", ">= 1"]),
-        ({"shadow_sample": 0}, ["shadow_sample", "0", "(0, 1]"]),
+        ({"memory": lambda: Momentum(lag=0)}, ["lag", "0", "(0, 1]"]),
+        ({"memory": lambda: Momentum(lag=1.01)}, ["lag", "1.01", "(0, 1]"]),
+        ({"memory": lambda: Momentum(masking=0.5)}, ["masking", "0.5", ">= 1"]),
+        ({"sync": lambda: LocalSteps(1)}, ["steps", "1", ">= 2"]),
+        ({"sync": lambda: LocalSteps(4, outer_momentum=1.0)}, ["outer_momentum", "1.0", "[0, 1)"]),
+        ({"sync": lambda: LocalSteps(4, overlap=4)}, ["overlap", "4", "less than"]),
+        ({"sync": lambda: Delayed(0)}, ["steps", "0", ">= 1"]),
+        ({"exchange": lambda: ParameterServer(down_cf=0.5)}, ["down_cf", "0.5", ">= 1"]),
         ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
         (
             {"policy": "accordion-paper", "base": "fp16"},
@@ -52,11 +73,10 @@ NAN = float("nan")
             {"policy": "accordion-paper", "hooks": {2: lambda state, bucket: bucket}},
             ["hooks", "must be empty", "'accordion'", "CF 2"],
         ),
-        ({"memory": Momentum(clip_norm=-1)}, ["clip_norm", "-1", "> 0"]),
+        ({"memory": lambda: Momentum(clip_norm=-1)}, ["clip_norm", "-1", "> 0"]),
         ({"dense_below": -1}, ["dense_below", "-1", ">= 0"]),
         ({"base": "fp16", "dense_below": 10}, ["dense_below", "10", "0", "'fp16'"]),
         ({"granularity": "tensor"}, ["granularity", "'tensor'", "'bucket'", "'layer'"]),
-        ({"samples_per_step": 0}, ["samples_per_step", "0", "> 0"]),
         ({"network": "fast"}, ["link", "'fast'", "100mbit"]),
         ({"network": "100mbit,slow"}, ["link", "100mbit,slow", "latency"]),
         (
@@ -67,7 +87,7 @@ NAN = float("nan")
 )
 def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=words[0]) as caught:
-        AdaptiveCompressor(**options)
+        AdaptiveCompressor(**_made(options))
     for word in words:
         assert word in str(caught.value)
 
@@ -77,11 +97,13 @@ def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
     [
         ({"base": 3}, ["base", "3"]),
         ({"cf_range": (True, 10)}, ["cf_range", "True"]),
-        ({"memory": Momentum(lag=True)}, ["momentum_lag", "True"]),
-        ({"memory": Momentum(masking="yes")}, ["masking", "'yes'"]),
-        ({"shadow_sample": None}, ["shadow_sample", "None", "(0, 1]"]),
-        ({"network": 100}, ["link", "'100mbit'", "100"]),
-        ({"network": Network(clock=3.0)}, ["clock", "seconds", "3.0"]),
+        ({"memory": lambda: Momentum(lag=True)}, ["lag", "True"]),
+        ({"memory": lambda: Momentum(masking="yes")}, ["masking", "'yes'"]),
+        ({"network": 100}, ["network", "'100mbit'", "100"]),
+        ({"network": lambda: Network(clock=3.0)}, ["clock", "seconds", "3.0"]),
+        ({"memory": 3}, ["memory", "'residual'", "3"]),
+        ({"sync": 4}, ["sync", "LocalSteps", "4"]),
+        ({"exchange": 4}, ["exchange", "ParameterServer", "4"]),
         ({"debug": "yes"}, ["debug", "'yes'"]),
         ({"policy": GraVAC}, ["policy", "GraVAC"]),
         ({"policy": "schedule"}, ["policy='schedule'", "'pieces'", "pieces, gain"]),
@@ -90,7 +112,7 @@ def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
 )
 def test_type_errors(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(TypeError, match=words[0]) as caught:
-        AdaptiveCompressor(**options)
+        AdaptiveCompressor(**_made(options))
     for word in words:
         assert word in str(caught.value)
 
@@ -151,7 +173,7 @@ def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> Non
 
 def test_what_help_says_is_what_the_library_has() -> None:
     assert compressor_names() == settings.COMPRESSORS
-    assert settings.EXCHANGES == EXCHANGES
+    assert settings.EXCHANGES == (*EXCHANGES, "gossip")
     assert (settings.TOPOLOGIES, settings.GOSSIP_ALGORITHMS) == (TOPOLOGIES, ALGORITHMS)
     assert tuple(OPTIMIZERS) == settings.OPTIMIZERS
     assert (settings.OUTER_LR, settings.OUTER_MOMENTUM) == (OUTER_LR, OUTER_MOMENTUM)
