@@ -24,10 +24,10 @@ from adaptive.config import (
     debug_interval,
     default_policy,
     make_base,
-    make_rungs,
     no_memory,
     positive,
     require,
+    with_rungs,
 )
 from adaptive.exchange.choice import check_exchange
 from adaptive.exchange.link import LinkSpec
@@ -186,7 +186,7 @@ class AdaptiveCompressor:
             policy = default_policy(compressor, foreign) if neighbours is None else "fixed"
         policy = make_policy(policy)
         cf_range = checks.cf_range(cf_range)
-        below = make_rungs(rungs, compressor, policy, exchange, memory, cf_range[0])
+        compressor = with_rungs(rungs, compressor, policy, exchange, memory, cf_range[0])
         spec = LinkSpec.parse(link) if isinstance(link, str) else link
         accepted = "a rate such as '100mbit', a LinkSpec or None"
         require(isinstance(spec, LinkSpec | None), "link", link, accepted)
@@ -200,11 +200,10 @@ class AdaptiveCompressor:
             down_cf=None if down_cf is None else checks.real("down_cf", down_cf, least=1),
             server_memory=checks.flag("server_memory", server_memory),
             hooks=foreign,
-            rungs=below,
             cf_range=cf_range,
             policy=policy,
             may_stay_dense=unnamed,
-            memory=MemoryChoice(compressor, below, memory, momentum_lag, masking, clip_norm),
+            memory=MemoryChoice(compressor, memory, momentum_lag, masking, clip_norm),
             residual_dtype=residual_dtype,
             clip_norm=clip_norm,
             shadow_sample=checks.fraction("shadow_sample", shadow_sample),

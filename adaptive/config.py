@@ -19,8 +19,7 @@ from adaptive.exchange.topology import GossipChoice
 from adaptive.hook import HookRung
 from adaptive.statistics.shadow import SHARE
 from adaptive.timeline.records import SafeTimeline
-from compressors import Compressor, make_compressor
-from compressors.rounds import RoundsCompressor
+from compressors import Compressor, Ladder, make_compressor
 from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
@@ -61,44 +60,36 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
 def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
     """The policy that nobody has chosen: "goodput" where a shadow ladder tells all gains, else
     "gravac". docs/results.md has the comparison."""
-    return "goodput" if isinstance(base, Sparsifier) and not hooks else "gravac"
+    return "goodput" if isinstance(base.at(inf), Sparsifier) and not hooks else "gravac"
 
 
-def make_rungs(
+def with_rungs(
     rungs: Any, base: Compressor, policy: Policy, exchange: str, memory: str, low: float
-) -> dict[float, Compressor]:
-    """The compressors that `AdaptiveCompressor(rungs=...)` puts below `low`, the smallest CF of
-    cf_range, by CF. "auto": RUNGS for policy "goodput", where that can be.
+) -> Compressor:
+    """`base`, or the `Ladder` that `AdaptiveCompressor(rungs=...)` makes of it below `low`, the
+    smallest CF of cf_range. "auto": with RUNGS for policy "goodput", where that can be.
 
     Their errors must stay in the residual, so they are not summed on the wire. ValueError or
     TypeError if the argument is wrong or does not go with the others."""
     sends_payloads = exchange in ("auto", "all_gather", "sharded", "voted_indices")
-    fits = isinstance(base, Sparsifier) and not policy.layerwise and sends_payloads
+    fits = isinstance(base.at(inf), Sparsifier) and not policy.layerwise and sends_payloads
     fits = fits and memory != "none"
     if isinstance(rungs, str) and rungs == "auto":
-        wanted = fits and isinstance(policy, Goodput)
+        wanted = fits and isinstance(policy, Goodput) and not isinstance(base, Ladder)
         rungs = {cf: name for cf, name in RUNGS.items() if cf < low} if wanted else {}
     accepted = "'auto', None, or a mapping of CFs to compressors such as {4: 'int8'}"
     require(isinstance(rungs, Mapping | None), "rungs", rungs, accepted)
-    if rungs and not fits:
+    if (rungs or isinstance(base, Ladder)) and not fits:
         raise ValueError(
-            f"rungs={dict(rungs)!r}: must be empty unless the base is a sparsifier, layers have "
-            f"no CFs of their own, memory is not 'none', and exchange is 'auto', 'all_gather', "
-            f"'sharded' or 'voted_indices'; got base {base.shown!r}, policy {policy.name!r}, "
-            f"memory {memory!r}, exchange {exchange!r}"
+            f"rungs={dict(rungs or base.known_gains)!r}: must be empty unless the base is a "
+            f"sparsifier, layers have no CFs of their own, memory is not 'none', and exchange is "
+            f"'auto', 'all_gather', 'sharded' or 'voted_indices'; got base {base.shown!r}, policy "
+            f"{policy.name!r}, memory {memory!r}, exchange {exchange!r}"
         )
-    made = {}
-    for cf, rung in (rungs or {}).items():
-        cf = checks.real("a CF of rungs", cf, above=1)
-        compressor = make_compressor(rung)
-        keeps = compressor.error_feedback and not isinstance(compressor, RoundsCompressor)
-        if cf >= low or not keeps or compressor.supported(cf, 10**6) != cf:
-            raise ValueError(
-                f"rungs[{cf:g}] must be a compressor with error feedback that can do this CF, "
-                f"below the smallest of cf_range, {low:g}; got {compressor.name!r}"
-            )
-        made[cf] = compressor
-    return made
+    for cf in rungs or ():
+        if checks.real("a CF of rungs", cf, above=1) >= low:
+            raise ValueError(f"rungs[{cf:g}] must be below the smallest of cf_range, {low:g}")
+    return Ladder(rungs, above=base) if rungs else base
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
@@ -107,7 +98,8 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     of what compression costs an image model (docs/results.md)."""
     if granularity != "auto":
         return granularity == "bucket"
-    return isinstance(base, Sparsifier) and base.comparable and not policy.layerwise
+    above = base.at(inf)
+    return isinstance(above, Sparsifier) and above.comparable and not policy.layerwise
 
 
 def debug_interval(debug: Any) -> int:
@@ -166,7 +158,6 @@ class Settings:
     down_cf: float | None
     server_memory: bool
     hooks: dict[float, HookRung]
-    rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
@@ -196,7 +187,7 @@ class Settings:
                 f"precision; got {self.dense_below}"
             )
         compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
-        if policy.shadow and compresses and not isinstance(base, Sparsifier):
+        if policy.shadow and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
@@ -245,7 +236,7 @@ class Settings:
 
     def keeps(self) -> list[Policy | Compressor]:
         """Whatever keeps what it learns of a model."""
-        return [*_policies_in(self.policy), self.base, *self.rungs.values()]
+        return [*_policies_in(self.policy), *self.base.parts]
 
     def _check_local_steps(self) -> None:
         """ValueError for whatever makes sense of gradients only."""
@@ -334,21 +325,13 @@ class Settings:
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
-        plain = (bool, int, float, str, type(None))
-        of_base = {
-            name: value if isinstance(value, plain) else value.name
-            for name, value in sorted(vars(self.base).items())
-            if name != "_shown"
-            and (isinstance(value, plain) or isinstance(getattr(value, "name", None), str))
-        }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
-        rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange down_cf server_memory cf_range"
         as_they_are += " shadow_sample clip_norm local_steps outer_lr outer_momentum overlap delay"
         as_they_are += " debug residual_dtype"
         return (
-            f"base={self.base.name!r} {of_base}",
-            f"hooks={hooks}, rungs={rungs}",
+            f"base={self.base!r}",
+            f"hooks={hooks}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
             f"gossip={self.gossip}",

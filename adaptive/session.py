@@ -133,7 +133,7 @@ class Session:
             settings.server_memory,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
-        self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
+        self._granularity = Granularity(settings.base, as_one, settings.dense_below)
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._local: LocalSteps | None = None
@@ -239,7 +239,7 @@ class Session:
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
-        not_shadowed = {DENSE, *settings.hooks, *settings.rungs}
+        not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
         candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one, settings.shadow_sample
@@ -461,9 +461,7 @@ class Session:
             add = self._requested.sums.add if controller.plan.accumulate else None
             on_mean = None if controller.plan.local_sum else add
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
-            strategy = self._choice.pick(
-                self._sizes.bucket_nbytes(cfs), self._granularity.by(cfs.send)
-            )
+            strategy = self._choice.pick(self._sizes.bucket_nbytes(cfs), cfs.send)
             done, last = [], len(updates.chunks) - 1
             for i, chunk in enumerate(updates.chunks):
                 work = updates.outgoing(chunk)
@@ -717,7 +715,7 @@ class Session:
             done = self._reducer.dense(step, work, parameters)
         else:
             nbytes = self._sizes.bucket_nbytes(cfs)
-            strategy = self._choice.pick(nbytes, self._granularity.by(plan.send))
+            strategy = self._choice.pick(nbytes, plan.send)
             strategy = strategy if delayed is None else delayed.remembering(strategy)
             done = self._reducer.compressed(
                 step, work, parameters, strategy, bucket.index(), bucket.is_last()

@@ -22,10 +22,6 @@ from compressors.sparsifier import Sparsifier
 from policies import DENSE, Context, Fixed
 from policies.base import DeclaredPolicy
 
-RUNG_GAIN = 0.95
-"""What policies take the gain of a quantizer below cf_range for. It is more, but where one saves
-hardly any time dense is to be sent."""
-
 BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
 
@@ -101,10 +97,10 @@ class Sizes:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
         if cf in self.hooks:
             return reduce_wire_bytes(FP32 * self.numel() / cf, self.world_size)
-        compressor, n = self.granularity.by(cf), self.world_size
+        compressor, n = self.granularity.compressor.at(cf), self.world_size
         if self.choice.messages is not None:
             return self.choice.messages * self.payload_nbytes(cf)
-        strategy = self.choice.pick(self.bucket_nbytes(StepCFs(cf)), compressor)
+        strategy = self.choice.pick(self.bucket_nbytes(StepCFs(cf)), cf)
         if strategy.votes:
             assert isinstance(compressor, Sparsifier)
             parts = [_voted_nbytes(compressor, *each, n) for each in self._tensors(cf)]
@@ -123,7 +119,7 @@ class Sizes:
             return cf
         shapes = [shape for shape, own in self._tensors(cf) if own != DENSE]
         largest = max(shapes, key=torch.Size.numel, default=torch.Size([1]))
-        return self.granularity.by(cf).supported_for(cf, largest)
+        return self.granularity.compressor.supported_for(cf, largest)
 
     def _without_base(self, cf: float) -> bool:
         return cf == DENSE or cf in self.hooks
@@ -144,7 +140,7 @@ class Sizes:
     def _nbytes(self, shape: torch.Size, cf: float) -> float:
         if cf == DENSE:
             return float(FP32 * shape.numel())
-        return self.granularity.by(cf).exchanged_nbytes(shape, cf)
+        return self.granularity.compressor.exchanged_nbytes(shape, cf)
 
 
 def _voted_nbytes(
@@ -178,7 +174,7 @@ def start_policy(
             f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
         )
     assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
-    assumed |= dict.fromkeys(settings.rungs, RUNG_GAIN)
+    assumed |= settings.base.known_gains
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
@@ -207,7 +203,7 @@ def _check_rungs(settings: Settings, context: Context) -> None:
     if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
         return
     sends = {*context.cf_range, *policy.candidates()}
-    for name, rungs in (("hooks", settings.hooks), ("rungs", settings.rungs)):
+    for name, rungs in (("hooks", settings.hooks), ("rungs", settings.base.known_gains)):
         left = sorted(rungs.keys() - sends)
         if left:
             raise ValueError(

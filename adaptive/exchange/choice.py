@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ def strategies(base: Compressor) -> list[Strategy]:
         return [Strategy("all_reduce", start, base.rounds_count, takes_sums=True)]
     if base.linear:
         return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
-    if isinstance(base, Sparsifier):
-        start = partial(voted_indices, values=base.values)
+    if isinstance(above := base.at(inf), Sparsifier):
+        start = partial(voted_indices, values=above.values)
         voted = Strategy("voted_indices", start, 3, takes_sums=True, votes=True)
         return [GATHERED, SHARDED, voted]
     return [GATHERED, SHARDED]
@@ -128,7 +128,7 @@ class ExchangeChoice:
         down_cf: float | None = None,
         server_memory: bool = False,
     ) -> None:
-        allowed = strategies(base)
+        self._base, allowed = base, strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
         if exchange == GOSSIP:
@@ -187,10 +187,9 @@ class ExchangeChoice:
         """The choice depends on the link, which is to be measured."""
         return self._fixed is None and self._world_size > 2
 
-    def pick(self, nbytes: float, compressor: Compressor) -> Strategy:
-        """For payloads of `nbytes` a bucket, which `compressor` makes: the base, or a quantizer
-        below it."""
-        many = self._many if isinstance(compressor, Sparsifier) else SHARDED
+    def pick(self, nbytes: float, cf: float) -> Strategy:
+        """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
+        many = self._many if isinstance(self._base.at(cf), Sparsifier) else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED
             return many if fixed.votes else fixed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, log10
 from typing import Any
 
@@ -21,7 +21,6 @@ from adaptive.state import check_like, flat_tensors
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
-from compressors.quantizers import Quantizer
 from policies import DENSE, checks
 from policies.state import together
 
@@ -35,17 +34,14 @@ class MemoryChoice:
     def __init__(
         self,
         base: Compressor,
-        rungs: Collection[float],
         memory: Any,
         momentum_lag: Any,
         masking: Any,
         clip_norm: float | None = None,
     ) -> None:
-        """rungs: CFs below cf_range, of quantizers. clip_norm: checked already."""
+        """clip_norm: checked already."""
         self.kind = checks.one_of("memory", memory, MEMORIES)
         self._base = base
-        own = base.forms if isinstance(base, Quantizer) else ()
-        self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
         self._lag = None if momentum_lag is None else checks.fraction("momentum_lag", momentum_lag)
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
         if isinstance(masking, bool):
@@ -66,7 +62,7 @@ class MemoryChoice:
         if self.kind in ("residual", "none") or not base.error_feedback:
             unbiased = "" if base.error_feedback else f" with base={base.shown!r}"
             self.refuse_momentum_settings(f"memory={self.kind!r}{unbiased}")
-        if masking and type(base).indices is Compressor.indices:
+        if masking and type(base.at(inf)).indices is Compressor.indices:
             raise ValueError(
                 f"masking={masking!r}: needs a base that keeps some elements and not others, whose "
                 f"velocities it clears; got base={base.shown!r}"
@@ -141,7 +137,10 @@ class MemoryChoice:
 
     def _lag_at(self, cf: float) -> float:
         """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""
-        return 1.0 if cf in self._keeps_most else self._lag_of_base(cf)
+        return 1.0 if self._keeps_most(cf) else self._lag_of_base(cf)
+
+    def _keeps_most(self, cf: float) -> bool:
+        return cf == DENSE or self._base.keeps_most(cf)
 
     def _lag_of_base(self, cf: float) -> float:
         if self._lag is not None:
@@ -153,7 +152,7 @@ class MemoryChoice:
     def _update_lag_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/defaults.md)."""
-        if cf in self._keeps_most:
+        if self._keeps_most(cf):
             return 1.0
         return max(0.0, 1 - log10(cf))
 

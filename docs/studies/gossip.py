@@ -148,7 +148,7 @@ def _strategy(config: TrainConfig) -> str:
         return "all_reduce"
     exchange = config.exchange or "auto"
     base = make_base(config.base or "none", config.memory or "auto")
-    return ExchangeChoice(base, exchange, config.workers).pick(1e6, base).name
+    return ExchangeChoice(base, exchange, config.workers).pick(1e6, 100).name
 
 
 def make_table(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, LinkSpec
-from adaptive.sizes import RUNG_GAIN
 from compressors.kernels import blocks
+from compressors.ladder import GAIN
 from runs.modelled_clock import ModelledClock
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
@@ -73,7 +73,7 @@ def _measured(rank: int, exchange: str) -> dict[str, Any]:
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
 def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> None:
     for found in run_ranks(2, _measured, exchange):
-        assert found["assumed"] == {2.0: RUNG_GAIN, 4.0: RUNG_GAIN}
+        assert found["assumed"] == {2.0: GAIN, 4.0: GAIN}
         for gains in found["gains"]:
             assert set(gains) >= {2.0, 4.0, 20.0}
             assert gains[20.0] < 0.9

@@ -7,7 +7,7 @@ import pytest
 from adaptive import AdaptiveCompressor
 from adaptive.exchange.choice import ExchangeChoice, check_exchange, strategies
 from adaptive.exchange.link import LinkCost
-from compressors import QSGD, RandomK, compressor_names, make_compressor
+from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
 
 SLOW = LinkCost(alpha=1e-4, beta=1e7)  # 0.1 ms a message, 80 Mbit/s
 MB = 1e6
@@ -18,11 +18,11 @@ def pick(
     world_size: int,
     link: LinkCost = SLOW,
     exchange: str = "auto",
-    base: str = "topk",
+    cf: float = 100,
 ) -> str:
-    choice = ExchangeChoice(make_compressor("topk"), exchange, world_size)
+    choice = ExchangeChoice(Ladder({4: "int8"}, above="topk"), exchange, world_size)
     choice.link = link
-    return choice.pick(nbytes, make_compressor(base)).name
+    return choice.pick(nbytes, cf).name
 
 
 def test_with_two_ranks_there_is_nothing_to_choose() -> None:
@@ -33,7 +33,7 @@ def test_with_two_ranks_there_is_nothing_to_choose() -> None:
 def test_many_ranks_and_large_payloads_are_sharded() -> None:
     assert pick(MB, 4) == "voted_indices"
     assert pick(MB, 16) == "voted_indices"
-    assert pick(MB, 16, base="int8") == "sharded"  # a rung of the same ladder
+    assert pick(MB, 16, cf=4) == "sharded"
 
 
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
@@ -54,7 +54,7 @@ def test_what_is_asked_for_is_done() -> None:
     assert pick(MB, 16, exchange="all_gather") == "all_gather"
     assert pick(1, 2, exchange="sharded") == "sharded"
     assert pick(1, 2, exchange="voted_indices") == "voted_indices"
-    assert pick(1, 2, exchange="voted_indices", base="int8") == "sharded"
+    assert pick(1, 2, exchange="voted_indices", cf=4) == "sharded"
 
 
 @pytest.mark.parametrize("name", compressor_names())
@@ -62,7 +62,7 @@ def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str)
     base = make_compressor(name)
     ways = strategies(base)
     assert [check_exchange(way.name, base) for way in ways] == [way.name for way in ways]
-    assert ExchangeChoice(base, "auto", 8).pick(MB, base).name in {way.name for way in ways}
+    assert ExchangeChoice(base, "auto", 8).pick(MB, 100).name in {way.name for way in ways}
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
-from adaptive.sizes import RUNG_GAIN
-from compressors import Int8, make_compressor
+from compressors import Int8, Ladder, make_compressor
+from compressors.ladder import GAIN
 from policies import DENSE, Context
 from tests.unit.test_policies_goodput import nbytes as sparse_nbytes
 from tests.unit.test_policies_goodput import run, started
 
-QUANTIZED = {2.0: RUNG_GAIN, 4.0: RUNG_GAIN}
+QUANTIZED = {2.0: GAIN, 4.0: GAIN}
 
 
 def names(**options) -> dict[float, str]:
-    compressor = AdaptiveCompressor(**options)
-    return {cf: rung.name for cf, rung in compressor._settings.rungs.items()}
+    base = AdaptiveCompressor(**options)._settings.base
+    return {cf: base.at(cf).name for cf in base.known_gains}
 
 
 def test_by_default_bf16_and_int8_are_below_the_range() -> None:
@@ -60,7 +60,8 @@ def test_they_can_be_chosen() -> None:
         ({"rungs": {4: "bf16"}}, ValueError, r"rungs\[4\] must be .* can do this CF.*got 'bf16'"),
         ({"rungs": {4: "natural"}}, ValueError, r"rungs\[4\] must be .* with error feedback"),
         ({"rungs": {4: "powersgd"}}, ValueError, r"rungs\[4\] must be"),
-        ({"rungs": {20: "topk"}}, ValueError, "below the smallest of cf_range, 10"),
+        ({"rungs": {20: "topk"}}, ValueError, r"rungs\[20\] must be below the smallest .*, 10"),
+        ({"base": Ladder({4: "int8"}, "topk"), "memory": "none"}, ValueError, "memory 'none'"),
         ({"rungs": {4: "int8"}, "base": "int8"}, ValueError, "unless the base is a sparsifier"),
         ({"rungs": {4: "int8"}, "memory": "none"}, ValueError, "got .* memory 'none'"),
         (
