@@ -30,6 +30,7 @@ from adaptive.timeline.records import Timeline as Timeline
 from adaptive.timeline.tensorboard import TensorBoardTimeline as TensorBoardTimeline
 from adaptive.timeline.thinned import LogTimeline as LogTimeline
 from compressors import Compressor as Compressor
+from compressors import Ladder as Ladder
 from compressors import NoCompression as NoCompression
 from compressors import RandomK as RandomK
 from compressors import TopK as TopK

@@ -165,7 +165,7 @@ class Averager:
         if plan.send == DENSE:
             return self.reducer.dense(step, flat, parameters)
         nbytes = self.sizes.bucket_nbytes(cfs)
-        strategy = strategy_of(self.choice.pick(nbytes, self.granularity.by(plan.send)))
+        strategy = strategy_of(self.choice.pick(nbytes, plan.send))
         at = bucket.index(), bucket.is_last()
         return self.reducer.compressed(step, flat, parameters, strategy, *at)
 

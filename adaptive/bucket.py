@@ -20,7 +20,6 @@ from compressors.base import Key, Payload
 from compressors.kernels import all_finite, judge, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh, is_host
 from compressors.rounds import RoundsCompressor
-from compressors.sparsifier import Sparsifier
 from policies import DENSE
 
 EXACT = NoCompression()
@@ -88,9 +87,8 @@ class Unit:
     """What one payload stands for: elements [start, stop) of the bucket.
 
     compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
-    compressed. base, rungs: by which it is measured, at `levels`, a CF for each one that the step
-    measures: the base, but for CFs that have a compressor of their own. ranges: the parts that it
-    covers, in order.
+    compressed. base: by which it is measured, at `levels`, a CF for each one that the step
+    measures. ranges: the parts that it covers, in order.
     """
 
     start: int
@@ -101,11 +99,10 @@ class Unit:
     cf: float
     levels: tuple[float, ...]
     ranges: tuple[Range, ...]
-    rungs: Mapping[float, Compressor] = field(default_factory=dict)
 
     def by(self, cf: float) -> Compressor:
         """What compresses it at `cf`."""
-        return EXACT if cf == DENSE else self.rungs.get(cf, self.base)
+        return EXACT if cf == DENSE else self.base.at(cf)
 
     @property
     def numel(self) -> int:
@@ -207,25 +204,18 @@ class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
-    they are, and but for the CFs of `rungs`, which have one of their own. whole_buckets:
-    neighbouring parts are compressed as one ("bucket" granularity), not one by one ("layer"). Only
-    in buckets that stay as they are: in the first backward there is a single one of the whole
-    model, as which the memory is not laid out.
+    they are. whole_buckets: neighbouring parts are compressed as one ("bucket" granularity), not
+    one by one ("layer"). Only in buckets that stay as they are: in the first backward there is a
+    single one of the whole model, as which the memory is not laid out.
     """
 
     compressor: Compressor
     whole_buckets: bool = False
     dense_below: int = 0
-    rungs: Mapping[float, Compressor] = field(default_factory=dict)
-
-    def by(self, cf: float) -> Compressor:
-        """What compresses at `cf`."""
-        return self.rungs.get(cf, self.compressor)
 
     @cached_property
     def in_full(self) -> Granularity:
         """The same, with values that are coded by whoever exchanges them."""
-        assert isinstance(self.compressor, Sparsifier)
         return replace(self, compressor=self.compressor.in_full())
 
     def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
@@ -260,13 +250,13 @@ class Granularity:
         if (start, stop) != (first.start, first.stop):  # not the parameter: a name of its own
             begin = start - first.start
             key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
-        cf, rungs = cfs.sent(layer), {} if base is EXACT else self.rungs
-        compressor = rungs.get(cf, base)
+        cf = cfs.sent(layer)
+        compressor = base.at(cf)
         if base is EXACT or cf == DENSE:
             cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)
             compressor = self.compressor if in_rounds else EXACT
         levels = cfs.levels(layer)
-        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), rungs)
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges))
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:
@@ -294,21 +284,20 @@ def compress_levels(
     compression, GraVAC section 3.2): the smallest CF's from the full tensor, each larger one's from
     the payload before it, if the compressor can. CF 1 is the tensor itself. sent: the payload at
     the unit's own CF, if there is one already."""
-    base, before = unit.base, None
     payloads = {} if sent is None else {unit.cf: sent}
+    before: tuple[Compressor, Payload] | None = None
     for cf in sorted(set(unit.levels)):
         how = unit.by(cf)
         if cf in payloads:
             pass
-        elif how is base and base.multilevel and before is not None:
-            payloads[cf] = base.recompress(before, max(1.0, cf / before.cf))
+        elif before is not None and how is before[0] and how.multilevel:
+            payloads[cf] = how.recompress(before[1], max(1.0, cf / before[1].cf))
         elif addend is not None:
             payloads[cf] = how.compress_sum(target, addend, cf, unit.key)
             addend = None
         else:
             payloads[cf] = how.compress(target, cf, unit.key)
-        if how is base:
-            before = payloads[cf]
+        before = how, payloads[cf]
     return [payloads[cf] for cf in unit.levels]
 
 

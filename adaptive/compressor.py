@@ -22,9 +22,9 @@ from adaptive.config import (
     debug_interval,
     default_policy,
     make_base,
-    make_rungs,
     refuse_removed,
     require,
+    with_ladder,
 )
 from adaptive.exchange.choice import ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
@@ -55,7 +55,10 @@ class AdaptiveCompressor:
 
     base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. A sparsifier's name
         may say how the kept values travel ("topk+fp32" as they are); if it does not, and errors are
-        fed back, they are rounded to 4 bits ("topk+int4"). "none" sends dense.
+        fed back, they are rounded to 4 bits ("topk+int4"). "none" sends dense. With policy
+        "goodput" a sparsifier becomes `Ladder({2: "bf16", 4: "int8"}, base)`: two more CFs, below
+        cf_range, for a network that is only a little too slow. Give a `Ladder` for others, or for
+        none: `Ladder({}, "topk+int4")`.
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
@@ -82,9 +85,6 @@ class AdaptiveCompressor:
     dense_below: tensors of fewer elements than this are sent uncompressed.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
-    rungs: other compressors, by CF below cf_range, beside dense: {4: "int8"}. What they round stays
-        in the residual. "auto": {2: "bf16", 4: "int8"} with policy "goodput" and a sparsifier with
-        error feedback, for a network that is only a little too slow. None: none.
     timeline: a `Timeline` or several; rank 0 writes.
     network: emulate a slow link, as "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
         with a clock of your own.
@@ -109,7 +109,6 @@ class AdaptiveCompressor:
         granularity: str = "auto",
         dense_below: int = 0,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
-        rungs: Mapping[float, str | Compressor] | str | None = "auto",
         timeline: Timeline | Sequence[Timeline] | None = None,
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
@@ -130,7 +129,7 @@ class AdaptiveCompressor:
         policy = make_policy(policy)
         cf_range = checks.cf_range(cf_range)
         kind = remembered.kind
-        below = make_rungs(rungs, compressor, policy, exchange, kind, cf_range[0])
+        compressor = with_ladder(compressor, policy, exchange, kind, cf_range[0])
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -138,12 +137,11 @@ class AdaptiveCompressor:
             exchange=exchange,
             server=server,
             hooks=foreign,
-            rungs=below,
             cf_range=cf_range,
             policy=policy,
             may_stay_dense=unnamed,
             sync=sync,
-            memory=MemoryChoice(compressor, below, remembered),
+            memory=MemoryChoice(compressor, remembered),
             timeline=SafeTimeline(timeline),
             network=network_from(network),
             debug=debug_interval(debug),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,7 @@ from adaptive.exchange.link import Network
 from adaptive.hook import HookRung
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.records import SafeTimeline
-from compressors import Compressor, make_compressor
-from compressors.rounds import RoundsCompressor
+from compressors import Compressor, Ladder, make_compressor
 from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
@@ -47,6 +47,7 @@ INSTEAD = {
     "clock": "network=Network(clock=clock)",
     "samples_per_step": "attach(model, samples_per_step=256)",
     "checkpoint": "state_dict(checkpoint='gathered')",
+    "rungs": "base=Ladder({4: 'int8'}, 'topk+int4')",
     "shadow_sample": "nothing: it is 1/64",
 }
 """What takes the place of arguments that `AdaptiveCompressor` once had."""
@@ -55,8 +56,8 @@ DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
 
 RUNGS = {2.0: "bf16", 4.0: "int8"}
-"""Compressors below the smallest CF of a sparsifier's ladder, if nobody says: for a network that is
-only a little too slow. They keep next to everything."""
+"""The default compressors below cf_range, for a network that is only a little too slow. They keep
+next to everything."""
 
 VALUES = "int4"
 """How a sparsifier's values travel if nobody says: as good as fp32 with error feedback, and a kept
@@ -81,44 +82,37 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
 def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
     """The policy that nobody has chosen: "goodput" where a shadow ladder tells all gains, else
     "gravac". docs/results.md has the comparison."""
-    return "goodput" if isinstance(base, Sparsifier) and not hooks else "gravac"
+    return "goodput" if isinstance(base.at(inf), Sparsifier) and not hooks else "gravac"
 
 
-def make_rungs(
-    rungs: Any, base: Compressor, policy: Policy, exchange: str, memory: str, low: float
-) -> dict[float, Compressor]:
-    """The compressors that `AdaptiveCompressor(rungs=...)` puts below `low`, the smallest CF of
-    cf_range, by CF. "auto": RUNGS for policy "goodput", where that can be.
+def with_ladder(
+    base: Compressor, policy: Policy, exchange: str, memory: str, low: float
+) -> Compressor:
+    """`base`, or the `Ladder` of RUNGS below `low`, the smallest CF of cf_range, and `base` above.
 
-    Their errors must stay in the residual, so they are not summed on the wire. ValueError or
-    TypeError if the argument is wrong or does not go with the others."""
+    Policy "goodput" gets that ladder with a sparsifier whose errors stay in the residual: payloads
+    must not be summed on the wire. ValueError for a ladder of the user's that does not go with the
+    other arguments."""
     sends_payloads = exchange in ("auto", "all_gather", "sharded", "voted_indices")
-    fits = isinstance(base, Sparsifier) and not policy.layerwise and sends_payloads
+    fits = isinstance(base.at(inf), Sparsifier) and not policy.layerwise and sends_payloads
     fits = fits and memory != "none"
-    if isinstance(rungs, str) and rungs == "auto":
-        wanted = fits and isinstance(policy, Goodput)
-        rungs = {cf: name for cf, name in RUNGS.items() if cf < low} if wanted else {}
-    accepted = "'auto', None, or a mapping of CFs to compressors such as {4: 'int8'}"
-    require(isinstance(rungs, Mapping | None), "rungs", rungs, accepted)
-    if rungs and not fits:
+    if not isinstance(base, Ladder):
+        rungs = {cf: name for cf, name in RUNGS.items() if cf < low}
+        return Ladder(rungs, base) if fits and rungs and isinstance(policy, Goodput) else base
+    if not fits:
         raise ValueError(
-            f"rungs={dict(rungs)!r}: must be empty unless the base is a sparsifier, layers have "
-            f"no CFs of their own, memory is not 'none', and exchange is 'auto', 'all_gather', "
-            f"'sharded' or 'voted_indices'; got base {base.shown!r}, policy {policy.name!r}, "
-            f"memory {memory!r}, exchange {exchange!r}"
+            f"base={base!r}: a ladder needs a sparsifier above, a policy that gives no layers CFs "
+            f"of their own, a memory, and exchange 'auto', 'all_gather', 'sharded' or "
+            f"'voted_indices'; got policy {policy.name!r}, memory {memory!r}, exchange "
+            f"{exchange!r}"
         )
-    made = {}
-    for cf, rung in (rungs or {}).items():
-        cf = checks.real("a CF of rungs", cf, above=1)
-        compressor = make_compressor(rung)
-        keeps = compressor.error_feedback and not isinstance(compressor, RoundsCompressor)
-        if cf >= low or not keeps or compressor.supported(cf, 10**6) != cf:
+    for cf in base.rungs:
+        if cf >= low:
             raise ValueError(
-                f"rungs[{cf:g}] must be a compressor with error feedback that can do this CF, "
-                f"below the smallest of cf_range, {low:g}; got {compressor.name!r}"
+                f"base={base!r}: a rung must be below the smallest of cf_range, {low:g}; got CF "
+                f"{cf:g}"
             )
-        made[cf] = compressor
-    return made
+    return base
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
@@ -127,7 +121,8 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     of what compression costs an image model (docs/results.md)."""
     if granularity != "auto":
         return granularity == "bucket"
-    return isinstance(base, Sparsifier) and base.comparable and not policy.layerwise
+    above = base.at(inf)
+    return isinstance(above, Sparsifier) and above.comparable and not policy.layerwise
 
 
 def debug_interval(debug: Any) -> int:
@@ -170,7 +165,6 @@ class Settings:
     exchange: str
     server: ParameterServer
     hooks: dict[float, HookRung]
-    rungs: dict[float, Compressor]
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
@@ -190,7 +184,7 @@ class Settings:
                 f"precision; got {self.dense_below}"
             )
         compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
-        if policy.shadow and compresses and not isinstance(base, Sparsifier):
+        if policy.shadow and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
@@ -214,7 +208,7 @@ class Settings:
 
     def keeps(self) -> list[Policy | Compressor]:
         """Whatever keeps what it learns of a model."""
-        return [*_policies_in(self.policy), self.base, *self.rungs.values()]
+        return [*_policies_in(self.policy), *self.base.parts]
 
     def _check_sync(self) -> None:
         """ValueError for what does not go with the way to synchronise."""
@@ -268,19 +262,11 @@ class Settings:
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
-        plain = (bool, int, float, str, type(None))
-        of_base = {
-            name: value if isinstance(value, plain) else value.name
-            for name, value in sorted(vars(self.base).items())
-            if name != "_shown"
-            and (isinstance(value, plain) or isinstance(getattr(value, "name", None), str))
-        }
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
-        rungs = {cf: rung.name for cf, rung in sorted(self.rungs.items())}
         as_they_are = "granularity dense_below exchange server cf_range sync debug"
         return (
-            f"base={self.base.name!r} {of_base}",
-            f"hooks={hooks}, rungs={rungs}",
+            f"base={self.base!r}",
+            f"hooks={hooks}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),

@@ -109,7 +109,7 @@ class Session:
             settings.server,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
-        self._granularity = Granularity(settings.base, as_one, settings.dense_below, settings.rungs)
+        self._granularity = Granularity(settings.base, as_one, settings.dense_below)
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(optimizers, scaler)
@@ -174,7 +174,7 @@ class Session:
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
-        not_shadowed = {DENSE, *settings.hooks, *settings.rungs}
+        not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
         candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one

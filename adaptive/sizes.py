@@ -5,34 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, prod
 
 import torch
 
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
-from adaptive.exchange.choice import GATHERED, ExchangeChoice
-from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
+from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.collectives import hook_bytes, reduce_wire_bytes
+from adaptive.exchange.strategies import Piece
 from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
-from compressors.base import kept
-from compressors.sparsifier import Sparsifier
 from policies import DENSE, Context, Fixed
 from policies.base import DeclaredPolicy
 
-RUNG_GAIN = 0.95
-"""What policies take the gain of a quantizer below cf_range for. It is more, but where one saves
-hardly any time dense is to be sent."""
-
 BUCKET = 25 * 2**20
 """Bytes of gradients in one of DDP's buckets, by default."""
-
-
-FP32 = 4
-"""Bytes of an element of what is not compressed in a compressed step; the CFs of hooks are against
-that, too."""
 
 
 @dataclass
@@ -64,7 +54,7 @@ class Sizes:
 
     def element_nbytes(self) -> float:
         """Of an element of these, on average."""
-        return self.dense_nbytes() / self.numel() if self.numel() else float(FP32)
+        return self.dense_nbytes() / self.numel() if self.numel() else float(torch.float32.itemsize)
 
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
@@ -77,15 +67,15 @@ class Sizes:
         """Payload bytes of one parameter at `cf`."""
         if layer not in self._by_name:
             self._by_name = {parameter.name: parameter for parameter in self.parameters.values()}
-        return self._nbytes(*self._tensor(self._by_name[layer], cf))
+        return self._piece(self._by_name[layer], cf).nbytes
 
     def payload_nbytes(self, cf: float) -> float:
         """Bytes handed to the collectives in a step at `cf`, all layers alike."""
         key = (cf, len(self.parameters))
         if key not in self._payload_nbytes:
-            tensors = self._tensors(cf) if cf != DENSE else ()
-            compressed = sum(self._nbytes(*each) for each in tensors)
-            self._payload_nbytes[key] = compressed if tensors else float(self.dense_nbytes())
+            pieces = self._pieces(cf) if cf != DENSE else ()
+            compressed = sum(piece.nbytes for piece in pieces)
+            self._payload_nbytes[key] = compressed if pieces else float(self.dense_nbytes())
         return self._payload_nbytes[key]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
@@ -100,65 +90,37 @@ class Sizes:
         if cf == DENSE:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
         if cf in self.hooks:
-            return reduce_wire_bytes(FP32 * self.numel() / cf, self.world_size)
-        compressor, n = self.granularity.by(cf), self.world_size
-        if self.choice.messages is not None:
-            return self.choice.messages * self.payload_nbytes(cf)
-        strategy = self.choice.pick(self.bucket_nbytes(StepCFs(cf)), compressor)
-        if strategy.votes:
-            assert isinstance(compressor, Sparsifier)
-            parts = [_voted_nbytes(compressor, *each, n) for each in self._tensors(cf)]
-            indices, values = map(sum, zip((0, 0), *parts, strict=True))
-            return gather_wire_bytes(indices, n) + reduce_wire_bytes(values, n)
-        on_wire = gather_wire_bytes if strategy is GATHERED else reduce_wire_bytes
-        if self.choice.down_cf is None:
-            return on_wire(self.payload_nbytes(cf), n)
-        down = [(s, own if own == DENSE else self.choice.down_cf) for s, own in self._tensors(cf)]
-        return on_wire(self.payload_nbytes(cf) + sum(self._nbytes(*each) for each in down), n) / 2
+            return reduce_wire_bytes(hook_bytes(self.numel(), cf), self.world_size)
+        return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf)
 
     def supported(self, cf: float) -> float:
         """The nearest CF that the base or a hook can really do; the base on the largest that it
         compresses, where it matters most."""
         if self._without_base(cf):
             return cf
-        shapes = [shape for shape, own in self._tensors(cf) if own != DENSE]
-        largest = max(shapes, key=torch.Size.numel, default=torch.Size([1]))
-        return self.granularity.by(cf).supported_for(cf, largest)
+        shapes = [piece.shape for piece in self._pieces(cf) if piece.cf != DENSE]
+        largest = max(shapes, key=prod, default=(1,))
+        return self.granularity.compressor.supported_for(cf, largest)
 
     def _without_base(self, cf: float) -> bool:
         return cf == DENSE or cf in self.hooks
 
-    def _tensors(self, cf: float) -> list[tuple[torch.Size, float]]:
-        """Shape and CF of what a step at `cf` sends: CF 1 of what travels uncompressed."""
-        tensors = [self._tensor(parameter, cf) for parameter in self.parameters.values()]
+    def _pieces(self, cf: float) -> list[Piece]:
+        """What a step at `cf` sends."""
+        pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
         if not self.granularity.whole_buckets:
-            return tensors
-        apart = [each for each in tensors if each[1] == DENSE]
-        numel = sum(shape.numel() for shape, own in tensors if own != DENSE)
-        return [*apart, (torch.Size([numel]), cf)] if numel else apart
+            return pieces
+        apart = [piece for piece in pieces if piece.cf == DENSE]
+        numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
+        return [*apart, self._compressed((numel,), cf)] if numel else apart
 
-    def _tensor(self, parameter: ModelParameter, cf: float) -> tuple[torch.Size, float]:
+    def _piece(self, parameter: ModelParameter, cf: float) -> Piece:
         shape = parameter.largest
-        return shape, DENSE if shape.numel() < self.granularity.dense_below else cf
+        small = shape.numel() < self.granularity.dense_below
+        return self._compressed(shape, DENSE if small else cf)
 
-    def _nbytes(self, shape: torch.Size, cf: float) -> float:
-        if cf == DENSE:
-            return float(FP32 * shape.numel())
-        return self.granularity.by(cf).exchanged_nbytes(shape, cf)
-
-
-def _voted_nbytes(
-    compressor: Sparsifier, shape: torch.Size, cf: float, ranks: int
-) -> tuple[int, int]:
-    """Of a tensor whose indices the ranks vote on: bytes of the indices that one proposes, and of
-    the values at what all propose."""
-    numel = shape.numel()
-    if cf == DENSE:
-        return 0, FP32 * numel
-    values = max(kept(numel, cf), min(numel, ranks * kept(numel, cf * ranks)))
-    return compressor.index_nbytes(numel, cf * ranks), compressor.values.nbytes(
-        values, torch.float32
-    )
+    def _compressed(self, shape: tuple[int, ...], cf: float) -> Piece:
+        return Piece(self.granularity.compressor.at(cf), shape, cf)
 
 
 def start_policy(
@@ -178,7 +140,7 @@ def start_policy(
             f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
         )
     assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
-    assumed |= dict.fromkeys(settings.rungs, RUNG_GAIN)
+    assumed |= settings.base.known_gains
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
@@ -207,7 +169,7 @@ def _check_rungs(settings: Settings, context: Context) -> None:
     if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
         return
     sends = {*context.cf_range, *policy.candidates()}
-    for name, rungs in (("hooks", settings.hooks), ("rungs", settings.rungs)):
+    for name, rungs in (("hooks", settings.hooks), ("rungs", settings.base.known_gains)):
         left = sorted(rungs.keys() - sends)
         if left:
             raise ValueError(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf, isfinite, nan, prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +154,7 @@ class Compressor(ABC):
     keeps_zeros: an element that is 0 is never decoded to something else.
     masking: the CF from which on its paper sets the velocity of sent elements to zero (momentum
         factor masking); inf for never.
+    known_gains: gains by CF that policies take for known. Nothing is measured at these CFs.
     """
 
     name: str = ""
@@ -162,11 +164,29 @@ class Compressor(ABC):
     sampled: bool = True
     keeps_zeros: bool = True
     masking: float = inf
+    known_gains: Mapping[float, float] = MappingProxyType({})
+
+    @property
+    def parts(self) -> tuple[Compressor, ...]:
+        """The compressors that this one is made of: itself, unless it is a `Ladder`."""
+        return (self,)
+
+    def at(self, cf: float) -> Compressor:
+        """The compressor among `parts` that works at `cf`; at inf, the one for the largest CFs."""
+        return self
+
+    def keeps_most(self, cf: float) -> bool:
+        """Whether a payload at `cf` loses so little that next to nothing waits in the residual."""
+        return False
 
     def momentum_lag(self, cf: float) -> float:
         """The share of the momentum's lag, in (0, 1], that momentum correction should keep while
         this compressor runs at `cf` > 1."""
         return 1.0
+
+    def in_full(self) -> Compressor:
+        """For sparsifiers: the same elements are kept, and any number of values travels in full."""
+        return self
 
     _shown: str | None = None
 
@@ -307,6 +327,18 @@ class Compressor(ABC):
         """Go on from a `state_dict()`; ValueError if it does not fit."""
         if state:
             raise ValueError(f"state: compressor {self.name!r} has none, got {sorted(state)}")
+
+    def __repr__(self) -> str:
+        """Its class and its settings: what must be alike on all ranks."""
+        plain = (bool, int, float, str, type(None))
+        settings = {
+            name: value if isinstance(value, plain) else value.name
+            for name, value in sorted(vars(self).items())
+            if not name.startswith("_")
+            and (isinstance(value, plain) or isinstance(getattr(value, "name", None), str))
+        }
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"{type(self).__name__}({given})"
 
 
 class NoCompression(Compressor):

@@ -56,6 +56,9 @@ class Quantizer(Compressor):
         """The value format used at `cf`."""
         return self.forms[self.supported(cf, 1)]
 
+    def keeps_most(self, cf: float) -> bool:
+        return cf <= 4 and cf in self.forms
+
     def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
         return self._compress(tensor, None, cf, key)
 

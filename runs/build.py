@@ -28,8 +28,11 @@ from adaptive import (
     Timeline,
     Updates,
 )
+from adaptive.config import make_base
 from adaptive.memory.options import Memory
 from adaptive.sync.options import Synchronisation
+from compressors import Compressor, Ladder
+from compressors.sparsifier import Sparsifier
 from policies import DENSE
 from runs.checkpoint import find_checkpoint
 from runs.config import TrainConfig
@@ -112,8 +115,12 @@ def build_compressor(
     clock = modelled_clock(config, numel)
     # A modelled clock counts the link's time, too, which is not waited for.
     network = Network(config.link) if clock is None else Network(clock=clock)
+    base: str | Compressor = config.base
+    if config.rungs is False:
+        made = make_base(base, config.memory or "auto")
+        base = Ladder({}, made) if isinstance(made, Sparsifier) else base
     return AdaptiveCompressor(
-        config.base, policy=policy, network=network, timeline=list(timeline), **settings
+        base, policy=policy, network=network, timeline=list(timeline), **settings
     )
 
 
@@ -137,8 +144,6 @@ def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:
     _check_pieces(config, policy)
     if (sync := synchronisation(config)) is not None:
         settings["sync"] = sync
-    if config.rungs is False:
-        settings["rungs"] = None
     settings["memory"] = memory_options(config)
     settings["exchange"] = exchange_options(config)
     return settings

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import (
     Outgoing,
+    Piece,
     Rounds,
     gathered,
+    gathered_bytes,
     in_rounds,
+    reduced_bytes,
     sharded,
+    sharded_bytes,
     summed,
-    voted_indices,
 )
+from adaptive.exchange.votes import voted_bytes, voted_indices
 from adaptive.state import SavedPart
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
@@ -37,22 +41,24 @@ WORTH = 0.9
 class Strategy:
     """A strategy is one way in which payloads become the mean.
 
-    start: begins the exchange of one bucket. collectives: that it issues a bucket. takes_sums: it
+    start: begins the exchange of one bucket. wire_bytes: bytes that a rank puts on the wire for
+    these pieces among so many ranks. collectives: that it issues a bucket. takes_sums: it
     compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
     shards. votes: payloads hold the values at any number of indices, in full.
     """
 
     name: str
     start: Callable[[Exchange, Outgoing], Rounds]
+    wire_bytes: Callable[[Sequence[Piece], int], float]
     collectives: int
     takes_sums: bool = False
     sharded: bool = False
     votes: bool = False
 
 
-GATHERED = Strategy("all_gather", gathered, 1)
-SUMMED = Strategy("all_reduce", summed, 1)
-SHARDED = Strategy("sharded", sharded, 2, sharded=True)
+GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1)
+SUMMED = Strategy("all_reduce", summed, reduced_bytes, 1)
+SHARDED = Strategy("sharded", sharded, sharded_bytes, 2, sharded=True)
 
 EXCHANGES = ("auto", "all_reduce", "all_gather", "sharded", "voted_indices")
 
@@ -85,12 +91,12 @@ def strategies(base: Compressor) -> list[Strategy]:
     """The strategies that a compressor allows, the one that suits it on any network first."""
     if isinstance(base, RoundsCompressor):
         start = partial(in_rounds, compressor=base)
-        return [Strategy("all_reduce", start, base.rounds_count, takes_sums=True)]
+        return [Strategy("all_reduce", start, reduced_bytes, base.rounds_count, takes_sums=True)]
     if base.linear:
         return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
-    if isinstance(base, Sparsifier):
-        start = partial(voted_indices, values=base.values)
-        voted = Strategy("voted_indices", start, 3, takes_sums=True, votes=True)
+    if isinstance(above := base.at(inf), Sparsifier):
+        start = partial(voted_indices, values=above.values)
+        voted = Strategy("voted_indices", start, voted_bytes, 3, takes_sums=True, votes=True)
         return [GATHERED, SHARDED, voted]
     return [GATHERED, SHARDED]
 
@@ -134,9 +140,9 @@ class ExchangeChoice:
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    down_cf: of the sharded exchange's second compression; None: that of the first. server: the
-    error memory of that, if it has one of its own. messages: that a rank sends in a step, to
-    neighbours; None where the payloads of all become the mean."""
+    server: the error memory of the sharded exchange's second compression, if it has one of its own.
+    messages: that a rank sends in a step, to neighbours; None where the payloads of all become the
+    mean."""
 
     def __init__(
         self,
@@ -145,14 +151,14 @@ class ExchangeChoice:
         world_size: int,
         server: ParameterServer,
     ) -> None:
-        allowed = strategies(base)
+        self._base, allowed = base, strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
-        self.down_cf = server.down_cf
         self.server: dict[str, Tensor] | None = {} if server.own_memory else None
         if server != ParameterServer():
             start = partial(sharded, down_cf=server.down_cf, server=self.server)
-            self._fixed = replace(SHARDED, start=start)
+            wire_bytes = partial(sharded_bytes, down_cf=server.down_cf)
+            self._fixed = replace(SHARDED, start=start, wire_bytes=wire_bytes)
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]
@@ -202,14 +208,22 @@ class ExchangeChoice:
         """The choice depends on the link, which is to be measured."""
         return self._fixed is None and self.messages is None and self._world_size > 2
 
-    def pick(self, nbytes: float, compressor: Compressor) -> Strategy:
-        """For payloads of `nbytes` a bucket, which `compressor` makes: the base, or a quantizer
-        below it."""
-        many = self._many if isinstance(compressor, Sparsifier) else SHARDED
+    def pick(self, nbytes: float, cf: float) -> Strategy:
+        """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
+        many = self._many if isinstance(self._base.at(cf), Sparsifier) else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED
             return many if fixed.votes else fixed
         n, link = self._world_size, self.link
         if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
             link = LinkCost(0.0, 1.0)
-        return many if link.sharded(nbytes, n) < WORTH * link.gathered(nbytes, n) else GATHERED
+        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n))
+        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n))
+        return many if sharded < WORTH * gathered else GATHERED
+
+    def wire_bytes(self, pieces: Sequence[Piece], bucket_nbytes: float, cf: float) -> float:
+        """Bytes that a rank puts on the wire in a step at `cf`, which sends these pieces, in
+        payloads of so many bytes a bucket."""
+        if self.messages is not None:
+            return self.messages * sum(piece.nbytes for piece in pieces)
+        return self.pick(bucket_nbytes, cf).wire_bytes(pieces, self._world_size)

@@ -56,6 +56,11 @@ def reduce_wire_bytes(payload: float, world_size: int) -> float:
     return payload * 2 * (world_size - 1) / world_size
 
 
+def hook_bytes(numel: int, cf: float) -> float:
+    """Bytes that a foreign hook hands to an all-reduce for `numel` float32 elements at `cf`."""
+    return torch.float32.itemsize * numel / cf
+
+
 @dataclass
 class PendingSum:
     """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
@@ -214,7 +219,7 @@ class Exchange:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
         it back as the link would."""
         self.count_floats(tensor.numel() / cf)
-        nbytes = round(4 * tensor.numel() / cf)
+        nbytes = round(hook_bytes(tensor.numel(), cf))
         wire = reduce_wire_bytes(nbytes, self.world_size)
         self._traffic.down += wire / 2
         return self._hold(done, nbytes, wire, tensor.device)

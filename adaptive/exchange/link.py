@@ -41,13 +41,9 @@ class LinkCost:
     alpha: float = 0.0
     beta: float = inf
 
-    def gathered(self, nbytes: float, n: int) -> float:
-        """Seconds to all-gather `nbytes` a rank among `n` ranks."""
-        return (n - 1) * (self.alpha + nbytes / self.beta)
-
-    def sharded(self, nbytes: float, n: int) -> float:
-        """Seconds of an all-to-all and an all-gather of 1/n of `nbytes` each."""
-        return 2 * (n - 1) * (self.alpha + nbytes / n / self.beta)
+    def seconds(self, messages: int, nbytes: float) -> float:
+        """Seconds in which a rank sends `messages` one after the other, `nbytes` in all."""
+        return messages * self.alpha + nbytes / self.beta
 
 
 def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:

@@ -8,26 +8,27 @@ of each collective that it has issued, and is sent its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from math import nan
-from typing import Any
+from math import nan, prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from adaptive.bucket import EXACT, Bucket, Unit, shard_borders
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
-from compressors.base import Key, Payload, split_bytes
-from compressors.kernels import all_finite, squared_norms
-from compressors.kernels.blocks import Flag, either, energies, fill_if, fresh, is_host
+from compressors.base import Payload
+from compressors.kernels import all_finite
+from compressors.kernels.blocks import Flag, either, fill_if, fresh
 from compressors.rounds import RoundsCompressor
-from compressors.sparsifier import Sparsifier
-from compressors.wire.values import Full, ValueFormat
 from policies import DENSE
+
+FP32 = 4
+"""Bytes of an element that travels uncompressed in a compressed step."""
 
 
 @dataclass
@@ -72,6 +73,28 @@ Rounds = Generator[Future[Tensor], Any, Received]
 """An exchange under way. After its last collective it runs on a thread of the process group."""
 
 
+class Piece(NamedTuple):
+    """One tensor that a step sends, as far as the number of its bytes is concerned.
+
+    cf: that of its payload; 1 if it travels uncompressed."""
+
+    compressor: Compressor
+    shape: tuple[int, ...]
+    cf: float
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the payload, of float32 gradients."""
+        if self.cf == DENSE:
+            return float(FP32 * prod(self.shape))
+        return self.compressor.exchanged_nbytes(self.shape, self.cf)
+
+
+def gathered_bytes(pieces: Sequence[Piece], ranks: int) -> float:
+    """Bytes that a rank puts on the wire in `gathered`."""
+    return gather_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
+
+
 def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     """Every rank sends its payloads to every other. Bytes a rank sends: (N-1) payloads."""
     wire = pack(out, out.units, out.payloads)
@@ -90,6 +113,11 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     return Received(everything, poisoned, 1 / exchange.world_size)
 
 
+def reduced_bytes(pieces: Sequence[Piece], ranks: int) -> float:
+    """Bytes that a rank puts on the wire in `summed`, and in `in_rounds`."""
+    return reduce_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
+
+
 def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     """The sum of the payloads is the payload of the sum (linear compressors), also of a poisoned
     one. Bytes a rank sends: 2(N-1)/N payloads."""
@@ -99,6 +127,14 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     sums = unpack(out.units, total.view(torch.uint8), out.dtype)
     poisoned = any_poisoned(out.units, sums)
     return Received([[each] for each in sums], poisoned, 1 / exchange.world_size, out.payloads)
+
+
+def sharded_bytes(pieces: Sequence[Piece], ranks: int, down_cf: float | None = None) -> float:
+    """Bytes that a rank puts on the wire in `sharded`: half of an all-reduce each way."""
+    if down_cf is None:
+        return reduced_bytes(pieces, ranks)
+    down = [piece._replace(cf=DENSE if piece.cf == DENSE else down_cf) for piece in pieces]
+    return reduced_bytes([*pieces, *down], ranks) / 2
 
 
 def sharded(
@@ -178,132 +214,6 @@ def _downward(unit: Unit, cf: float | None) -> Unit:
         return unit
     cf = unit.compressor.supported(cf, unit.numel)
     return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else unit.compressor)
-
-
-def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rounds:
-    """Each rank proposes 1/N of the indices, those of its own largest elements, and all ranks send
-    their values at all of them: to the owner of each shard of the values, which sends the mean on.
-    Both travel as `values` says; what the owner's coding loses goes to its own residual. Bytes a
-    rank sends: (N-1)/N index lists, 2(N-1)/N value lists."""
-    n, me, own = exchange.world_size, exchange.rank, list(out.payloads)
-    sparse = [
-        (i, unit, unit.compressor)
-        for i, unit in enumerate(out.units)
-        if isinstance(unit.compressor, Sparsifier)
-    ]
-    sizes = [compressor.index_nbytes(unit.numel, unit.cf * n) for _, unit, compressor in sparse]
-    wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
-    for (i, unit, compressor), room in zip(sparse, wire.split(sizes), strict=True):
-        proposed = compressor.compress(own[i].parts[0], unit.cf * n, unit.key)
-        room.copy_(compressor.pack_indices(proposed))
-    rows = yield exchange.all_gather(wire)
-
-    for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
-        own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.cf, unit.key)
-    empty = out.bucket.work[:0]
-    lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
-    key = out.bucket.key._replace(name=f"values {out.index}")
-    sent = lists.flat.clone()
-    wires = [lists.encode(sent, rank, key, out.bucket.poisoned) for rank in range(n)]
-    out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
-    sizes = [wire.numel() for wire in wires]
-    rows = yield exchange.all_to_all(torch.cat(wires), sizes)
-
-    mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
-    for row in rows:
-        for piece, decoded in zip(lists.of(mean, me), lists.decode(row, me), strict=True):
-            piece.add_(decoded, alpha=1 / n)
-    poisoned = all_finite(mean) ^ True
-    fill_if(poisoned, mean, 0.0)
-    exact = mean.clone()
-    wire = fresh(max(sizes), torch.uint8, mean.device).zero_()  # the collective wants equal sizes
-    wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
-    # The next mean divides by the number of ranks what its owner alone has lost of this one.
-    sent.sub_(exact.sub_(mean), alpha=n)
-    rows = yield exchange.all_gather(wire, means=True)
-
-    for rank, row in enumerate(rows):
-        for piece, decoded in zip(
-            lists.of(mean, rank), lists.decode(row[: sizes[rank]], rank), strict=True
-        ):
-            piece.copy_(decoded)
-    received = [[payload] for payload in lists.put(own, mean)]
-    return Received(received, all_finite(mean) ^ True, 1.0, lists.put(own, sent))
-
-
-class _ValueLists:
-    """The values of a bucket's payloads one after the other, those that are coded first, and all of
-    them cut into two pieces for each rank: of what is coded, and of what is not.
-
-    flat: the values. coded: which payloads' values travel as `form` says."""
-
-    def __init__(
-        self,
-        payloads: Sequence[Payload],
-        coded: Set[int],
-        form: ValueFormat,
-        ranks: int,
-        empty: Tensor,
-    ) -> None:
-        self._order = sorted(range(len(payloads)), key=lambda i: i not in coded)
-        lists = [payloads[i].parts[-1] for i in self._order]
-        self._numels = [each.numel() for each in lists]
-        self.flat = torch.cat([empty, *lists])
-        self._forms = (form, Full())
-        border = sum(self._numels[: len(coded)])
-        cuts = shard_borders(border, ranks), shard_borders(self.flat.numel() - border, ranks)
-        self._slices = [
-            [slice(first + a, first + b) for first, (a, b) in zip((0, border), each, strict=True)]
-            for each in zip(*map(pairwise, cuts), strict=True)
-        ]
-
-    def of(self, x: Tensor, rank: int) -> list[Tensor]:
-        """The rank's pieces of `x`, which is like `flat`."""
-        return [x[where] for where in self._slices[rank]]
-
-    def encode(self, x: Tensor, rank: int, key: Key, poisoned: Flag) -> Tensor:
-        """The bytes of the rank's pieces of `x`, which become what `decode` makes of these."""
-        parts: list[Tensor] = []
-        for form, piece in zip(self._forms, self.of(x, rank), strict=True):
-            if piece.numel():
-                coded, decoded = form.encode(piece, key)
-                parts += coded
-                piece.copy_(decoded)
-        payload = Payload(tuple(parts), x.numel(), 1.0, key)
-        wire = fresh(payload.nbytes, torch.uint8, x.device)
-        (EXACT.poison(payload, poisoned) if parts else payload).write(wire)
-        return wire
-
-    def decode(self, wire: Tensor, rank: int) -> list[Tensor]:
-        """The rank's pieces, from their bytes."""
-        dtype, numels = self.flat.dtype, [each.stop - each.start for each in self._slices[rank]]
-        layouts = [
-            form.layout(numel, dtype) if numel else ()
-            for form, numel in zip(self._forms, numels, strict=True)
-        ]
-        parts = split_bytes(wire, *chain(*layouts))
-        first, pieces = len(layouts[0]), []
-        for form, own, numel in zip(
-            self._forms, (parts[:first], parts[first:]), numels, strict=True
-        ):
-            pieces.append(form.decode(own, numel, dtype) if numel else self.flat[:0])
-        return pieces
-
-    def put(self, payloads: Sequence[Payload], x: Tensor) -> list[Payload]:
-        """The payloads with the values of `x`, which is like `flat`."""
-        changed = list(payloads)
-        for i, values in zip(self._order, x.split(self._numels), strict=True):
-            changed[i] = changed[i].with_parts(*changed[i].parts[:-1], values)
-        return changed
-
-
-def _rounded(payload: Payload, sent: Payload) -> Payload:
-    """`sent` with its energies: the payload with values that coding has changed."""
-    exact, values = payload.parts[-1], sent.parts[-1]
-    norms = squared_norms([values, exact - values])
-    kept, lost = norms.tolist() if is_host(norms.device) else norms.unbind()
-    total, _, error = payload.scalars
-    return replace(sent, energies=energies(total, kept, error + lost, values))
 
 
 def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, log10
 from typing import Any
 
@@ -22,7 +22,6 @@ from adaptive.sync.options import Synchronisation
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
-from compressors.quantizers import Quantizer
 from policies import DENSE, checks
 from policies.state import together
 
@@ -33,12 +32,9 @@ class MemoryChoice:
     """What the user asked for, to be settled once the optimizer is known. ValueError, naming the
     argument, for settings that do not go together."""
 
-    def __init__(self, base: Compressor, rungs: Collection[float], options: Memory) -> None:
-        """rungs: CFs below cf_range, of quantizers."""
+    def __init__(self, base: Compressor, options: Memory) -> None:
         self.options = options
         self._base = base
-        own = base.forms if isinstance(base, Quantizer) else ()
-        self._keeps_most = {DENSE, *rungs, *(cf for cf in own if cf <= 4)}
         chosen = options if isinstance(options, Momentum) else Momentum()
         self._lag = chosen.lag
         self._lag_of_base(2.0)  # a compressor of the user's own is found out here
@@ -52,7 +48,7 @@ class MemoryChoice:
                 f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
-        if chosen.masking and type(base).indices is Compressor.indices:
+        if chosen.masking and type(base.at(inf)).indices is Compressor.indices:
             raise ValueError(
                 f"masking={chosen.masking!r}: needs a base that keeps some elements and not "
                 f"others, whose velocities it clears; got base={base.shown!r}"
@@ -97,7 +93,10 @@ class MemoryChoice:
 
     def _lag_at(self, cf: float) -> float:
         """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""
-        return 1.0 if cf in self._keeps_most else self._lag_of_base(cf)
+        return 1.0 if self._keeps_most(cf) else self._lag_of_base(cf)
+
+    def _keeps_most(self, cf: float) -> bool:
+        return cf == DENSE or self._base.keeps_most(cf)
 
     def _lag_of_base(self, cf: float) -> float:
         if self._lag is not None:
@@ -109,7 +108,7 @@ class MemoryChoice:
     def _update_lag_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/defaults.md)."""
-        if cf in self._keeps_most:
+        if self._keeps_most(cf):
             return 1.0
         return max(0.0, 1 - log10(cf))
 

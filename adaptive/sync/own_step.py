@@ -158,7 +158,7 @@ class OwnStepSync(EveryStepSync):
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             nbytes = averager.sizes.bucket_nbytes(cfs)
-            strategy = averager.choice.pick(nbytes, averager.granularity.by(cfs.send))
+            strategy = averager.choice.pick(nbytes, cfs.send)
             done, last = [], len(updates.chunks) - 1
             for i, chunk in enumerate(updates.chunks):
                 work = updates.outgoing(chunk)

@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive import AdaptiveCompressor
-from adaptive.config import Settings, make_rungs
+from adaptive.config import Settings, with_ladder
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, measure_link, new_future
 from adaptive.memory.model_memory import MemoryChoice
@@ -161,7 +161,7 @@ class _Trial(Goodput):
 
 def check_settings(settings: Settings) -> None:
     """ValueError for settings that the doctor cannot rehearse."""
-    if not isinstance(settings.base, Sparsifier):
+    if not isinstance(settings.base.at(inf), Sparsifier):
         raise ValueError(
             f"base must be a sparsifier for the doctor, whose gains can be told at any CF; got "
             f"{settings.base.name!r}"
@@ -218,24 +218,22 @@ class Doctor:
         self._copies: list[Future[Tensor]] = []
         self._gradients: list[tuple[Tensor, Future[Tensor]]] = []
         self._trial, self._link = _Trial(), LinkCost()
-        base = deepcopy(settings.base)
-        low = settings.cf_range[0]
-        rungs = make_rungs("auto", base, self._trial, settings.exchange, "auto", low)
+        base, low = deepcopy(settings.base), settings.cf_range[0]
+        base = with_ladder(base, self._trial, settings.exchange, "auto", low)
         own = replace(
             settings,
             base=base,
-            rungs=rungs,
             hooks={},
             policy=self._trial,
             may_stay_dense=False,
-            memory=MemoryChoice(base, rungs, NAMED["auto"]),
+            memory=MemoryChoice(base, NAMED["auto"]),
             timeline=SafeTimeline(None),
             network=replace(settings.network, clock=self._clock),
             debug=0,
         )
         with _quiet():
             self._session = Session(own, model.process_group, model)
-        self._names = {cf: rung.name for cf, rung in rungs.items()}
+        self._names = {cf: base.at(cf).name for cf in base.known_gains}
         self._low = self._session.supported(low)
         self._high = self._session.supported(min(FAR * low, settings.cf_range[1]))
         self._best = self._low

@@ -39,7 +39,7 @@ def _train(rank: int, mode: str, value: float) -> dict[str, Any]:
     if mode == "updates":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     policy = Scripted([10.0] * 6 + [1.0] * 4 + [10.0] * 8 + [1.0] * 22)
-    compressor = AdaptiveCompressor("topk", (1, 20), policy=policy, rungs=None, **MODES[mode])
+    compressor = AdaptiveCompressor("topk", (1, 20), policy=policy, **MODES[mode])
     compressor.attach(model, optimizer=optimizer)
     finite = []
     for step in range(40):

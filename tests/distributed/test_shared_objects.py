@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, GraVAC, TopK, Warmup
+from adaptive import AdaptiveCompressor, Fixed, GraVAC, Ladder, TopK, Warmup
 from policies import Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
@@ -31,13 +31,13 @@ def _two_models(rank: int) -> dict[str, str]:
     firsts = [
         _compressor(policy=policy).attach(DDP(small_net())),
         _compressor(policy=Warmup(then=inner)).attach(DDP(small_net())),
-        _compressor(base=base, rungs={4: rung}, policy="goodput").attach(DDP(small_net())),
+        _compressor(base=Ladder({4: rung}, base), policy="goodput").attach(DDP(small_net())),
     ]
     shared: dict[str, dict[str, Any]] = {
         "policy": {"policy": policy},
         "asked policy": {"policy": inner},
         "base": {"base": base},
-        "rung": {"rungs": {4: rung}, "policy": "goodput"},
+        "rung": {"base": Ladder({4: rung}, TopK()), "policy": "goodput"},
         "nothing": {"base": TopK(), "policy": Fixed()},
     }
     model = DDP(small_net())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from adaptive import AdaptiveCompressor, ParameterServer
-from adaptive.exchange.choice import ExchangeChoice, check_exchange, strategies
+from adaptive.exchange.choice import ExchangeChoice, Strategy, check_exchange, strategies
 from adaptive.exchange.link import LinkCost
-from compressors import QSGD, RandomK, compressor_names, make_compressor
+from adaptive.exchange.strategies import Piece
+from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
+from policies import DENSE
 
+FLOAT = torch.float32
 SLOW = LinkCost(alpha=1e-4, beta=1e7)  # 0.1 ms a message, 80 Mbit/s
 MB = 1e6
 
@@ -18,11 +22,11 @@ def pick(
     world_size: int,
     link: LinkCost = SLOW,
     exchange: str = "auto",
-    base: str = "topk",
+    cf: float = 100,
 ) -> str:
-    choice = ExchangeChoice(make_compressor("topk"), exchange, world_size)
+    choice = ExchangeChoice(Ladder({4: "int8"}, above="topk"), exchange, world_size)
     choice.link = link
-    return choice.pick(nbytes, make_compressor(base)).name
+    return choice.pick(nbytes, cf).name
 
 
 def test_with_two_ranks_there_is_nothing_to_choose() -> None:
@@ -33,7 +37,7 @@ def test_with_two_ranks_there_is_nothing_to_choose() -> None:
 def test_many_ranks_and_large_payloads_are_sharded() -> None:
     assert pick(MB, 4) == "voted_indices"
     assert pick(MB, 16) == "voted_indices"
-    assert pick(MB, 16, base="int8") == "sharded"  # a rung of the same ladder
+    assert pick(MB, 16, cf=4) == "sharded"
 
 
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
@@ -42,8 +46,35 @@ def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
 
 
 def test_at_three_ranks_the_saving_of_a_third_is_taken() -> None:
-    assert LinkCost(0.0, 1e7).sharded(MB, 3) == pytest.approx(2 / 3 * SLOW.beta**-1 * 2 * MB)
     assert pick(MB, 3) == "voted_indices"
+
+
+def test_a_message_and_a_byte_cost_what_the_link_says() -> None:
+    assert SLOW.seconds(4, 2 * MB) == pytest.approx(0.2004)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("way", strategies(make_compressor("topk")), ids=lambda way: way.name)
+def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int) -> None:
+    """A gather sends what it has to each of the others, the other ways that much on two halves of a
+    ring; what is dense travels in 4 bytes."""
+    base = make_compressor("topk+int8")
+    pieces = [Piece(base, (1000, 100), 50), Piece(base, (10,), DENSE)]
+    payload = base.payload_nbytes(100_000, 50) + 40
+    ring = 2 * (ranks - 1) / ranks
+    expected = {"all_gather": (ranks - 1) * payload, "sharded": ring * payload}
+    if way.votes:
+        indices, values = base.index_nbytes(100_000, 50 * ranks), base.values.nbytes(2000, FLOAT)
+        expected["voted_indices"] = (ranks - 1) * indices + ring * (values + 40)
+    assert way.wire_bytes(pieces, ranks) == pytest.approx(expected[way.name])
+
+
+def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
+    base = make_compressor("topk")
+    choice = ExchangeChoice(base, "sharded", 4, down_cf=5)
+    up, down = base.payload_nbytes(10_000, 50), base.payload_nbytes(10_000, 5)
+    wire = choice.wire_bytes([Piece(base, (10_000,), 50)], 1e6, 50)
+    assert wire == pytest.approx(3 / 4 * (up + down))
 
 
 def test_a_clock_that_stands_still_leaves_the_bytes_to_count() -> None:
@@ -54,7 +85,7 @@ def test_what_is_asked_for_is_done() -> None:
     assert pick(MB, 16, exchange="all_gather") == "all_gather"
     assert pick(1, 2, exchange="sharded") == "sharded"
     assert pick(1, 2, exchange="voted_indices") == "voted_indices"
-    assert pick(1, 2, exchange="voted_indices", base="int8") == "sharded"
+    assert pick(1, 2, exchange="voted_indices", cf=4) == "sharded"
 
 
 @pytest.mark.parametrize("name", compressor_names())
@@ -62,7 +93,7 @@ def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str)
     base = make_compressor(name)
     ways = strategies(base)
     assert [check_exchange(way.name, base) for way in ways] == [way.name for way in ways]
-    assert ExchangeChoice(base, "auto", 8).pick(MB, base).name in {way.name for way in ways}
+    assert ExchangeChoice(base, "auto", 8).pick(MB, 100).name in {way.name for way in ways}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _trained(
     skips no step."""
     model = DDP(Given(SHAPES), bucket_cap_mb=0.0002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    compressor = AdaptiveCompressor(base, (1, 20), policy=Scripted(cfs), rungs=None, **options)
+    compressor = AdaptiveCompressor(base, (1, 20), policy=Scripted(cfs), **options)
     compressor.attach(model, optimizer=optimizer)
     finite = []
     for step in range(10):

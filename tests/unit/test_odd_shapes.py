@@ -63,7 +63,7 @@ def test_a_model_of_such_parameters_trains_is_saved_and_loaded(
     assume(base != "sketch" or (MODES[mode].get("exchange") != "gossip" and mode != "delay"))
     model, optimizer = _model(shapes, nesterov)
     compressor = AdaptiveCompressor(
-        base, (1, 20), policy=Scripted(cfs), granularity=granularity, rungs=None, **MODES[mode]
+        base, (1, 20), policy=Scripted(cfs), granularity=granularity, **MODES[mode]
     ).attach(model, optimizer=optimizer)
 
     def step(number: int) -> None:

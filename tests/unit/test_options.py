@@ -173,7 +173,7 @@ def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> Non
 
 def test_what_help_says_is_what_the_library_has() -> None:
     assert compressor_names() == settings.COMPRESSORS
-    assert settings.EXCHANGES == (*EXCHANGES, "gossip")
+    assert (*EXCHANGES, "gossip") == settings.EXCHANGES
     assert (settings.TOPOLOGIES, settings.GOSSIP_ALGORITHMS) == (TOPOLOGIES, ALGORITHMS)
     assert tuple(OPTIMIZERS) == settings.OPTIMIZERS
     assert (settings.OUTER_LR, settings.OUTER_MOMENTUM) == (OUTER_LR, OUTER_MOMENTUM)

@@ -41,7 +41,7 @@ def _reports(
     policy = Scripted([1.0, CF, CF], probe=(CF,))
     policy.gain = "raw"
     compressor = AdaptiveCompressor(
-        base, (1, CF), policy=policy, granularity=granularity, rungs=None, **more
+        base, (1, CF), policy=policy, granularity=granularity, **more
     ).attach(model)
     for of_step in gradients:
         model(of_step).backward()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
-from adaptive.sizes import RUNG_GAIN
-from compressors import Int8, make_compressor
+from compressors import Int8, Ladder, make_compressor
+from compressors.ladder import GAIN
 from policies import DENSE, Context
 from tests.unit.test_policies_goodput import nbytes as sparse_nbytes
 from tests.unit.test_policies_goodput import run, started
 
-QUANTIZED = {2.0: RUNG_GAIN, 4.0: RUNG_GAIN}
+QUANTIZED = {2.0: GAIN, 4.0: GAIN}
 
 
 def names(**options) -> dict[float, str]:
-    compressor = AdaptiveCompressor(**options)
-    return {cf: rung.name for cf, rung in compressor._settings.rungs.items()}
+    base = AdaptiveCompressor(**options)._settings.base
+    return {cf: base.at(cf).name for cf in base.known_gains}
 
 
 def test_by_default_bf16_and_int8_are_below_the_range() -> None:
@@ -28,8 +28,7 @@ def test_by_default_bf16_and_int8_are_below_the_range() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"rungs": None},
-        {"rungs": {}},
+        {"base": Ladder({}, "topk+int4")},
         {"cf_range": (2, 100)},
         {"policy": "gravac"},
         {"policy": "accordion"},
@@ -45,35 +44,25 @@ def test_elsewhere_there_are_none(options) -> None:
 
 
 def test_they_can_be_chosen() -> None:
-    rungs = {4: Int8(bucket=64), 2: "fp16"}
-    assert names(rungs=rungs, policy=GraVAC()) == {4.0: "int8", 2.0: "fp16"}
+    base = Ladder({4: Int8(bucket=64), 2: "fp16"}, "topk+int4")
+    assert names(base=base, policy=GraVAC()) == {4.0: "int8", 2.0: "fp16"}
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("rungs", "above", "options", "told"),
     [
-        ({"rungs": ["int8"]}, TypeError, r"rungs must be 'auto', None, or .*got \['int8'\]"),
-        ({"rungs": "int8"}, TypeError, "rungs must be 'auto'"),
-        ({"rungs": {"4": "int8"}}, TypeError, "a CF of rungs='4': must be a finite number > 1"),
-        ({"rungs": {1: "none"}}, ValueError, "a CF of rungs=1: must be a finite number > 1"),
-        ({"rungs": {4: "int9"}}, ValueError, "int9"),
-        ({"rungs": {4: "bf16"}}, ValueError, r"rungs\[4\] must be .* can do this CF.*got 'bf16'"),
-        ({"rungs": {4: "natural"}}, ValueError, r"rungs\[4\] must be .* with error feedback"),
-        ({"rungs": {4: "powersgd"}}, ValueError, r"rungs\[4\] must be"),
-        ({"rungs": {20: "topk"}}, ValueError, "below the smallest of cf_range, 10"),
-        ({"rungs": {4: "int8"}, "base": "int8"}, ValueError, "unless the base is a sparsifier"),
-        ({"rungs": {4: "int8"}, "memory": "none"}, ValueError, "got .* memory 'none'"),
-        (
-            {"rungs": {4: "int8"}, "policy": "accordion-paper"},
-            ValueError,
-            "policy 'accordion'",
-        ),
+        ({4: "topk"}, "int8", {}, "a ladder needs a sparsifier above"),
+        ({20: "topk"}, "topk", {}, "must be below the smallest of cf_range, 10; got CF 20"),
+        ({4: "int8"}, "topk", {"memory": "none"}, "got policy 'goodput', memory 'none'"),
+        ({4: "int8"}, "topk", {"policy": "accordion-paper"}, "policy 'accordion'"),
     ],
     ids=str,
 )
-def test_bad_rungs_are_named(options, error, told) -> None:
-    with pytest.raises(error, match=told):
-        AdaptiveCompressor(**options)
+def test_a_ladder_that_does_not_go_with_the_rest_is_refused(
+    rungs: dict[float, str], above: str, options: dict[str, str], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        AdaptiveCompressor(Ladder(rungs, above), **{"policy": "goodput", **options})
 
 
 def nbytes(cf: float) -> float:

@@ -1,0 +1,152 @@
+"""One compressor made of several, each for some CFs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressors.base import Compressor, Key, Payload, check_cf
+from compressors.kernels.blocks import Flag
+from compressors.registry import make_compressor
+from compressors.rounds import RoundsCompressor
+
+GAIN = 0.95
+"""The gain that policies assume at the CF of a rung. The true gain of bf16 and int8 is larger. The
+assumed one makes a policy send dense where a rung saves hardly any time."""
+
+
+class Ladder(Compressor):
+    """A ladder uses another compressor at each of a few small CFs, and one at all other CFs.
+
+    Ladder({2: "bf16", 4: "int8"}, above="topk+int4") sends every element in 16 bits at CF 2 and in
+    8 bits at CF 4. At any other CF it keeps the largest elements.
+
+    rungs: compressors, or names, by CF. Each feeds its error back, works on its own tensors alone
+        (no `RoundsCompressor`), and can do exactly this CF, which is above 1.
+    above: the compressor at all other CFs, under the same conditions.
+
+    Payloads are gathered, also those of linear compressors: what a sum on the wire would round away
+    is in no rank's residual.
+
+    TypeError for a `rungs` that is no mapping; ValueError for compressors that do not fit.
+    """
+
+    def __init__(self, rungs: Mapping[float, str | Compressor], above: str | Compressor) -> None:
+        if not isinstance(rungs, Mapping):
+            raise TypeError(
+                f"rungs must be a mapping of CFs to compressors, {{4: 'int8'}}, got {rungs!r}"
+            )
+        self.above = make_compressor(above)
+        self.rungs = {check_cf(cf): make_compressor(rung) for cf, rung in sorted(rungs.items())}
+        for cf, rung in self.rungs.items():
+            if cf == 1 or not _feeds_back_alone(rung) or rung.supported(cf, 10**6) != cf:
+                raise ValueError(
+                    f"rungs[{cf:g}] must be a compressor with error feedback that can do this CF, "
+                    f"which is above 1; got {rung.name!r}"
+                )
+        if isinstance(self.above, Ladder) or not _feeds_back_alone(self.above):
+            raise ValueError(
+                f"above must be a compressor with error feedback that needs no rounds and is no "
+                f"ladder, got {self.above.name!r}"
+            )
+        self.name, self.shown = self.above.name, self.above.shown
+        self.sampled, self.masking = self.above.sampled, self.above.masking
+        self.keeps_zeros = all(each.keeps_zeros for each in self.parts)
+        self.known_gains = dict.fromkeys(self.rungs, GAIN)
+
+    @property
+    def parts(self) -> tuple[Compressor, ...]:
+        return (*self.rungs.values(), self.above)
+
+    def at(self, cf: float) -> Compressor:
+        return self.rungs.get(cf, self.above)
+
+    def keeps_most(self, cf: float) -> bool:
+        return cf in self.rungs or self.above.keeps_most(cf)
+
+    def momentum_lag(self, cf: float) -> float:
+        return self.at(cf).momentum_lag(cf)
+
+    def in_full(self) -> Ladder:
+        return Ladder(self.rungs, self.above.in_full())
+
+    # Compressing, by the CF that is asked for
+
+    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self.at(cf).compress(tensor, cf, key)
+
+    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
+        return self.at(cf).compress_sum(memory, tensor, cf, key)
+
+    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
+        return self.at(cf).payload_nbytes(numel, cf, dtype)
+
+    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+        return self.at(cf).read(data, numel, cf, dtype, key)
+
+    def read_all(
+        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
+    ) -> list[Payload]:
+        return self.at(cf).read_all(data, numel, cf, dtype, key)
+
+    def supported(self, cf: float, numel: int) -> float:
+        return self.at(cf).supported(cf, numel)
+
+    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
+        return self.at(cf).supported_for(cf, shape)
+
+    def floats(self, numel: int, cf: float) -> float:
+        return self.at(cf).floats(numel, cf)
+
+    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
+        return self.at(cf).floats_for(shape, cf)
+
+    def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
+        return self.at(cf).exchanged_nbytes(shape, cf)
+
+    # Using a payload, by the CF that it was compressed with
+
+    def recompress(self, payload: Payload, factor: float) -> Payload:
+        return self.at(payload.cf).recompress(payload, factor)
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        self.at(payload.cf).add_to(out, payload, scale)
+
+    def write_mean(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+    ) -> None:
+        by = self.at(payloads[0].cf) if payloads else self.above
+        by.write_mean(out, payloads, scale, void)
+
+    def poison(self, payload: Payload, flag: Flag = True) -> Payload:
+        return self.at(payload.cf).poison(payload, flag)
+
+    def is_poisoned(self, payload: Payload) -> Flag:
+        return self.at(payload.cf).is_poisoned(payload)
+
+    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+        by = self.at(payloads[0].cf) if payloads else self.above
+        return by.any_poisoned(payloads)
+
+    def void(self, payload: Payload, flag: Flag = True) -> Payload:
+        return self.at(payload.cf).void(payload, flag)
+
+    def indices(self, payload: Payload) -> Tensor | None:
+        return self.at(payload.cf).indices(payload)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.above.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.above.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"Ladder({self.rungs!r}, above={self.above!r})"
+
+
+def _feeds_back_alone(compressor: Compressor) -> bool:
+    """Whether its error is fed back, and it needs nothing of other ranks."""
+    return compressor.error_feedback and not isinstance(compressor, RoundsCompressor)

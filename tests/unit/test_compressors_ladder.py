@@ -1,0 +1,86 @@
+"""A ladder: another compressor for each of a few CFs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compressors import BF16, Int8, Key, Ladder, TopK
+
+LADDER = Ladder({4: "int8", 2: "bf16"}, above="topk+int4")
+KEY = Key("w")
+
+
+@pytest.mark.parametrize("cf", [2, 4, 10, 100])
+def test_at_each_cf_it_does_what_its_part_does(cf: float) -> None:
+    x, part = torch.randn(3000), LADDER.at(cf)
+    payload, alone = LADDER.compress(x, cf, KEY), part.compress(x, cf, KEY)
+    assert torch.equal(payload.energies, alone.energies)
+    data = torch.empty(LADDER.payload_nbytes(3000, cf), dtype=torch.uint8)
+    payload.write(data)
+    received = LADDER.read(data, 3000, cf, torch.float32, KEY)
+    assert torch.equal(LADDER.decompress(received), part.decompress(alone))
+    mean = torch.empty(3000)
+    LADDER.write_mean(mean, [received, received], 0.5)
+    assert torch.allclose(mean, part.decompress(alone))
+    for name in ("floats", "supported"):
+        arguments = (cf, 3000) if name == "supported" else (3000, cf)
+        assert getattr(LADDER, name)(*arguments) == getattr(part, name)(*arguments)
+
+
+@pytest.mark.parametrize("cf", [2, 4, 10])
+def test_a_nonfinite_mark_is_that_of_the_part(cf: float) -> None:
+    payload = LADDER.compress(torch.randn(300), cf, KEY)
+    marked = LADDER.poison(payload)
+    assert [LADDER.any_poisoned([each]) for each in (payload, marked)] == [False, True]
+    assert LADDER.decompress(LADDER.void(marked)).count_nonzero() == 0
+
+
+def test_which_part_works_where() -> None:
+    assert [LADDER.at(cf).name for cf in (2, 3, 4, 100)] == [
+        "bf16",
+        "topk+int4",
+        "int8",
+        "topk+int4",
+    ]
+    assert [part.name for part in LADDER.parts] == ["bf16", "int8", "topk+int4"]
+    assert TopK().parts[0].at(2).name == "topk"
+
+
+def test_next_to_nothing_waits_at_the_rungs() -> None:
+    assert [LADDER.keeps_most(cf) for cf in (2, 4, 10)] == [True, True, False]
+    assert [LADDER.momentum_lag(cf) for cf in (2, 4, 1000)] == [1, 1, TopK().momentum_lag(1000)]
+    assert Int8().keeps_most(4)
+    assert not Int8().keeps_most(2)
+
+
+def test_a_level_is_compressed_from_the_one_before() -> None:
+    x = torch.randn(3000)
+    again = LADDER.recompress(LADDER.compress(x, 10, KEY), 10)
+    assert again.cf == 100
+    assert torch.equal(again.parts[0], TopK().compress(x, 100, KEY).parts[0])
+
+
+def test_what_ranks_compare_names_every_part_and_its_settings() -> None:
+    same = Ladder({2: BF16(), 4: Int8()}, above="topk+int4")
+    other = Ladder({2: BF16(), 4: Int8(bucket=64)}, above="topk+int4")
+    assert repr(LADDER) == repr(same) != repr(other)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "above", "error", "told"),
+    [
+        (["int8"], "topk", TypeError, r"rungs must be a mapping .* got \['int8'\]"),
+        ({1: "none"}, "topk", ValueError, r"rungs\[1\] must be .* above 1; got 'none'"),
+        ({4: "bf16"}, "topk", ValueError, r"rungs\[4\] must be .* can do this CF.*got 'bf16'"),
+        ({4: "natural"}, "topk", ValueError, r"rungs\[4\] must be .* with error feedback"),
+        ({4: "powersgd"}, "topk", ValueError, r"rungs\[4\] must be"),
+        ({4: "int8"}, "qsgd", ValueError, "above must be .* got 'qsgd'"),
+        ({4: "int8"}, "powersgd", ValueError, "above must be .* got 'powersgd'"),
+        ({4: "int8"}, LADDER, ValueError, "above must be .* no ladder"),
+    ],
+    ids=str,
+)
+def test_errors_name_what_does_not_fit(rungs, above, error, told) -> None:
+    with pytest.raises(error, match=told):
+        Ladder(rungs, above)
