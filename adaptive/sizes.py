@@ -169,7 +169,7 @@ def _check_rungs(settings: Settings, context: Context) -> None:
     if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
         return
     sends = {*context.cf_range, *policy.candidates()}
-    for name, rungs in (("hooks", settings.hooks), ("rungs", settings.base.known_gains)):
+    for name, rungs in (("hooks", settings.hooks), ("base: rungs", settings.base.known_gains)):
         left = sorted(rungs.keys() - sends)
         if left:
             raise ValueError(

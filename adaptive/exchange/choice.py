@@ -87,6 +87,10 @@ class ParameterServer:
             raise ValueError("own_memory=True: needs means that are compressed, got down_cf=1")
 
 
+SAME = ParameterServer()
+"""Means travel back at the CF of the gradients."""
+
+
 def strategies(base: Compressor) -> list[Strategy]:
     """The strategies that a compressor allows, the one that suits it on any network first."""
     if isinstance(base, RoundsCompressor):
@@ -149,13 +153,13 @@ class ExchangeChoice:
         base: Compressor,
         exchange: str,
         world_size: int,
-        server: ParameterServer,
+        server: ParameterServer = SAME,
     ) -> None:
         self._base, allowed = base, strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
         self.server: dict[str, Tensor] | None = {} if server.own_memory else None
-        if server != ParameterServer():
+        if server != SAME:
             start = partial(sharded, down_cf=server.down_cf, server=self.server)
             wire_bytes = partial(sharded_bytes, down_cf=server.down_cf)
             self._fixed = replace(SHARDED, start=start, wire_bytes=wire_bytes)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from adaptive import LinkSpec
 from adaptive.config import make_base
-from adaptive.exchange.choice import ExchangeChoice, ParameterServer
+from adaptive.exchange.choice import ExchangeChoice
 from adaptive.sync.topology import named
 from docs.studies.common import columns, train, write
 from runs.build import sends_dense
@@ -149,8 +149,7 @@ def _strategy(config: TrainConfig) -> str:
     exchange = config.exchange or "auto"
     exchange = "all_gather" if exchange == "gossip" else exchange
     base = make_base(config.base or "none", config.memory or "auto")
-    choice = ExchangeChoice(base, exchange, config.workers, ParameterServer())
-    return choice.pick(1e6, 100).name
+    return ExchangeChoice(base, exchange, config.workers).pick(1e6, 100).name
 
 
 def make_table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaptive import AdaptiveCompressor, ParameterServer
+from adaptive import ParameterServer
 from adaptive.exchange.choice import ExchangeChoice, Strategy, check_exchange, strategies
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import Piece
@@ -71,7 +71,7 @@ def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int)
 
 def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
     base = make_compressor("topk")
-    choice = ExchangeChoice(base, "sharded", 4, down_cf=5)
+    choice = ExchangeChoice(base, "sharded", 4, ParameterServer(down_cf=5))
     up, down = base.payload_nbytes(10_000, 50), base.payload_nbytes(10_000, 5)
     wire = choice.wire_bytes([Piece(base, (10_000,), 50)], 1e6, 50)
     assert wire == pytest.approx(3 / 4 * (up + down))
@@ -113,9 +113,8 @@ def test_errors_name_what_is_accepted(base, exchange: str) -> None:
         check_exchange(exchange, base)
 
 
-def test_a_cf_for_the_way_back_is_for_the_sharded_exchange_only() -> None:
-    for wrong in ({"exchange": "all_gather"}, {}):
-        with pytest.raises(ValueError, match="down_cf must be None unless exchange is 'sharded'"):
-            AdaptiveCompressor(down_cf=5.0, **wrong)
+def test_a_cf_for_the_way_back_is_at_least_1() -> None:
     with pytest.raises(ValueError, match=r"down_cf=0\.5"):
-        AdaptiveCompressor(exchange=ParameterServer(down_cf=0.5))
+        ParameterServer(down_cf=0.5)
+    with pytest.raises(ValueError, match="own_memory=True: needs means that are compressed"):
+        ParameterServer(down_cf=1, own_memory=True)

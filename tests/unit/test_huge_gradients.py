@@ -28,7 +28,7 @@ MODES: dict[str, tuple[dict[str, Any], float]] = {
     "local steps": ({"sync": LocalSteps(2)}, 0.9),
     "outer momentum": ({"sync": LocalSteps(2, outer_momentum=0.9, overlap=1)}, 0.9),
     "delay": ({"sync": Delayed(1)}, 0.0),
-    "choco-sgd": ({"exchange": "gossip"}, 0.9),
+    "choco-sgd": ({"sync": Gossip()}, 0.9),
     "deepsqueeze": ({"sync": Gossip(algorithm="deepsqueeze")}, 0.9),
 }
 STEPS = {

@@ -77,7 +77,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "dtype of updates": ("memory", Updates(dtype=torch.bfloat16)),
     "down_cf": ("exchange", ParameterServer(down_cf=50)),
     "own_memory": ("exchange", ParameterServer(own_memory=True)),
-    "ladder": ("base", Ladder({4: "int8"}, "topk+int4")),
+    "rungs": ("base", Ladder({4: "int8"}, "topk+int4")),
     "hooks": ("hooks", {20: HookRung(default_hooks.fp16_compress_hook, gain=0.9)}),
 }
 
@@ -94,7 +94,7 @@ USED_IN: dict[str, set[str]] = {
     "dtype of updates": BY_GRADIENTS - {"unbiased", "no optimizer"},
     "down_cf": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased", "summed"},
     "own_memory": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased", "summed"},
-    "ladder": SPARSIFIED - {"gossip", "no memory"},
+    "rungs": GOODPUT - {"no memory"},
     "hooks": BY_GRADIENTS - {"fixed", "int8", "summed", "unbiased"},
 }
 CASES = [(mode, name) for mode in MODES for name in VALUES if VALUES[name][0] not in MODES[mode][0]]
@@ -152,7 +152,7 @@ def test_a_setting_is_used_or_refused(mode: str, name: str) -> None:
     assert "got" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(VALUES.keys() - {"ladder", "hooks", "masking"}))
+@pytest.mark.parametrize("name", sorted(VALUES.keys() - {"rungs", "hooks", "masking"}))
 def test_base_none_takes_what_it_does_not_use(name: str) -> None:
     argument, value = VALUES[name]
     by_optimizer = {"lag": _momentum, "dtype of updates": _adamw}
