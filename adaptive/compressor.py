@@ -38,7 +38,7 @@ from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
 from adaptive.statistics.shadow import SHARE
 from adaptive.summary import Summary
-from adaptive.timeline.records import SafeTimeline, Timeline
+from adaptive.timeline.recorder import SafeTimeline, Sink
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
@@ -112,7 +112,7 @@ class AdaptiveCompressor:
     shadow_sample: share of the elements, in (0, 1], from which the shadow ladder tells gains; at
         least 16,384 of a bucket and 1,024 of a tensor.
     samples_per_step: samples of all workers in a step; throughput is then samples/s, not steps/s.
-    timeline: a `Timeline` or several; rank 0 writes.
+    timeline: a `Timeline`, a function `log(numbers, step)`, or several; rank 0 writes.
     local_steps: H > 1 lets each rank take H steps by itself, with any optimizer of torch's, between
         two exchanges, which are of what the ranks have come to since the last (DiLoCo): H times
         fewer bytes again. A step of the policy and of the timeline is then a round of H. "auto":
@@ -170,7 +170,7 @@ class AdaptiveCompressor:
         outer_momentum: float = OUTER_MOMENTUM,
         overlap: int | None = None,
         delay: int = 0,
-        timeline: Timeline | Sequence[Timeline] | None = None,
+        timeline: Sink | Sequence[Sink] | None = None,
         link: str | LinkSpec | None = None,
         clock: Callable[[], float] = time.perf_counter,
         debug: bool | int | None = None,

@@ -18,7 +18,7 @@ from adaptive.exchange.link import LinkSpec
 from adaptive.exchange.topology import GossipChoice
 from adaptive.hook import HookRung
 from adaptive.statistics.shadow import SHARE
-from adaptive.timeline.records import SafeTimeline
+from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, make_compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier

@@ -54,7 +54,7 @@ from adaptive.step_watch import (
     StepWatch,
 )
 from adaptive.summary import Summary
-from adaptive.timeline.records import Recorder
+from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed, averaged
 from compressors.base import CorruptPayload
 from compressors.kernels import all_finite, squared_norm

@@ -37,7 +37,7 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, measure_link, new_future
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.session import Session
-from adaptive.timeline.records import SafeTimeline
+from adaptive.timeline.recorder import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, StepReport, checks
 
