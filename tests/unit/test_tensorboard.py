@@ -201,8 +201,9 @@ def test_another_writer_is_refused() -> None:
         TensorBoardTimeline(3)
 
 
-def test_importing_the_library_imports_no_tensorboard() -> None:
-    script = "import adaptive, sys; print([m for m in sys.modules if m.startswith('tensorboard')])"
+def test_importing_the_library_imports_nothing_that_takes_long() -> None:
+    slow = ("tensorboard", "torch.distributed.optim")
+    script = f"import adaptive, sys; print([m for m in sys.modules if m.startswith({slow})])"
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
     )
