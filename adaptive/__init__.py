@@ -23,12 +23,12 @@ from adaptive.sync.options import Gossip as Gossip
 from adaptive.sync.options import LocalSteps as LocalSteps
 from adaptive.timeline.records import Event as Event
 from adaptive.timeline.records import Header as Header
-from adaptive.timeline.records import JSONLTimeline as JSONLTimeline
-from adaptive.timeline.records import MemoryTimeline as MemoryTimeline
 from adaptive.timeline.records import StepRecord as StepRecord
-from adaptive.timeline.records import Timeline as Timeline
+from adaptive.timeline.sinks import JSONLTimeline as JSONLTimeline
+from adaptive.timeline.sinks import LogTimeline as LogTimeline
+from adaptive.timeline.sinks import MemoryTimeline as MemoryTimeline
+from adaptive.timeline.sinks import Timeline as Timeline
 from adaptive.timeline.tensorboard import TensorBoardTimeline as TensorBoardTimeline
-from adaptive.timeline.thinned import LogTimeline as LogTimeline
 from compressors import Compressor as Compressor
 from compressors import Ladder as Ladder
 from compressors import NoCompression as NoCompression

@@ -34,7 +34,7 @@ from adaptive.memory.options import Memory, memory_from
 from adaptive.session import Session
 from adaptive.summary import Summary
 from adaptive.sync.options import EveryStep, Synchronisation
-from adaptive.timeline.records import SafeTimeline, Timeline
+from adaptive.timeline.recorder import SafeTimeline, Sink
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
 from policies import DENSE, Policy, checks, make_policy
@@ -85,7 +85,7 @@ class AdaptiveCompressor:
     dense_below: tensors of fewer elements than this are sent uncompressed.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
-    timeline: a `Timeline` or several; rank 0 writes.
+    timeline: a `Timeline`, a function `log(numbers, step)`, or several; rank 0 writes.
     network: emulate a slow link, as "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
         with a clock of your own.
     debug: compare the ranks' plans in every step (a small blocking collective), their parameters
@@ -109,7 +109,7 @@ class AdaptiveCompressor:
         granularity: str = "auto",
         dense_below: int = 0,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
-        timeline: Timeline | Sequence[Timeline] | None = None,
+        timeline: Sink | Sequence[Sink] | None = None,
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
         **removed: Never,

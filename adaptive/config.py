@@ -17,7 +17,7 @@ from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
 from adaptive.hook import HookRung
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
-from adaptive.timeline.records import SafeTimeline
+from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks

@@ -29,7 +29,8 @@ from adaptive.statistics.samples import WIDTH
 from adaptive.statistics.timing import Stopwatch
 from adaptive.statistics.vector import Statistics, Tally
 from adaptive.summary import Summary
-from adaptive.timeline.records import Event, Recorder
+from adaptive.timeline.recorder import Recorder
+from adaptive.timeline.records import Event
 from compressors.kernels.blocks import is_host
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved

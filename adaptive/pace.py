@@ -1,11 +1,10 @@
 """How fast a run's steps were, and how fast dense steps would have been in their place.
 
-Seconds a step, steps a second and the speed-up are defined here. The summary, the end of `train`,
-`compare`, the report and the dashboard all take them from a `Pace`.
+Seconds a step, steps a second and the speed-up are defined here once. The summary, the end of
+`train`, `compare`, the report and the dashboard all take them from a `Pace`.
 
-A dense step is compared with steps of the same stretch of time only, because a machine or a network
-may grow slower while a run lasts. Where dense steps were run beside the others, `Contrast` compares
-the two; where they were not, a dense step is modelled.
+A machine or a network may become slower during a run. So a dense step is compared only with steps
+of the same stretch of time: by `Contrast` where dense steps were run, else by a model.
 """
 
 from __future__ import annotations
@@ -25,25 +24,23 @@ ALIKE = 0.05
 """Step times that differ by no more than this share are called the same."""
 
 BACKWARD = 2 / 3
-"""The part of a step without network that backward takes, at most: so much of a dense exchange can
-be hidden behind it. The modelled dense step assumes that all of this is, so that it is too short
-rather than too long."""
+"""Backward's share of a step without network, at most. The modelled dense step hides its exchange
+behind all of it, and is so rather too short than too long."""
 
 WINDOW = 64
-"""Steps of one stretch of time: so many in a row."""
+"""Steps in a row that are one stretch of time."""
 
 LARGEST = 100.0
-"""No step takes so many times as long as another, or as a second: its log."""
+"""Largest log of seconds, or of a ratio of seconds, that a saved state may hold."""
 
 LEAST = 5
-"""Steps at each of two CFs, in one stretch of time, that a comparison of the two needs."""
+"""Steps at each of two CFs, in one stretch of time, that a comparison needs."""
 
 
 @dataclass(frozen=True)
 class DenseStep:
-    """Seconds of a dense step; nan if they are not known. measured: dense steps were run in the
-    same stretch of time; else it is modelled. doubt: seconds by which this may be too long or too
-    short, as far as the steps themselves show."""
+    """Seconds of a dense step; nan if unknown. measured: by dense steps of the same stretch of
+    time; else by a model. doubt: seconds by which this may be wrong, as far as the steps show."""
 
     seconds: float = nan
     measured: bool = False
@@ -59,13 +56,12 @@ _SAVED = {"saved": True}
 class Pace(Stateful):
     """How fast the timed steps of a run were, in totals.
 
-    steps: how many steps of the optimizer. seconds: what they took. Each counts as the median of
-    the last steps at its CF (`StepReport.median_seconds`), so that an evaluation or a checkpoint
-    between two steps does not count. untimed: steps beside them whose time is not known, such as
-    the first.
-    compared: seconds of those steps for which a dense step is known. dense: seconds of as many
-    dense steps in their place. measured: the part of `dense` that was measured; the rest is
-    modelled. doubt: seconds by which `dense` may be wrong.
+    steps: timed steps of the optimizer. seconds: their time. Each step counts as the median of the
+    last steps at its CF (`StepReport.median_seconds`), so evaluations and checkpoints between two
+    steps do not count. untimed: other steps, such as the first.
+    compared: seconds of the steps whose dense step is known. dense: seconds of as many dense steps.
+    measured: the measured part of `dense`; the rest is modelled. doubt: seconds by which `dense`
+    may be wrong.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -77,8 +73,8 @@ class Pace(Stateful):
     doubt: float = field(default=0.0, metadata=_SAVED)
 
     def add(self, seconds: float, steps: int = 1, dense: DenseStep = NOT_TIMED) -> None:
-        """Take in so many steps and their seconds (nan: not known), and a dense step in place of
-        each."""
+        """Count so many steps that took `seconds` together (nan: unknown), and a dense step in
+        place of each."""
         if not isfinite(seconds):
             self.untimed += steps
             return
@@ -102,23 +98,22 @@ class Pace(Stateful):
 
     @property
     def all_seconds(self) -> float:
-        """Seconds of all steps, where each that was not timed counts as the mean of the others."""
+        """Seconds of all steps; an untimed one counts as the mean of the others."""
         return self.seconds + self.untimed * self.step_seconds if self.steps else 0.0
 
     @property
     def speedup(self) -> float:
-        """Seconds of dense steps over seconds of the steps in whose place they are; nan if it is
-        not known."""
+        """Seconds of dense steps / seconds of the steps in their place; nan if unknown."""
         return self.dense / self.compared if self.compared > 0 else nan
 
     @property
     def dense_seconds(self) -> float:
-        """Seconds of a dense step, beside `step_seconds`; nan if they are not known."""
+        """Seconds of a dense step, beside `step_seconds`; nan if unknown."""
         return self.speedup * self.step_seconds
 
     @property
     def is_measured(self) -> bool:
-        """At least half of what is said of dense was measured."""
+        """At least half of `dense` was measured."""
         return 2 * self.measured >= self.dense
 
     @property
@@ -135,22 +130,21 @@ class Pace(Stateful):
         together(min(vars(self).values()) >= 0, "'pace' must have no negative number")
 
     def since(self, before: Pace) -> Pace:
-        """Of the steps that came after those of `before`."""
+        """The pace of the steps after those of `before`."""
         return Pace(**{name: now - getattr(before, name) for name, now in vars(self).items()})
 
 
 @dataclass(eq=False)
 class Contrast(Stateful):
-    """What a dense step takes, in steps at another CF that were run beside it.
+    """Seconds of a dense step / seconds of a step at another CF, measured in one stretch of time.
 
-    The median of the dense steps among the last `WINDOW` is compared with the median of the steps
-    at the other CF among them. A drift shows within each of the two as well: what it explains of
-    the difference, and what single steps vary, is doubt. A CF that was not run beside dense is
-    compared by way of a third that was.
+    Of the last `WINDOW` steps, the medians of those at one CF and at another are compared. Doubt is
+    the difference that drift inside each of the two could explain, and the noise of the medians. A
+    CF that was never beside dense is compared with a third CF that was.
     """
 
-    _last: list[tuple[float, float]] = saved([])  # CF, log of seconds
-    # By CF: log of (dense step / step at the CF), doubt, and at which step that was measured.
+    _last: list[tuple[float, float]] = saved([])  # (CF, log of seconds) of the last steps
+    # By CF: log of (dense step / step at the CF), doubt of the log, and the step that measured it.
     _ratios: dict[float, tuple[float, float, int]] = saved({})
     _steps: int = saved(0)
 
@@ -158,22 +152,19 @@ class Contrast(Stateful):
         """Take in a step at `cf`."""
         self._last = [*self._last, (cf, log(seconds))][-WINDOW:]
         self._steps += 1
-        if self._steps % LEAST == 0 and len({each for each, _ in self._last}) > 1:
-            self._compare()
-
-    def _compare(self) -> None:
-        """Compare all CFs that were run long enough in this stretch of time."""
+        if self._steps % LEAST:
+            return
         times: dict[float, list[tuple[int, float]]] = {}
         for place, (each, value) in enumerate(self._last):
             times.setdefault(each, []).append((place, value))
-        times = {each: values for each, values in times.items() if len(values) >= LEAST}
-        for a, b in combinations(sorted(times), 2):  # dense first
+        often = sorted(each for each, values in times.items() if len(values) >= LEAST)
+        for a, b in combinations(often, 2):  # dense first
             ratio, doubt = _compared(times[a], times[b])
             self._learn(b, a, ratio, doubt)
             self._learn(a, b, -ratio, doubt)
 
     def step(self, cf: float, seconds: float) -> DenseStep:
-        """A dense step in place of one at `cf` that took so many seconds."""
+        """The dense step in place of a step at `cf` that took `seconds`."""
         if cf == DENSE:
             return DenseStep(seconds, measured=True)
         if cf not in self._ratios:
@@ -183,11 +174,11 @@ class Contrast(Stateful):
         return DenseStep(dense, measured=True, doubt=dense * (1 - exp(-doubt)))
 
     def pause(self) -> None:
-        """What comes now is of another stretch of time."""
+        """Begin another stretch of time."""
         self._last = []
 
     def forget(self) -> None:
-        """The network is another one."""
+        """Begin again: the network has changed."""
         self._last, self._ratios = [], {}
 
     def _check_loaded(self) -> None:
@@ -198,8 +189,8 @@ class Contrast(Stateful):
         together(fits, "'contrast' must be logs of seconds, and doubts that are not negative")
 
     def _learn(self, cf: float, other: float, ratio: float, doubt: float) -> None:
-        """A step at `cf` is shorter than one at `other` by `ratio`: that tells of `cf` if `other`
-        is dense or known. The surer of two comparisons of one stretch of time stands."""
+        """Learn from log(step at `other` / step at `cf`) = ratio, if `other` is dense or known. The
+        comparison with the least doubt stands, for as long as a stretch of time."""
         by_dense = other == DENSE
         if cf == DENSE or not (by_dense or other in self._ratios):
             return
@@ -212,8 +203,7 @@ class Contrast(Stateful):
 
 
 def _compared(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> tuple[float, float]:
-    """By how much the values of `a` are larger, and by how much that may be wrong. a, b: place and
-    value, in order of their places."""
+    """(median of a - median of b, doubt). a, b: (place, value) in the order of places."""
     distance = abs(median(place for place, _ in a) - median(place for place, _ in b))
     drift = max(_slope(a), _slope(b)) * distance
     middle_a, middle_b = (median(value for _, value in each) for each in (a, b))
@@ -222,7 +212,7 @@ def _compared(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> tuple[f
 
 
 def _slope(values: list[tuple[int, float]]) -> float:
-    """How fast values rise or fall with their place: that of the two halves' medians."""
+    """Change of the value for each place, without sign, between the medians of the two halves."""
     half = len(values) // 2
     (x, y), (other_x, other_y) = (
         (median(place for place, _ in part), median(value for _, value in part))
@@ -232,21 +222,21 @@ def _slope(values: list[tuple[int, float]]) -> float:
 
 
 def _variance(values: list[tuple[int, float]], middle: float) -> float:
-    """Of the median of values that vary as these do."""
+    """Variance of the median, by the median absolute deviation of normal values."""
     deviation = 1.4826 * median(abs(value - middle) for _, value in values)
     return (1.2533 * deviation) ** 2 / len(values)
 
 
 @dataclass(eq=False)
 class DenseTimer(Stateful):
-    """A timer of dense steps, also of those that were not run.
+    """Seconds of a dense step at any time of a run, also where no dense step was run.
 
-    A dense step is exact by a modelled clock. It is measured where dense steps were run beside the
-    others (`Contrast`). Else it is modelled: the work of a step, and what the link takes for the
-    bytes, at the rate that is emulated, or that a measurement has found when training began.
+    By a modelled clock they are exact. They are measured where dense steps were run beside the
+    others (`Contrast`). Else they are modelled: the work of a step, and the link's time for the
+    bytes, at the emulated rate or at the rate measured before training.
 
     nbytes: bytes on the wire at a CF. world_size: ranks that exchange. overlap: see `StepTime`.
-    clock: the compressor's. spec: the emulated link. cost: the link as measured, if it was.
+    clock: the compressor's. spec: the emulated link. cost: returns the measured link, if any.
     """
 
     nbytes: Callable[[float], float]
@@ -263,7 +253,7 @@ class DenseTimer(Stateful):
         self.rescale()
 
     def rescale(self) -> None:
-        """Another number of ranks goes on: nothing is known of their steps yet."""
+        """Begin again: the number of ranks has changed."""
         self.time, self.contrast = StepTime(self.nbytes, self.overlap), Contrast()
 
     @property
@@ -272,8 +262,7 @@ class DenseTimer(Stateful):
         return network_in_words(self.clock, self.spec)
 
     def observe(self, report: StepReport) -> DenseStep:
-        """Take in one step; returns what a dense step would have taken then in place of each of
-        its steps of the optimizer."""
+        """Take in one report; returns the dense step in place of each of its optimizer steps."""
         changes = self.time.changes
         self.time.observe(report)
         if self.time.changes > changes and self.spec is None:
@@ -291,7 +280,7 @@ class DenseTimer(Stateful):
         return known if isfinite(known.seconds) else self._modelled(cf, steps, seconds)
 
     def _modelled(self, cf: float, steps: int, seconds: float) -> DenseStep:
-        """In the model of step times, a dense step is so much longer than one at `cf`."""
+        """`seconds`, and by how much a dense step is longer in the model of step times."""
         here, work, link = self.time.seconds(cf, steps), self.time.work, self._link_seconds()
         if here is None or work is None:
             return NOT_TIMED
@@ -303,9 +292,8 @@ class DenseTimer(Stateful):
         else:
             modelled = work + max(0.0, link - BACKWARD * work)
             if self.spec is None and len(self.time.timed()) > 1:
-                # The network may have changed since it was measured, which shows in step times.
-                # If these say otherwise of what is faster, nobody knows; else the shorter time is
-                # safe.
+                # Step times show whether the network has changed since it was measured. Where they
+                # disagree on what is faster, nothing is known; else the shorter time is safe.
                 if (by_steps > here) != (modelled > here):
                     return NOT_TIMED
                 modelled = min(modelled, by_steps)
@@ -313,7 +301,7 @@ class DenseTimer(Stateful):
         return DenseStep(dense) if dense > 0 else NOT_TIMED
 
     def _link_seconds(self) -> float | None:
-        """What the link takes for a dense exchange; None if it is not known."""
+        """Seconds of a dense exchange on the link; None if unknown."""
         nbytes = self.nbytes(DENSE)
         if self.spec is not None:
             return self.spec.latency + 8 * nbytes / self.spec.bits_per_second
@@ -324,7 +312,7 @@ class DenseTimer(Stateful):
 
 
 def network_in_words(clock: Callable[[], float], spec: LinkSpec | None) -> str:
-    """An emulated or modelled link; "" for the real network."""
+    """An emulated or modelled link in words; "" for the real network."""
     if isinstance(clock, StepClock):
         return clock.network
     return f"emulated {spec} link" if spec else ""

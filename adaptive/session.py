@@ -41,7 +41,7 @@ from adaptive.step_watch import FALLEN_BACK, Groups, StepWatch
 from adaptive.summary import Summary
 from adaptive.sync.options import AUTO_IS_ONE
 from adaptive.sync.start import gradients_or_steps, start
-from adaptive.timeline.records import Recorder
+from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from policies import DENSE
 from policies import state as saved

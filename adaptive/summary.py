@@ -1,4 +1,8 @@
-"""What a run has sent, in a few numbers."""
+"""What a run sent and how fast it was: totals, a table, and the headline.
+
+The headline says in one sentence whether compression was worth it. The summary, `explain()`, the
+end of `train`, `compare`, the report and the dashboard all begin with it.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,31 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 
 from adaptive.exchange.collectives import Traffic
-from adaptive.headline import headline
 from adaptive.pace import Pace
+from adaptive.timeline.records import StepRecord
 from policies import DENSE
 from policies.state import Stateful
-from policies.words import named
+from policies.words import bytes_in_words, named, seconds_in_words, two_times_in_words
 
 _SAVED = {"saved": True}
-"""Of fields that are part of the state, and arguments as well (`policies.state.saved`)."""
+"""Marks a field that is part of the state and an argument as well (`policies.state.saved`)."""
 
 
 @dataclass
 class Summary(Stateful):
     """Totals since the compressor was attached; bytes and floats are per rank.
 
-    steps_at_cf: steps sent at each CF (1 is dense), in the order of first use. cf: in use.
+    steps: exchanges. local_steps: steps that each rank took for them; more than `steps` with local
+    steps. steps_at_cf: steps by CF sent (1 is dense), in the order of first use. cf: the CF in use.
+    switches: changes of CF.
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
-    elements sent, indices not counted. dense_bytes: bytes on the wire had every step been a dense
-    all-reduce in the precision of the parameters, as DDP's without a hook is. verdict: what the
-    policy has concluded, if anything. gains: at each CF, how many steps had a known gain, and their
-    sum (`StepRecord.gain`). local_steps: that each rank has taken for these; with local steps they
-    are more. element_bytes: of an element of the dense gradients, on average: 4 in fp32, 2 in bf16.
-    pace: seconds of steps, and of dense steps in their place. network: an emulated link, in words.
-    gossip: the algorithm and the topology, with its spectral gap; empty where the ranks exchange
-    with all.
+    elements sent, without indices. dense_bytes: bytes of a dense all-reduce in every step, in the
+    parameters' precision, which is DDP without a hook. element_bytes: bytes of an element of the
+    dense gradients, on average: 4 in fp32, 2 in bf16.
+    gains: by CF, (number of steps whose gain is known, sum of their gains).
+    pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
+    network: an emulated or modelled link in words, "" for the real network. gossip: algorithm and
+    topology with its spectral gap; "" where all ranks exchange with all.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -50,24 +55,22 @@ class Summary(Stateful):
 
     @property
     def mean_gain(self) -> dict[float, float]:
-        """Mean gain at each CF that was sent, by the definition that the policy decides on (1 for
-        dense)."""
+        """By CF sent, the mean gain of the policy's kind; 1 for dense."""
         gains = {cf: total / steps for cf, (steps, total) in self.gains.items()}
         return {**gains, DENSE: 1.0} if DENSE in self.steps_at_cf else gains
 
     @property
     def headline(self) -> str:
-        """Whether compression was worth it, in one sentence."""
+        """One sentence: was compression worth it."""
         if not self.steps:
             return "no step yet"
         if not self.bytes_sent:
             return "nothing was sent: there is nobody to send gradients to"
-        saved = 1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0
         return headline(
             self.pace,
-            saved,
+            1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0,
             cf=self.cf,
-            dense_share=self.steps_at_cf.get(DENSE, 0) / max(1, self.steps),
+            dense_share=self.steps_at_cf.get(DENSE, 0) / self.steps,
             verdict=self.verdict,
             network=self.network,
             gossip=bool(self.gossip),
@@ -80,12 +83,12 @@ class Summary(Stateful):
 
     @property
     def fp32_wire_factor(self) -> float:
-        """The same against a dense exchange in fp32, as papers count: twice as large for a model in
-        half precision."""
+        """The wire factor against a dense exchange in fp32, as papers count: twice as large for a
+        model in half precision."""
         return self.wire_factor * 4 / self.element_bytes if self.bytes_sent else 1.0
 
     def add_step(self, cf: float, traffic: Traffic, dense_bytes: float, local_steps: int) -> None:
-        """dense_bytes: of each of the local steps."""
+        """Count an exchange and the local steps before it. dense_bytes: of one dense step."""
         self.local_steps += local_steps
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
@@ -95,7 +98,7 @@ class Summary(Stateful):
         self.dense_bytes += dense_bytes * local_steps
 
     def add_gain(self, cf: float, gain: float) -> None:
-        """Take in the gain of a step at the CF that was sent; skips what is not finite."""
+        """Count the gain of a step at the CF sent; nan and infinity are left out."""
         if isfinite(gain):
             steps, total = self.gains.get(cf, (0, 0.0))
             self.gains[cf] = (steps + 1, total + gain)
@@ -104,13 +107,13 @@ class Summary(Stateful):
         return f"{self.headline}\n{self.table()}"
 
     def table(self) -> str:
-        """Steps and gain at each CF, and bytes: what the headline is made of."""
+        """Steps and mean gain at each CF, and bytes."""
         rows = [f"{'CF':>10} {'steps':>8} {'share':>7} {'mean gain':>10}"]
         gains = self.mean_gain
         for cf, steps in sorted(self.steps_at_cf.items()):
             name = "dense" if cf == DENSE else f"{cf:.4g}"
-            share = steps / max(1, self.steps)
-            rows.append(f"{name:>10} {steps:>8} {share:>7.1%} {_gain(gains.get(cf, nan)):>10}")
+            gain = f"{gains[cf]:.4f}" if cf in gains else "-"
+            rows.append(f"{name:>10} {steps:>8} {steps / max(1, self.steps):>7.1%} {gain:>10}")
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / self.steps:.3g} steps" if rounds else "steps"
         rows.append(f"{self.steps} {unit}, {self.switches} switches, {named(self.cf)} in use")
@@ -131,5 +134,76 @@ def _bytes(number: float) -> str:
     return f"{number:.4g} TB"
 
 
-def _gain(gain: float) -> str:
-    return f"{gain:.4f}" if isfinite(gain) else "-"
+def headline(
+    pace: Pace,
+    saved_share: float,
+    *,
+    cf: float = nan,
+    dense_share: float = 0.0,
+    verdict: str = "",
+    network: str = "",
+    quality: str = "",
+    gossip: bool = False,
+) -> str:
+    """One sentence without the field's words: was compression worth it.
+
+    No CF is called faster than dense where the policy concluded that dense is right, or where most
+    steps were dense.
+
+    saved_share: the share of a dense run's bytes that was not sent; negative if more was sent. cf:
+    the CF in use. dense_share: the share of the steps that were dense. verdict: the policy's.
+    network: "emulated 10 Mbit/s link"; "" for the real network. quality: the run's quality beside a
+    dense run's, in words; "" if unknown. gossip: ranks exchange parameters with neighbours. Its
+    effect on quality does not show in step times, so without `quality` no speed-up is claimed.
+    """
+    where = f"on this {network or 'network'}"
+    sent, than_dense = bytes_in_words(saved_share), bytes_in_words(saved_share, "dense")
+    seconds, dense = pace.step_seconds, pace.dense_seconds
+    here, timed = f"{seconds_in_words(seconds)} a step", isfinite(seconds)
+    how = "measured" if pace.is_measured else "modelled"
+    texts = two_times_in_words(seconds, dense)
+    instead = f"{texts[0]} a step instead of a {how} {texts[1]}" if texts else here
+    times = max(pace.speedup, 1 / pace.speedup) if isfinite(dense) else nan
+    factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
+    if gossip and not quality:
+        told = f"gossip: {bytes_in_words(saved_share, 'a dense all-reduce')}"
+        told += f", {here} {where}" if timed else ""
+    elif dense_share == 1:
+        told = "dense all along" + (f": {here} {where}" if timed else "")
+    elif (concluded := bool(verdict) and cf == DENSE) or dense_share > 0.5:
+        told = f"{'dense is right' if concluded else 'mostly dense'} {where}: "
+        told += f"{here}, " if timed else ""
+        told += f"{dense_share:.0%} of the steps dense; {sent}"
+    elif not timed:
+        told = f"{than_dense}; no step was timed"
+    elif not isfinite(dense):
+        told = f"{than_dense}, {here}; dense was not timed {where}"
+    elif pace.is_faster:
+        told = f"{factor}x faster than dense {where} ({instead}), {sent}"
+    elif not pace.is_measured:  # a modelled dense step is the shortest possible
+        least = f", dense a modelled {seconds_in_words(dense)} or more"
+        told = f"dense may be as fast {where} ({here}{least}), {sent}"
+    elif pace.is_slower:
+        told = f"{factor}x slower than dense {where} ({instead}), {sent}"
+    else:
+        told = f"about as fast as dense {where} ({here}), {sent}"
+    return f"{told}, {quality}" if quality else told
+
+
+def headline_of(
+    record: StepRecord, network: str = "", gossip: bool = False, quality: str = ""
+) -> str:
+    """The headline of a run so far, from its last record; "" if that has no bytes. network,
+    gossip: see `Header`. quality: see `headline`."""
+    if not (record.sent > 0 and record.dense > 0):
+        return ""
+    return headline(
+        record.pace,
+        1 - record.sent / record.dense,
+        cf=record.report.cf,
+        dense_share=record.dense_steps / (record.report.step + 1),
+        verdict=record.verdict,
+        network=network,
+        quality=quality,
+        gossip=gossip,
+    )

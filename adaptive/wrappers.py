@@ -1,28 +1,28 @@
-"""What frameworks put around a model and an optimizer, looked through by their attributes alone, so
-that none of them has to be there."""
+"""Wrappers that frameworks put around a model and an optimizer. They are looked through by their
+attributes alone, so no framework needs to be installed."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 AROUND_MODELS = ("_forward_module", "_orig_mod")
-"""Where Fabric's module and torch.compile's have the one inside, in the order to look: Fabric's
-also answers for the module that the user has given it."""
+"""Attributes under which Fabric's module and torch.compile's hold the wrapped one, in the order to
+look: Fabric's also passes on the attributes of the module inside."""
 
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose checkpoints hold what rank 0 has, and are read by all ranks."""
+"""Packages whose checkpoints hold rank 0's state, and are read by all ranks."""
 
 
 class Unwrapped(NamedTuple):
-    """A model and its optimizers without what frameworks have put around them.
+    """A model and its optimizers without wrappers.
 
-    model, optimizers: those inside, or what was given where nothing is. scaler: the `GradScaler`
-    that a wrapper of an optimizer has. by_framework: one of FRAMEWORKS has made a wrapper."""
+    scaler: the `GradScaler` of an optimizer's wrapper; None without one. by_framework: one of
+    FRAMEWORKS made a wrapper."""
 
     model: Any
     optimizers: tuple[Any, ...]
@@ -31,8 +31,8 @@ class Unwrapped(NamedTuple):
 
 
 def unwrap(model: Any, optimizer: Any) -> Unwrapped:
-    """The DDP model inside of what `torch.compile`, Accelerate or Fabric have made of it, and the
-    innermost optimizers. optimizer: one, several, or None."""
+    """The DDP model inside the wrappers of `torch.compile`, Accelerate or Fabric, and the innermost
+    optimizers. What is not wrapped is returned as it is. optimizer: one, several, or None."""
     scaler, by_framework = None, False
     while not isinstance(model, DistributedDataParallel):
         inside = (getattr(model, name, None) for name in AROUND_MODELS)
@@ -53,15 +53,16 @@ def unwrap(model: Any, optimizer: Any) -> Unwrapped:
 
 
 def steps_a_part(optimizer: Optimizer) -> bool:
-    """Each rank steps some of the parameters, for all ranks."""
-    return isinstance(optimizer, ZeroRedundancyOptimizer)
+    """Each rank steps some of the parameters, for all ranks (torch's `ZeroRedundancyOptimizer`)."""
+    # Importing it takes long, and an optimizer of this class exists only where it was imported.
+    module = sys.modules.get("torch.distributed.optim")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def advice(optimizer: Optimizer) -> str:
-    """What to hand over instead of an optimizer whose work no memory takes over; "" if nothing is
-    known."""
+    """What to hand over instead of an optimizer whose work no memory takes over; "" if unknown."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if steps_a_part(optimizer):
         return (
             f"{name} keeps the state of other parameters on every rank, so that neither momentum "
             f"nor moments can be taken over: use the optimizer itself, without it"

@@ -22,7 +22,7 @@ from adaptive import (
     Timeline,
 )
 from adaptive.pace import Pace
-from adaptive.timeline.records import SafeTimeline
+from adaptive.timeline.recorder import SafeTimeline
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
@@ -95,7 +95,7 @@ class Logbook(Timeline):
                 path = config.folder / TIMELINE_FILE
                 self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
             if self._writer is not None:
-                self._board = TensorBoardTimeline(self._writer, records=False)
+                self._board = TensorBoardTimeline(self._writer)
                 self._sinks.sinks.append(self._board)
                 with suppress(OSError, ValueError):  # which the compressor does not tell again
                     if first and (header := read_header(config.folder / TIMELINE_FILE)):

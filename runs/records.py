@@ -1,4 +1,4 @@
-"""Reading a run's records back, as the objects that `JSONLTimeline` or `TensorBoardTimeline` wrote.
+"""Reading a run's records back, as the objects that `JSONLTimeline` wrote.
 
 The file may have been cut short, damaged, or written by somebody else. Every line is checked: one
 that is no record, or has a number that no run can have, is left out with a warning, and the others
@@ -23,8 +23,6 @@ from runs.densities import Densities
 from runs.fields import EXACT, Fields, Limits, abridged
 from runs.files import (
     Damage,
-    event_values,
-    has_events,
     json_lines,
     not_a_link,
     parse_object,
@@ -140,18 +138,17 @@ class Stretch:
 
 
 def read_records(path: Path) -> Recorded:
-    """All records of a timeline file, or of TensorBoard's event files (one, or a folder of them),
-    in order of their steps. What is damaged or cut short is left out, with a warning.
+    """All records of a timeline file, in order of their steps. What is damaged or cut short is left
+    out, with a warning.
 
     OSError for a file that cannot be read; ValueError, naming the file and its first line, if
     there are lines and none of them is a record.
     """
     damage = Damage(path)
     found = _Found(damage)
-    values = event_values(path, damage) if has_events(path) else json_lines(path, True, damage)
     gc.disable()  # millions of new objects: looking for cycles takes most of the time
     try:
-        for line, value in values:
+        for line, value in json_lines(path, True, damage):
             try:
                 found.take(line, value)
             except ValueError as error:

@@ -2,8 +2,8 @@
 
     trainer = Trainer(..., callbacks=[AdaptiveCompressionCallback(cf_range=(10, 1000))])
 
-The trainer shows its callbacks the bare model. So the wrapped one is caught when its first forward
-begins, which is before anything is exchanged.
+The trainer shows its callbacks the bare model. So a hook catches the wrapped one at its first
+forward, before the first exchange.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from adaptive.wrappers import unwrap
 log = logging.getLogger("adaptive")
 
 FILE = "adaptive_compressor.pt"
-"""In the trainer's checkpoint folders: the states of all ranks, written by rank 0."""
+"""The file in the trainer's checkpoint folders with the states of all ranks, written by rank 0."""
 
 
 class AdaptiveCompressionCallback(TrainerCallback):
     """Compresses the gradient exchange of a `Trainer` on several processes.
 
-    compressor: one that is made already; else it is made with these arguments, anew for each
-    `train()`. It gets the trainer's optimizer and `GradScaler`. resume_from: the checkpoint folder
-    that `train(resume_from_checkpoint=...)` is given, which callbacks are not told of; None: that
-    of the step in the output folder. `compressor` is the one in use.
+    compressor: an existing one; None: a new one for each `train()`, made with the other arguments.
+    It gets the trainer's optimizer and `GradScaler`. resume_from: the checkpoint folder that
+    `train(resume_from_checkpoint=...)` is given, which callbacks do not see; None: the folder of
+    the step in the output folder. The attribute `compressor` is the one in use.
 
     CF, gain and wire factor are added to the trainer's logs. RuntimeError after the first step of
     several processes whose model is not DDP.
@@ -126,7 +126,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
             self._catching = None
 
     def _attach(self, model: DistributedDataParallel, optimizer: Any, folder: Path | None) -> None:
-        """folder: the checkpoint to go on from."""
+        """Attach to a model. folder: the checkpoint to go on from; None: none."""
         if self._model is not None:
             self.compressor = self._given or AdaptiveCompressor(**self._arguments)
         self.compressor.attach(model, optimizer=optimizer)
@@ -154,5 +154,5 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _bare(model: Any) -> Any:
-    """Without what torch.compile has put around it."""
+    """The module inside torch.compile's wrapper."""
     return getattr(model, "_orig_mod", model)

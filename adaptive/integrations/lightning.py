@@ -2,9 +2,9 @@
 
     trainer = Trainer(strategy="ddp", callbacks=[AdaptiveCompressionCallback(cf_range=(10, 1000))])
 
-Lightning itself would register a communication hook on CUDA only, and leave no place to hand the
-optimizer over. It restores callbacks before it wraps the model, and optimizers after that, so all
-is attached and loaded when training starts.
+Lightning itself registers communication hooks on CUDA only, and has no place to hand the optimizer
+over. It restores callbacks before it wraps the model, and optimizers after that. So the callback
+attaches and loads when training starts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger("adaptive")
 class AdaptiveCompressionCallback(Callback):
     """Compresses the gradient exchange of Lightning's DDP strategies.
 
-    compressor: one that is made already; else it is made with these arguments, anew for each
-    `fit`. It gets the trainer's optimizers and its `GradScaler`. Its state is in the trainer's
-    checkpoints, that of all ranks. `compressor` is the one in use.
+    compressor: an existing one; None: a new one for each `fit`, made with the other arguments. It
+    gets the trainer's optimizers and `GradScaler`. The trainer's checkpoints hold its states of all
+    ranks. The attribute `compressor` is the one in use.
 
     TypeError when training starts with a strategy of several processes that is not DDP.
     """
@@ -49,7 +49,7 @@ class AdaptiveCompressionCallback(Callback):
         self._loaded: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Before the checkpoint is read: what was read for a validation is not to be trained on."""
+        """Forget a state that was read for a validation. The trainer reads the checkpoint later."""
         self._loaded = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -92,18 +92,18 @@ class AdaptiveCompressionCallback(Callback):
         self.compressor.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of the trainer's checkpoint, which asks all ranks and writes rank 0's."""
+        """A part of the trainer's checkpoint. The trainer asks all ranks, and writes rank 0's."""
         if self._model is None:
             return {}
         return self.compressor.state_dict(checkpoint="gathered")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Kept until there is a model to go on with."""
+        """Keep the state until training starts."""
         self._loaded = state_dict or None
 
 
 def _refuse(trainer: Any) -> None:
-    """Say why nothing is compressed; TypeError if somebody would wait for it."""
+    """Warn that one process compresses nothing; TypeError if there are several."""
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
         raise TypeError(

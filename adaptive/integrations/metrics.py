@@ -6,8 +6,8 @@ from adaptive.compressor import AdaptiveCompressor
 
 
 def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:
-    """The CF in use, the mean gain at it (if it is known) and the wire factor of all
-    steps so far, by name: `accelerator.log(metrics(compressor), step=step)`."""
+    """By name, the CF in use, the mean gain at that CF (if it is known) and the wire factor of all
+    steps so far: `accelerator.log(metrics(compressor), step=step)`."""
     summary = compressor.summary()
     found = {"cf": summary.cf, "wire_factor": summary.wire_factor}
     if summary.cf in summary.mean_gain:

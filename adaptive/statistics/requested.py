@@ -1,8 +1,8 @@
-"""What is measured of the gradients only if a policy asks: a shadow ladder, and their sum.
+"""Measurements that only some policies ask for: a shadow ladder, and the sum of gradients.
 
 Accordion asks for the norm of the sum of the decoded mean gradients over an interval, of the whole
 model or of each layer (parameter). Ranks agree on the norms only in the steps whose plan reads
-them: with many layers they would be more than what a step at a large CF sends.
+them: with many layers they are more bytes than a step at a large CF sends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from policies import Policy
 
 
 class GradientSum:
-    """The sum of each parameter's mean gradients over several steps, alike on all ranks: a
-    gradient-sized tensor a parameter, made when something is first added to it."""
+    """The sum of each parameter's mean gradients over several steps, the same on all ranks: a
+    gradient-sized tensor for each parameter, made at the first `add`."""
 
     def __init__(self) -> None:
         self._totals: dict[ModelParameter, Tensor] = {}
 
     def add(self, parameter: ModelParameter, mean: Tensor, poisoned: Flag) -> None:
-        """Add a step's mean gradient of one parameter (flat), unless it is poisoned."""
+        """Add a step's mean gradient of one parameter (flat), unless it is `poisoned`."""
         if poisoned is True:
             return
         total = self._totals.get(parameter)
@@ -42,8 +42,7 @@ class GradientSum:
         total.add_(mean.masked_fill(poisoned, 0) if isinstance(poisoned, Tensor) else mean)
 
     def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
-        """Norm of the sum since the last reading, 0-dim and in double, and that of each parameter;
-        a new sum begins."""
+        """The norm of the sum, 0-dim and in double, and each parameter's norm; begins a new sum."""
         total_energy: Scalar = 0.0
         norms = {}
         # Means arrive in an order that differs from run to run.
@@ -64,9 +63,9 @@ class GradientSum:
 
 
 class RequestedStatistics:
-    """What is measured of the gradients only because the policy asks for it.
+    """The measurements that the policy in use asks for.
 
-    cfs, whole_buckets: of the shadow ladder, if there is to be one.
+    cfs, whole_buckets: of the shadow ladder, see `ShadowLadder`.
     """
 
     def __init__(
@@ -77,21 +76,21 @@ class RequestedStatistics:
         whole_buckets: bool,
     ) -> None:
         self.ladder = tuple(cfs) if policy.shadow else ()
-        """CFs of the shadow ladder."""
+        """CFs of the shadow ladder; empty without one."""
         self._shadow: ShadowLadder | None = None
         self.layers = tuple(parameters) if policy.layerwise else ()
-        """The layers whose norms are read, in an order that is the same on every rank."""
+        """The layers whose norms are read, in the same order on every rank."""
         self._options = (policy.gain == "signal", whole_buckets)
         self.sums = GradientSum()
 
     def follow(self, memory: NoMemory) -> None:
-        """From here on gradients are accumulated by this memory's rule."""
+        """Begin the shadow ladder, which accumulates gradients by this memory's rule."""
         if self.ladder:
             self._shadow = ShadowLadder(self.ladder, memory, *self._options)
 
     @property
     def peers(self) -> Peers | None:
-        """Of signal gain, if it is wanted."""
+        """The products with other ranks' gradients; None without signal gain."""
         return None if self._shadow is None else self._shadow.peers
 
     def observe(self, bucket: Bucket, tally: Tally) -> None:
@@ -100,7 +99,7 @@ class RequestedStatistics:
             self._shadow.step(bucket, tally)
 
     def parts(self, parameters: Collection[ModelParameter]) -> dict[str, SavedPart]:
-        """What is saved when no step is under way, of these parameters; empty of what is not asked
+        """The parts of a saved state, between two steps; empty where a measurement is not asked
         for."""
         by_name = {p.name: p for p in parameters}
         flat = flat_tensors(parameters)
@@ -124,8 +123,8 @@ class RequestedStatistics:
 
 
 def _as_it_is(name: str, find: Callable[[], Peers | None]) -> SavedPart:
-    """Of a part, if there is one, whose state has tensors of the same shapes whenever it is saved.
-    find: returns it."""
+    """A saved part whose tensors always have the same shapes. find: returns the object to save, if
+    there is one."""
 
     def save() -> dict[str, Tensor]:
         part = find()

@@ -1,9 +1,9 @@
-"""The shadow ladder: what every CF would keep in steady state, without sending any of them.
+"""The shadow ladder: the gain of every CF in steady state, without sending any of them.
 
 A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
 that the candidate would leave has not built up. So every CF of the ladder has a residual of its own
 on a fixed strided sample of each gradient, as if that CF had been sent all along. Costs a small
-top-k a CF and a step.
+top-k for each CF and step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from adaptive.parameters import ModelParameter
 from adaptive.state import check_like
 from adaptive.statistics.samples import (
     Sections,
-    clear,
     energies,
     largest,
     products,
@@ -36,26 +35,27 @@ from adaptive.statistics.samples import (
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
-from compressors.kernels.blocks import Flag, is_host, on_host
+from compressors.kernels.blocks import Flag
 from policies import state as saved
 
 WHOLE = 1024
 """Elements up to which a tensor is its own sample."""
 
 WHOLE_BUCKET = 16384
-"""The same, of a bucket that is compressed as one."""
+"""Elements up to which a bucket that is compressed as one is its own sample."""
 
 SHARE = 1 / 64
-"""Of what is larger, this part of the elements (at least as many as of the above)."""
+"""The share of the elements of larger tensors that is sampled, but at least as many as above."""
 
 
 class ShadowGroup:
-    """What is kept of the samples of several parameters, one after the other: residual (CFs,
-    elements), where it is wanted velocity (CFs, elements), and for signal gain the last step's
-    gradient and what each CF sent of it, sent (1 + CFs, elements).
+    """The state of the samples of a bucket's parameters, one behind the other.
 
-    together: the parameters of each section, in order: what is compressed as one. strides: of each
-    one's sample. above: where the largest are looked for first; speed, not state.
+    arrays: "residual" (CFs, elements); "velocity" (CFs, elements) with momentum correction; "sent"
+    (1 + CFs, elements) for signal gain, the last step's gradient and what each CF sent of it.
+    places: each parameter's columns. strides: distance of each parameter's sampled elements.
+
+    together: the parameters of each section, in order; a section is compressed as one.
     """
 
     def __init__(
@@ -68,8 +68,7 @@ class ShadowGroup:
         self.parameters = tuple(chain.from_iterable(together))
         self.strides = [strides[parameter] for parameter in self.parameters]
         first = self.parameters[0]
-        self._device = first.tensor.device
-        self._dtype = first.dtype if is_host(self._device) else torch.float32
+        self._device, self._dtype = first.tensor.device, first.dtype
         self.places: dict[ModelParameter, slice] = {}
         sizes, wanted, weights, end = [], [], [], 0
         for section in together:
@@ -83,46 +82,43 @@ class ShadowGroup:
             weights.append(numel / size)  # what is large is sampled more thinly
         self._size = end
         self.sections = Sections(sizes, wanted, weights, self._device)
-        self.above = np.zeros(len(cfs))
+        self.above = np.zeros((len(sizes), len(cfs)))  # see `largest`
         self.arrays: dict[str, Tensor] = {}
 
     def of(self, parameter: ModelParameter) -> dict[str, Tensor]:
-        """What is kept of one parameter, as views."""
+        """The columns of one parameter, as views."""
         place = self.places[parameter]
         return {name: array[:, place] for name, array in self.arrays.items()}
 
     def take_over(self, parameter: ModelParameter, arrays: Mapping[str, Tensor]) -> None:
-        """Go on from what was kept of a parameter before, in another group or in a state."""
+        """Copy the columns of one parameter from another group or a saved state."""
         for name, array in arrays.items():
             self.array(name, len(array))[:, self.places[parameter]] = array
 
     def array(self, name: str, rows: int) -> Tensor:
-        """(rows, elements), zeros if it was not there."""
+        """The array of this name, (rows, elements); zeros at first."""
         if name not in self.arrays:
             shape = rows, self._size
             self.arrays[name] = torch.zeros(shape, dtype=self._dtype, device=self._device)
         return self.arrays[name]
 
-    def settle(self, before: Mapping[str, Tensor], poisoned: Flag, overflown: Tensor) -> None:
-        """On a device, after a step: all is as it was `before` if the step is poisoned, and of the
-        elements that are `overflown` nothing is kept any more."""
+    def undo(self, before: Mapping[str, Tensor], poisoned: Flag) -> None:
+        """Restore the arrays of `before` where `poisoned`, a flag on a device, is set."""
         for name, array in self.arrays.items():
-            array.masked_fill_(overflown, 0)
-            if isinstance(poisoned, Tensor):
-                old = before[name] if name in before else torch.zeros_like(array)
-                self.arrays[name] = torch.where(poisoned, old, array)
+            old = before[name] if name in before else torch.zeros_like(array)
+            self.arrays[name] = torch.where(torch.as_tensor(poisoned), old, array)
 
 
 @dataclass(eq=False)
 class ShadowLadder:
-    """The residual of every CF on a sample of each gradient, and what they tell of each step.
+    """Each CF's residual on a sample of each gradient, and its gain in each step.
 
-    It keeps the largest elements, whatever the rule of the sparsifier that it stands for.
+    The ladder keeps the largest elements, whatever the rule of the sparsifier in use.
 
-    cfs: ascending. memory: the one in use, whose momentum and masking the shadow follows; not with
-    `signal`, which also finds the products that signal gain is made of (signal.py), of plain error
-    feedback. whole_buckets: the parameters of a bucket are compressed as one. share: of the
-    elements of what is large.
+    cfs: ascending. memory: the memory in use, whose momentum and masking the shadow follows. With
+    `signal` the shadow follows plain error feedback, and also finds the products of signal gain
+    (signal.py). whole_buckets: the parameters of a bucket are compressed as one. share: the share
+    of the elements of large tensors that is sampled.
     """
 
     cfs: tuple[float, ...]
@@ -132,7 +128,7 @@ class ShadowLadder:
     share: float = SHARE
     _group_of: dict[ModelParameter, ShadowGroup] = field(default_factory=dict)
     _strides: dict[ModelParameter, int] = field(default_factory=dict)
-    _moving: set[ModelParameter] = field(default_factory=set)  # that have a velocity here
+    _moving: set[ModelParameter] = field(default_factory=set)  # with a velocity in the shadow
 
     def __post_init__(self) -> None:
         self.peers = Peers(len(self.cfs)) if self.signal else None
@@ -140,28 +136,27 @@ class ShadowLadder:
         self._masked = torch.tensor(masks)[:, None] if any(masks) else None
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
-        """Take in a bucket's local gradients, which in a poisoned bucket must be zero; add what
-        each CF keeps and loses to the tally.
+        """Take in a bucket's local gradients, and add to the tally what each CF keeps and loses.
 
-        On the host a poisoned bucket is passed over, and a parameter that is skipped keeps its
-        residual. On a device, where the host knows of neither, masks see to it that a poisoned
-        bucket changes nothing, but that a velocity that would have begun in this step (with the
-        memory's, or undampened) begins in the next one from zero; and a skipped parameter is one
-        with a gradient of zero, so that elements of its residual count as sent."""
-        if bucket.poisoned is True:
-            return
-        # Skipped ones, too: which they are may differ between ranks, and what is sampled must not.
+        A poisoned bucket, whose gradients must be zero, changes nothing, with one exception on a
+        device: a velocity that would have begun in this step begins in the next one, from zero. A
+        parameter that the host knows to be skipped keeps its residual. On a device a skipped
+        parameter is one with a gradient of zero, and elements of its residual count as sent."""
+        # All parameters, also skipped ones: ranks may skip different ones and must sample alike.
         parts = [part for part in bucket.parts if part.grad.numel()]
-        singly = [[part] for part in parts]
-        for section in [parts] if self.whole_buckets else singly:
-            self._choose_stride([part.parameter for part in section])
-        together = [parts] if bucket.whole else singly
-        if on_host(bucket.work):
-            for section in together:
-                if not all(part.skipped is True for part in section):
-                    self._step([section], bucket, tally)
-        elif parts:
-            self._step(together, bucket, tally)
+        if bucket.poisoned is True or all(part.skipped is True for part in parts):
+            return
+        singly = [[part.parameter] for part in parts]
+        as_one = [[part.parameter for part in parts]]
+        for section in as_one if self.whole_buckets else singly:
+            self._choose_stride(section)
+        group = self._group(as_one if bucket.whole else singly)
+        before = {}
+        if isinstance(bucket.poisoned, Tensor):  # "sent" is replaced, the others are written to
+            before = {n: x if n == "sent" else x.clone() for n, x in group.arrays.items()}
+        self._step(group, parts, bucket, tally)
+        if isinstance(bucket.poisoned, Tensor):
+            group.undo(before, bucket.poisoned)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: the distance of its sampled elements, and what is kept of them."""
@@ -186,18 +181,14 @@ class ShadowLadder:
             if "velocity" in arrays:
                 self._moving.add(parameter)
 
-    def _step(self, together: Sequence[Sequence[Part]], bucket: Bucket, tally: Tally) -> None:
-        """One group's step. together: the parts of each of its sections: a single one on the
-        host."""
-        group = self._group([[part.parameter for part in section] for section in together])
-        parts, sections = [*chain.from_iterable(together)], group.sections
+    def _step(
+        self, group: ShadowGroup, parts: Sequence[Part], bucket: Bucket, tally: Tally
+    ) -> None:
+        sections = group.sections
         g = sampled(self._gradients(parts, group.strides, bucket.updates), [1] * len(parts))
-        host = on_host(g)
-        arrays = {} if host else group.arrays  # "sent" is replaced, not written to
-        before = {name: x if name == "sent" else x.clone() for name, x in arrays.items()}
         skipped = [group.places[part.parameter] for part in parts if part.skipped is True]
         sending = [part.parameter for part in parts if part.skipped is not True]
-        a = self._accumulate(group, g, sending)
+        a = self._accumulate(group, g, sending)  # (CFs, elements)
         waiting = [a[:, place].clone() for place in skipped]
         for place in skipped:
             a[:, place] = 0
@@ -206,51 +197,43 @@ class ShadowLadder:
         for place in skipped:
             sent[:, place] = False
         total = split[1][1] if split else energies(a, sections)
-        # Not finite, of finite, but huge gradients: it would stay so.
-        if not host:
-            overflown = ~(total.amax(0) < inf)
-            left_out = overflown | bucket.poisoned
-        elif not np.isfinite(total.numpy()).all():
-            for array in group.arrays.values():
-                array.zero_()
-            return
+        # A residual that is not finite, after finite but huge gradients, would stay so.
+        overflown = ~(total.amax(0) < inf)  # (sections,)
+        left_out = overflown | bucket.poisoned
         if self.peers is not None:
-            rows = torch.cat((g[None], a * sent))
-            if not host:
-                rows.masked_fill_(sections.spread(left_out), 0)
+            rows = torch.cat((g[None], a * sent)).masked_fill_(sections.spread(left_out), 0)
             if "sent" in group.arrays:
                 found = products(group.arrays["sent"], g, sections)
                 tally.at("signal_total").add_(found[:1])
                 tally.at("signal").add_(found[1:])
             group.arrays["sent"] = rows
             self.peers.add(group.parameters[0], bucket.key.step, rows, sections)
-        clear(a, sent)
+        a.masked_fill_(sent, 0)
         levels = split[1] if split else torch.stack((energies(a, sections), total))
         for place, residual in zip(skipped, waiting, strict=True):
             a[:, place] = residual
         velocity = group.arrays.get("velocity")
         if velocity is not None and self._masked is not None:
             self._masked = self._masked.to(velocity.device)
-            clear(velocity, sent & self._masked)
-        if not host:
-            levels.masked_fill_(left_out, 0)
-            group.settle(before, bucket.poisoned, sections.spread(overflown))
-        error, all_of_it = (levels @ sections.weights).unbind()
+            velocity.masked_fill_(sent & self._masked, 0)
+        for array in group.arrays.values():
+            array.masked_fill_(sections.spread(overflown), 0)
+        error, all_of_it = (levels.masked_fill_(left_out, 0) @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
         tally.at("shadow_total").add_(all_of_it)
 
     def _gradients(
         self, parts: Sequence[Part], strides: Sequence[int], updates: bool
     ) -> Sequence[Tensor]:
-        """The sample of each part's gradient, or of the update that would be made of it."""
+        """The sample of each part's gradient, or of the update that the memory makes of it."""
         samples = [part.grad[::stride] for part, stride in zip(parts, strides, strict=True)]
         if updates:
             return samples
         return self.memory.preview([part.parameter for part in parts], samples, strides)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
-        """The same for samples that are looked at together, from the first time on. What was kept
-        of samples with strides of their own (in a state that is of tensor by tensor) is let go."""
+        """Give all parameters of a section one stride, the first time that they are seen. The state
+        of samples with another stride (from a state saved tensor by tensor) is dropped."""
         known = {self._strides.get(parameter) for parameter in parameters}
         if len(known) <= 1 and None not in known:
             return
@@ -264,7 +247,7 @@ class ShadowLadder:
             self._strides[parameter] = stride
 
     def _group(self, together: Sequence[Sequence[ModelParameter]]) -> ShadowGroup:
-        """Of these sections in this order; buckets are cut anew after the first step."""
+        """The group of these sections, made of others' columns where DDP has cut other buckets."""
         parameters = [*chain.from_iterable(together)]
         before = {parameter: self._group_of.get(parameter) for parameter in parameters}
         group = before[parameters[0]]
@@ -279,8 +262,8 @@ class ShadowLadder:
     def _accumulate(
         self, group: ShadowGroup, g: Tensor, sending: Collection[ModelParameter]
     ) -> Tensor:
-        """The residuals become the error-fed gradients, by the memory's own rule (with signal gain
-        by plain error feedback). Those of parameters that do not send have zeros in g, and stay."""
+        """Add the gradients to the residuals by the memory's rule, with signal gain by plain error
+        feedback. Parameters that do not send have zeros in g, and their residuals stay."""
         a = group.array("residual", len(self.cfs))
         plain = self.peers is not None
         rules = {p: () if plain else tuple(self.memory.rules(p, self.cfs)) for p in sending}

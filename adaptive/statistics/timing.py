@@ -1,13 +1,13 @@
-"""Where the time of a step goes, from its first hook call to that of the next step.
+"""Where the time of a step goes, from its first hook call to the next step's first hook call.
 
-compute: forward and backward, from the first forward after the exchange (so with all micro-batches
-of an accumulation) to the last hook call. compress: in hook calls. exchange: backward then waits
-for the network (what is not hidden behind backward). decode: it waits for what was received to be
-decoded on the process group's threads. The rest is the optimizer, and waiting for input.
+compute: forward and backward, from the first forward after the exchange to the last hook call, so
+with all micro-batches of an accumulation. compress: hook calls. exchange: waiting for the network,
+as far as backward does not hide it. decode: waiting for the process group's threads to decode. The
+rest is the optimizer and waiting for input.
 
-A timestamp is a reading of the host's clock, or on a device, whose stream the host runs ahead of,
-an event on that stream. Nothing waits for the device: a step is told of one step later than on the
-host, when the device has surely passed it.
+A timestamp is a reading of the host's clock. On a device, whose stream the host runs ahead of, it
+is an event on that stream. Nothing waits for the device: a step's times are read one step later
+than on the host, when the device has surely passed the events.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Span = tuple[Timestamp, Timestamp]
 
 @dataclass(frozen=True)
 class Timestamps:
-    """Takes timestamps, when called, and compares them.
+    """Takes a timestamp when called, and compares timestamps.
 
-    clock: seconds. event: makes an event that is not recorded yet (`torch.Event`); None: timestamps
-    are readings of the clock.
+    clock: seconds. event: makes an unrecorded `torch.Event`; None: timestamps are readings of the
+    clock.
     """
 
     clock: Callable[[], float]
@@ -47,7 +47,7 @@ class Timestamps:
 
     @classmethod
     def of(cls, clock: Callable[[], float], device: torch.device) -> Timestamps:
-        """For gradients on `device`; a clock that somebody has injected is believed everywhere."""
+        """For gradients on `device`. An injected clock is used on all devices."""
         if device.type == "cpu" or clock is not time.perf_counter:
             return cls(clock)
         return cls(clock, lambda: torch.Event(device, enable_timing=True))
@@ -60,8 +60,8 @@ class Timestamps:
         return event
 
     def between(self, start: Timestamp, stop: Timestamp) -> float:
-        """Seconds; nan if the device has not come by yet: then no rank knows the step's time, since
-        times are averaged over the ranks."""
+        """Seconds; nan if the device has not passed both events yet. A nan of one rank makes the
+        ranks' mean nan."""
         if self.event is None:
             return float(stop - start)
         if not (start.query() and stop.query()):
@@ -71,14 +71,15 @@ class Timestamps:
 
 @dataclass
 class StepTiming(saved.Stateful):
-    """The timestamps of one step; on the host, where they are numbers, those of a step that has
-    not ended are saved.
+    """The timestamps of one step. On the host, where they are numbers, they are saved if the step
+    has not ended.
 
-    began: the first hook call. cf, wire, statistics, down: what was sent. steps: that the rank
-    takes until the next exchange, more than one with local steps. calls: of the hook. waits: for
-    the network, within these. exchanged: when the last mean was there. decoded: when a thread of
-    the process group was decoding. ended: the next step's first hook call. forward: when its
-    forward began, if known.
+    began: the first hook call. ended: the next step's first hook call. forward: the beginning of
+    the next step's forward; None if unknown. calls: spans of hook calls. waits: spans of waiting
+    for the network, inside hook calls. exchanged: the arrival of the last mean. decoded: spans in
+    which a thread of the process group decoded.
+    cf: the CF sent. wire, statistics, down: bytes sent, see `Traffic`. steps: steps that the rank
+    takes until the next exchange, more than one with local steps.
     """
 
     _fields = saved.declare(
@@ -102,8 +103,8 @@ class StepTiming(saved.Stateful):
     forward: Timestamp = None
 
     def split(self, between: Callable[[Timestamp, Timestamp], float]) -> dict[str, float]:
-        """The seconds of a step that has ended, by the names that `Statistics` has for them.
-        between: seconds from one timestamp to another."""
+        """The seconds of a step that has ended, by their names in `Statistics`. between: seconds
+        from one timestamp to another."""
 
         def at(timestamp: Timestamp) -> float:
             return between(self.began, timestamp)
@@ -125,7 +126,7 @@ class StepTiming(saved.Stateful):
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> float:
-    """Seconds of [start, stop] in which at least one span lies."""
+    """Seconds of [start, stop] that at least one span covers."""
     total, reached = 0.0, start
     for began, ended in sorted(spans):
         began, ended = max(began, reached), min(ended, stop)
@@ -136,11 +137,11 @@ def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> 
 
 
 class ForwardMark:
-    """A forward pre-hook that notes when a step's forward began; one without gradients (an
+    """A forward pre-hook that notes when a step's forward began. A forward without gradients (an
     evaluation between two steps) does not count, and a compiled one cannot be seen.
 
-    timestamps: None for the copy that a copied or pickled model takes along. begins: called before
-    a forward with gradients.
+    timestamps: None in a copied or pickled model, whose mark does nothing. begins: called before a
+    forward with gradients.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp] | None = None) -> None:
@@ -157,7 +158,7 @@ class ForwardMark:
             self._began = self._timestamps()
 
     def take(self) -> Timestamp:
-        """When the first forward since the last call began; None if there was none to see."""
+        """The beginning of the first forward since the last call; None if none was seen."""
         began, self._began = self._began, None
         return began
 
@@ -166,10 +167,9 @@ class ForwardMark:
 
 
 class Stopwatch:
-    """Times the steps of one rank: the last one part by part, and medians at each CF.
+    """Times the steps of one rank: the parts of the last step, and medians at each CF.
 
-    A step lasts from its first hook call to that of the next. forward: a hook for the model, that
-    sees when its forward begins.
+    A step lasts from its first hook call to the next step's. forward: the model's forward pre-hook.
     """
 
     def __init__(self, timestamps: Timestamps) -> None:
@@ -178,18 +178,18 @@ class Stopwatch:
         self.forward = ForwardMark(timestamps)
         self._on_device = timestamps.event is not None
         self._times: dict[float, deque[float]] = {}
-        self._times_of = 1  # so many local steps
+        self._times_of = 1  # the number of local steps that all of `_times` have
         self._running: StepTiming | None = None
-        # The steps that are over, the one that can be read by now first; None: it does not count.
+        # The steps that are over, a readable one first; None: a step that does not count.
         self._over: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
         self._now: Timestamp = nan
         self.timed = (nan, nan, 1)
-        """CF, wire bytes and local steps of the step that `start` has told of last; nan if there
-        was none."""
+        """CF, wire bytes and local steps of the step whose times `start` returned last; nan if it
+        returned none."""
 
     def stop(self, counts: bool) -> float:
-        """The last step is over; returns the time. counts: not the first step of all, which builds
-        DDP's buckets."""
+        """End the running step; returns the time. counts: false for a run's first step, which
+        builds DDP's buckets."""
         if isinstance(self.clock, StepClock):
             self.clock.now = self.ends()
         self._now, forward = self.timestamps(), self.forward.take()
@@ -199,17 +199,16 @@ class Stopwatch:
         return self.clock() if self._on_device else float(self._now)
 
     def ends(self) -> float:
-        """When the running step is over, for whoever cannot wait for the next: now, or, by a
-        modelled clock, when its bytes are there."""
+        """The end of the running step as far as it is known: now, or by a modelled clock the
+        arrival of its bytes."""
         clock, running = self.clock, self._running
         if not isinstance(clock, StepClock) or running is None:
             return clock()
         return clock() + clock.step(running.wire, running.statistics, running.steps, running.down)
 
     def start(self, cf: float, steps: int = 1) -> dict[str, float]:
-        """A step at `cf` begins where the last one stopped, and the next exchange comes after so
-        many `steps`. Returns, by the names of `Statistics`, what the last step took that can be
-        read by now."""
+        """Begin a step at `cf` where the last one ended; the next exchange comes after so many
+        `steps`. Returns the seconds of the last readable step, by their names in `Statistics`."""
         self._running = StepTiming(self._now, cf, steps)
         timed = self._over[0] if len(self._over) == self._over.maxlen else None
         self.timed = (timed.cf, timed.wire, timed.steps) if timed else (nan, nan, 1)
@@ -229,20 +228,20 @@ class Stopwatch:
         return {**seconds, "median_seconds": median(times) if times else nan}
 
     def hook_left(self, entered: Timestamp, waits: Iterable[Span]) -> None:
-        """A hook call that began at `entered` is over; when it waited for the network."""
+        """Note the end of a hook call. waits: spans in which it waited for the network."""
         assert self._running is not None
         self._running.calls.append((entered, self.timestamps()))
         self._running.waits += waits
 
     def bucket_done(self, decoded: Iterable[Span]) -> None:
-        """A bucket's mean is there; when it was `decoded` (called on a thread of the process
-        group)."""
+        """Note the arrival of a bucket's mean, and the spans in which it was decoded. Called on a
+        thread of the process group."""
         if self._running is not None:
             self._running.decoded += decoded
             self._running.exchanged = self.timestamps()
 
     def sent(self, traffic: Traffic) -> None:
-        """What the running step has put on the wire."""
+        """Note the bytes that the running step put on the wire."""
         assert self._running is not None
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
         self._running.down = traffic.down
@@ -257,8 +256,8 @@ class Stopwatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> float:
-        """same_clock: the clock goes on from where it stood when the state was taken; otherwise
-        the interval between is a pause and is not timed. Returns the seconds of that pause."""
+        """Returns the seconds of the pause since the state was saved, which are not timed; 0 with
+        same_clock, where the clock goes on from its saved time."""
         saved_at = saved.read(state, "saved_at", float)
         times = saved.read(state, "times", dict[float, list[float]])
         times_of = saved.read(state, "times_of", int)
@@ -272,5 +271,5 @@ class Stopwatch:
         self._times_of = times_of
         self._running = running if same_clock else None
         self._over = deque(maxlen=self._over.maxlen)
-        self.forward.take()  # of a step that was not part of the run
+        self.forward.take()  # a forward before the loaded state
         return 0.0 if same_clock else self.clock() - saved_at

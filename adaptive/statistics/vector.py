@@ -1,9 +1,9 @@
 """The statistics of one step: declared once, added up on the gradients' device, agreed by one sum.
 
-The vector that is summed over the ranks, what is read back from it and the `StepReport` follow from
-the declaration in `Statistics`, so a new number is named there (and in `policies.StepReport`, if
-policies are to know it). After the sum every rank holds the same bits (measured for gloo and NCCL
-rings), which makes every number of `Statistics` an agreed one.
+`Statistics` declares each number once: how ranks agree on it, when it is measured, and where it
+stands in the `StepReport`. The vector that is summed over the ranks, the numbers read back and the
+report follow from the declaration. After the sum every rank holds the same bits (measured for gloo
+and NCCL rings), so every number of `Statistics` is an agreed one.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from policies import Measurement
 
 
 def _number(agree: str, host: bool = False, reported: bool = False, only: str = "") -> Any:
-    """A number of the step. agree: "sum" or "mean" over the ranks. host: known as a Python number;
-    nan if nobody tells it. reported: by its name, in the `StepReport`. only: what of a `Tally` must
-    be asked for, or it is not in the vector."""
+    """One number. agree: the ranks' "sum" or "mean". host: a Python number from `Tally.known`; nan
+    if that has it not. reported: under its name in the `StepReport` or in its `Measurement`s. only:
+    part of the vector only if this attribute of the `Tally` is set."""
     metadata = {"agree": agree, "host": host, "reported": reported, "only": only}
     return field(default=nan, metadata=metadata)
 
 
-def _numbers(per: str, only: str = "") -> Any:
-    """Several, to be summed: one `per` CF of "cfs" or "ladder" or per rank of "ranks", or as many
-    as the `Tally` says under the number's own name."""
-    return field(default_factory=list, metadata={"agree": "sum", "per": per, "only": only})
+def _numbers(per: str, reported: bool = False, only: str = "") -> Any:
+    """Several numbers, summed over the ranks: one for each CF of the tally's "cfs" or "ladder", for
+    each of its "ranks", or as many as its "layers" or "sketch" says."""
+    metadata = {"agree": "sum", "per": per, "host": False, "reported": reported, "only": only}
+    return field(default_factory=list, metadata=metadata)
 
 
 @dataclass
 class Tally:
-    """This rank's part of the statistics of one step: a float64 vector on the gradients' device,
-    into which whoever measures adds. Its length follows from what is asked for in the step, which
-    is the same on every rank.
+    """This rank's part of a step's statistics: a float64 vector on the gradients' device, to which
+    all measuring code adds. Its length is the same on every rank.
 
-    cfs: the CFs measured. ladder: those of the shadow ladder, if there is one. layers: of how many
-    the norms are read. sketch: numbers of signal gain's. updates: the ranks' optimizers step by
-    themselves, and what is sent are updates. drift: how far ranks drift apart is to be known.
-    norms: those of the gain "raw" are to be known. ranks: of all that decide alike. shards: in how
-    many each replica of the model is. known: the numbers that the host knows, by name.
+    cfs: the CFs measured. ladder: the CFs of the shadow ladder. layers: number of layers whose
+    norms are read. sketch: numbers in the sketch for signal gain. updates: updates of the ranks'
+    own optimizers are sent. drift: the distance between ranks is measured. norms: the norms of the
+    gain "raw" are measured. ranks: all ranks that decide alike. shards: shards of each replica of
+    the model. rank: this one. known: by name, the numbers that the host knows.
     """
 
     cfs: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class Tally:
         self.sharded = self.shards > 1
         self.replicas = self.ranks // self.shards
         self.places: dict[str, slice] = {}
-        """Where each declared statistic lies in the vector."""
+        """The place of each declared statistic in the vector."""
         end = 0
         for name, declared in _DECLARED.items():
             per, only = declared.get("per"), declared["only"]
@@ -78,15 +78,16 @@ class Tally:
         self.at("sum_norm").fill_(nan)
 
     def at(self, name: str) -> Tensor:
-        """The numbers of a statistic, to be added to in place: a view of the vector."""
+        """A view of the vector: the numbers of one statistic, to be added to in place."""
         return self.vector[self.places[name]]
 
     def _levels(self) -> Tensor:
-        """What `add_levels` adds to: from `total` to `sample_error`."""
+        """A view of the statistics from `total` to `sample_error`."""
         return self.vector[self.places["total"].start : self.places["sample_error"].stop]
 
     def add_levels(self, levels: Tensor, sampled: Tensor) -> None:
-        """Add the energies of the payloads of a tensor, and of its sample: (CFs, 3)."""
+        """Add the energies of a tensor's payloads at each CF, and of its sample's: both (CFs, 3),
+        columns ||a||^2, ||c||^2 and ||a - c||^2."""
         own, sample = levels.t(), sampled.t()
         parts = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])
         self._levels().add_(torch.cat(parts))
@@ -94,12 +95,12 @@ class Tally:
             self.at("kept_norms").add_(own[1].clamp(min=0).sqrt())
 
     def copy_of_levels(self) -> Tensor:
-        """What `add_levels` has added so far, to be handed to `lose`."""
+        """A copy of the sums of `add_levels`, for `lose`."""
         return self._levels().clone()
 
     def lose(self, added: Tensor, share: Scalar) -> None:
-        """A second compression has lost this share of what the first one kept. added: the
-        difference of two `copy_of_levels`."""
+        """Count as lost a share of the energy that compression kept, which a second compression has
+        lost. added: the difference of two `copy_of_levels`."""
         n = len(self.cfs)
         kept, sample_error = added[2 : 2 + n], added[2 + 2 * n :]
         self.at("kept").sub_(kept * share)
@@ -107,18 +108,20 @@ class Tally:
         self.at("sample_error").add_((added[1] - sample_error) * share)
 
     def complete(self) -> Tensor:
-        """This rank's part of the sum over the ranks, with what only this rank knows."""
-        known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each.get("host")]
+        """The vector, with the numbers that the host knows: this rank's term of the sum."""
+        known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each["host"]]
         waits = [0.0] * self.ranks
         waits[self.rank] = self.known.get("exchange_seconds", nan)
-        on_host = torch.tensor([*known, *waits], dtype=torch.float64)  # what is declared first
+        on_host = torch.tensor([*known, *waits], dtype=torch.float64)  # declared first
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
         return self.vector
 
 
 @dataclass
 class Statistics:
-    """The agreed numbers of one step, in the order of the vector. tally: of one of the ranks."""
+    """The agreed numbers of one step, in the order of the vector. tally: this rank's.
+
+    g: a rank's gradient. a: its error-fed gradient. c: what compression keeps of a."""
 
     tally: Tally = field(default_factory=Tally)
 
@@ -130,55 +133,55 @@ class Statistics:
     compute_seconds: float = _number("mean", host=True, reported=True)
     lr: float = _number("mean", host=True, reported=True)
     waits: list[float] = _numbers("ranks")
-    """Every rank's own exchange_seconds."""
+    """exchange_seconds of each rank."""
     sum_norm: float = _number("mean", reported=True)
-    """nan in a step whose plan does not read it."""
-    grad: float = _number("sum")
+    """Norm of the sum of mean gradients; nan in a step whose plan does not read it."""
+    grad: float = _number("sum", reported=True)
     """||g||^2."""
     spoiled: float = _number("mean")
-    """Buckets whose gradients are not finite."""
+    """Number of buckets whose gradients are not finite."""
     changed: float = _number("mean")
-    """Gradients were changed between backward and step; `unscaled`: as by a loss scale that was not
-    handed over."""
+    """1 if gradients changed between backward and step. `unscaled`: 1 if they did as by a loss
+    scale that was not handed over."""
     unscaled: float = _number("mean")
     corrupt: float = _number("sum", only="on_device")
     """Payloads of the step before that no compressor can have sent."""
-    total: float = _number("sum")
-    """||a||^2 of the error-fed gradients; `sample_total` that of the gradients' samples."""
-    sample_total: float = _number("sum")
-    kept: list[float] = _numbers("cfs")
-    """||c||^2 at each CF; `error` ||a - c||^2, `sample_error` the same of the samples."""
-    error: list[float] = _numbers("cfs")
-    sample_error: list[float] = _numbers("cfs")
-    grad_norms: float = _number("sum", only="norms")
-    """||g|| of what is compressed as one (a tensor or several), summed; `kept_norms` the same of
-    ||c|| at each CF."""
-    kept_norms: list[float] = _numbers("cfs", only="norms")
+    total: float = _number("sum", reported=True)
+    """||a||^2. `sample_total`: ||s||^2 of the samples s of the gradients."""
+    sample_total: float = _number("sum", reported=True)
+    kept: list[float] = _numbers("cfs", reported=True)
+    """||c||^2. `error`: ||a - c||^2. `sample_error`: ||s - C(s)||^2."""
+    error: list[float] = _numbers("cfs", reported=True)
+    sample_error: list[float] = _numbers("cfs", reported=True)
+    grad_norms: float = _number("sum", reported=True, only="norms")
+    """||g||, summed over what is compressed as one (a tensor or several). `kept_norms`: ||c||,
+    summed likewise."""
+    kept_norms: list[float] = _numbers("cfs", reported=True, only="norms")
     shadow_error: list[float] = _numbers("ladder")
+    """||a - c||^2 of the shadow ladder. `shadow_total`: its ||a||^2."""
     shadow_total: list[float] = _numbers("ladder")
     layers: list[float] = _numbers("layers")
-    """`sum_norm` of each layer, if they are read in this step."""
+    """`sum_norm` of each layer, if the step reads them."""
     signal_total: float = _number("sum", reported=True, only="sketch")
-    """<g_t, g_{t+1}>, t + 1 being this step; `peers_total` <g_t, g_t> between different ranks."""
+    """<g_t, g_{t+1}>; this step is t + 1. `peers_total`: <g_t, g_t> of different ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")
     peers_energy: float = _number("sum", reported=True, only="drift")
     """||g_t||^2, by the same sketches."""
-    signal: list[float] = _numbers("ladder", only="sketch")
-    """<c_t, g_{t+1}> at each CF; `peers` <c_t, g_t> between different ranks."""
-    peers: list[float] = _numbers("ladder", only="sketch")
+    signal: list[float] = _numbers("ladder", reported=True, only="sketch")
+    """<c_t, g_{t+1}>. `peers`: <c_t, g_t> of different ranks."""
+    peers: list[float] = _numbers("ladder", reported=True, only="sketch")
     sketch: list[float] = _numbers("sketch")
-    """Of this rank's gradient (signal.py)."""
+    """The sketch of g (signal.py)."""
     stepped: float = _number("sum", only="updates")
-    """Ranks whose optimizers have stepped, where updates are sent."""
+    """Number of ranks whose optimizers have stepped, where updates are sent."""
     sent_bytes: float = _number("mean", only="sharded")
-    """Bytes that a rank has sent in the step, but for statistics. Where nothing is sharded all have
-    sent as many, and know it; shards may be of unequal size."""
+    """Bytes that a rank sent in the step without statistics: shards may be of unequal size."""
     timed_bytes: float = _number("mean", only="sharded")
-    """Those of the step that `seconds` is of."""
+    """`sent_bytes` of the step that the times are of."""
 
     @classmethod
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:
-        """From the sum of the ranks' vectors, on the host. tally: of this rank."""
+        """The statistics from the sum of the ranks' vectors, on the host. tally: this rank's."""
         values: list[float] = summed.tolist()
         over = {"sum": 1, "mean": tally.ranks}
         found: dict[str, Any] = {}
@@ -188,41 +191,34 @@ class Statistics:
                 found[name] = part
             elif part:
                 found[name] = part[0] / over[declared["agree"]]
-        if found["spoiled"]:  # then policies are to pass over the step
+        if found["spoiled"]:  # nan makes policies pass over the step
             found |= dict.fromkeys(("grad", "total", "sample_total", "grad_norms"), nan)
         return cls(tally, **found)
 
     def reported(self) -> dict[str, Any]:
-        """What a `StepReport` has of it, but for the layers."""
+        """The fields of a `StepReport` that are statistics, without its `layer_norms`."""
         tally = self.tally
+        values = {name: getattr(self, name) for name, each in _DECLARED.items() if each["reported"]}
+        energies = {name: values.pop(name) for name in _MEASURED}
+        for name, value in values.items():
+            if isinstance(value, list):  # by CF of the shadow ladder; empty if not measured
+                values[name] = dict(zip(tally.ladder, value, strict=False))
+
+        def measurement(i: int) -> Measurement:
+            known = {name: value for name, value in energies.items() if value != []}
+            return Measurement(
+                **{n: value[i] if isinstance(value, list) else value for n, value in known.items()}
+            )
+
         shadow = zip(tally.ladder, self.shadow_error, self.shadow_total, strict=True)
-        waits_known = all(map(isfinite, self.waits))
         return {
-            "measurements": {
-                cf: Measurement(
-                    kept=self.kept[i],
-                    error=self.error[i],
-                    total=self.total,
-                    grad=self.grad,
-                    sample_error=self.sample_error[i],
-                    sample_total=self.sample_total,
-                    kept_norms=self.kept_norms[i] if tally.norms else nan,
-                    grad_norms=self.grad_norms,
-                )
-                for i, cf in enumerate(tally.cfs)
-            },
-            "network_seconds": min(self.waits) if waits_known else nan,
-            "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
+            **values,
+            "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
             "steady": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
-            # By CF of the shadow ladder; empty if they were not asked for.
-            "signal": dict(zip(tally.ladder, self.signal, strict=False)),
-            "peers": dict(zip(tally.ladder, self.peers, strict=False)),
-            **{
-                name: getattr(self, name)
-                for name, each in _DECLARED.items()
-                if each.get("reported")
-            },
+            "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
+            "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,
         }
 
 
 _DECLARED = {each.name: each.metadata for each in fields(Statistics) if each.metadata}
+_MEASURED = [each.name for each in fields(Measurement)]

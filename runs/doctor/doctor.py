@@ -39,7 +39,7 @@ from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import NAMED
 from adaptive.session import Session
 from adaptive.sync.options import EveryStep
-from adaptive.timeline.records import SafeTimeline
+from adaptive.timeline.recorder import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, StepReport, checks
 

@@ -23,8 +23,7 @@ examples:
   python -m runs replay logs/demo
       the recorded policy on its own record: the decisions are the same, bit for bit
   python -m runs replay mine.jsonl
-      the same of a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl")), or
-      a TensorBoardTimeline, whose folder is then named
+      the same of a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl"))
   python -m runs replay logs/demo --policy "GraVAC(epsilon=0.5, window=100)"
   python -m runs replay logs/demo/timeline.jsonl --policy accordion --cf-range 10 200 --json
 
@@ -42,7 +41,7 @@ class Replaying:
     """What to replay, and which policy."""
 
     timeline: Annotated[Positional[str], metavar("TIMELINE")]
-    """Log folder, timeline file, or folder of event files."""
+    """Log folder or timeline file."""
     policy: Annotated[str | None, spec("POLICY", Typed)] = None
     """As of train (the recorded one, with the recorded settings)."""
     cf_range: Pair | None = None

@@ -10,15 +10,11 @@ from pathlib import Path
 from adaptive import Header
 from adaptive.config import make_base
 from runs.config import TrainConfig, load_config
-from runs.files import has_events
 from runs.parser import UsageError
 from runs.policy_expression import canonical, policy_name
 from runs.records import TIMELINE_FILE, Recorded, read_records
 
-ACCEPTED = (
-    f"accepted: a run's log folder, its {TIMELINE_FILE} or another file of a JSONLTimeline, or the "
-    f"folder of a TensorBoardTimeline"
-)
+ACCEPTED = f"accepted: a run's log folder, its {TIMELINE_FILE} or another file of a JSONLTimeline"
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Source:
 def read_source(given: str) -> Source:
     """UsageError names the file and what is wrong with it."""
     path = Path(given)
-    if path.is_dir() and ((path / TIMELINE_FILE).exists() or not has_events(path)):
+    if path.is_dir():
         path = path / TIMELINE_FILE
     folder = path if path.is_dir() else path.parent
     try:

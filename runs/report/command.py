@@ -31,8 +31,7 @@ examples:
   python -m runs report logs/compare-text-1a2b3c4d --title "LSTM, 100 Mbit/s"
       all runs of a comparison
   python -m runs report mine.jsonl
-      a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl")), or a
-      TensorBoardTimeline, whose folder is then named
+      a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl"))
   python -m runs report logs/demo --bandwidths 50mbit 1gbit,1ms --json
 
 The target quality of "time to target" is, unless --target says otherwise, the final quality of the
@@ -51,7 +50,7 @@ class Showing:
     """What is shown, and where it goes."""
 
     logdir: Annotated[Positional[tuple[str, ...]], metavar("LOGDIR ...")]
-    """Log folder of a run or of a comparison, timeline file, or folder of event files."""
+    """Log folder of a run or of a comparison, or timeline file."""
     target: Number | None = None
     """Quality of "time to target", see above."""
     bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None

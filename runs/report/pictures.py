@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from adaptive import LinkSpec
-from adaptive.timeline.thinned import scalars
+from adaptive.timeline.records import scalars
 from policies import DENSE
 from runs import dashboard
 from runs.dashboard.thin import Switch

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from runs.config import CONFIG_FILE, TrainConfig, load_config
-from runs.files import has_events, json_lines, read_json
+from runs.files import json_lines, read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.policy_expression import UntrustedPolicyError
@@ -22,7 +22,7 @@ RUNS = "runs"
 SLICES_FILE = "slices.jsonl"
 ACCEPTED = (
     f"accepted: the log folder of a run or of a comparison, a {TIMELINE_FILE} or another file of a "
-    f"JSONLTimeline, or the folder of a TensorBoardTimeline"
+    f"JSONLTimeline"
 )
 
 
@@ -45,11 +45,7 @@ class Place:
 
     @property
     def timeline(self) -> Path:
-        """Which may be in the event files of a folder without another."""
-        inside = self.path / TIMELINE_FILE
-        if self.path.is_file() or not (inside.is_file() or (self.path / CONFIG_FILE).is_file()):
-            return self.path
-        return inside
+        return self.path if self.path.is_file() else self.path / TIMELINE_FILE
 
 
 def find_places(given: Sequence[str], own: str) -> tuple[list[Place], list[str]]:
@@ -155,7 +151,7 @@ def smoothed(evaluations: Sequence[tuple[int, float]], count: int) -> tuple[tupl
 def _runs_in(path: Path) -> list[Path]:
     """The runs that a path stands for: itself, or what is in it."""
     if path.is_file():
-        return [path] if path.suffix == ".jsonl" or has_events(path) else []
+        return [path] if path.suffix == ".jsonl" else []
     if not path.is_dir():
         return []
     if _is_run(path):
@@ -165,8 +161,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    named = any((path / name).is_file() for name in (CONFIG_FILE, TIMELINE_FILE))
-    return named or has_events(path)
+    return any((path / name).is_file() for name in (CONFIG_FILE, TIMELINE_FILE))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

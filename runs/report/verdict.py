@@ -7,9 +7,8 @@ from dataclasses import replace
 from math import isfinite, log, sqrt
 from statistics import mean, stdev
 
-from adaptive.headline import headline
 from adaptive.pace import Pace
-from adaptive.timeline.records import headline_of
+from adaptive.summary import headline, headline_of
 from policies import DENSE
 from policies.words import percent
 from runs.report.rows import Row

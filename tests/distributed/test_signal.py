@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.samples import Sections
+from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.signal import Peers
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, same, small_net
@@ -40,7 +42,31 @@ def _run(
     policy = Watching([cf])
     compressor = AdaptiveCompressor("topk", (1, 100), policy=policy, granularity=granularity)
     compressor.attach(model, optimizer=optimizer)
-    gradients = []
+    gradients: list[dict[str, Tensor]] = []
+    buckets: list[list[list[str]]] = [[] for _ in range(STEPS)]  # names, by step and bucket
+    observe = ShadowLadder.step
+
+    def observed(ladder: ShadowLadder, bucket: Any, tally: Any) -> None:
+        buckets[len(gradients) - 1].append([part.parameter.name for part in bucket.parts])
+        observe(ladder, bucket, tally)
+
+    with patch.object(ShadowLadder, "step", observed):
+        _train(model, optimizer, rank, spoiled, gradients)
+    compressor.flush()
+    reports = [
+        (dict(r.signal), r.signal_total, dict(r.peers), r.peers_total) for r in policy.reports
+    ]
+    return {"gradients": gradients, "reports": reports, "buckets": buckets}
+
+
+def _train(
+    model: DDP,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    spoiled: int,
+    gradients: list[dict[str, Tensor]],
+) -> None:
+    """gradients: takes in the local ones of each step."""
     for step in range(STEPS):
         optimizer.zero_grad()
         gradients.append(local_gradients(model, step, rank))
@@ -48,11 +74,6 @@ def _run(
         (loss * float("nan") if step == spoiled and rank == 1 else loss).backward()
         if step != spoiled:
             optimizer.step()
-    compressor.flush()
-    reports = [
-        (dict(r.signal), r.signal_total, dict(r.peers), r.peers_total) for r in policy.reports
-    ]
-    return {"gradients": gradients, "reports": reports}
 
 
 def _kept(a: Tensor, cf: float) -> Tensor:
@@ -91,13 +112,18 @@ def _peer_products(everyone: list[dict[str, Any]], cf: float) -> list[tuple[floa
     for step in range(STEPS - 1):
         ranks = [Peers(1) for _ in everyone]
         for peers, one, residual in zip(ranks, everyone, residuals, strict=True):
-            for name, g in one["gradients"][step].items():
-                a = residual[name] + g
-                kept = _kept(a, cf)
-                residual[name] = a - kept
-                parameter = ModelParameter(name, torch.nn.Parameter(g))
-                sections = Sections([g.numel()], [[1]], [1.0], g.device)
-                peers.add(parameter, step, torch.stack([g, kept]), sections)
+            for names in one["buckets"][step]:
+                rows = []
+                for name in names:
+                    g = one["gradients"][step][name]
+                    a = residual[name] + g
+                    kept = _kept(a, cf)
+                    residual[name] = a - kept
+                    rows.append(torch.stack([g, kept]))
+                whole = torch.cat(rows, 1)
+                first = ModelParameter(names[0], torch.nn.Parameter(rows[0][0]))
+                sections = Sections([whole.shape[1]], [[1]], [1.0], whole.device)
+                peers.add(first, step, whole, sections)
         tallies = [make_tally(1) for _ in ranks]
         sketches = [peers.end_step(tally) for peers, tally in zip(ranks, tallies, strict=True)]
         total = torch.stack([tally.at("sketch") for tally in tallies]).sum(0)

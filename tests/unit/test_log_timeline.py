@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from adaptive import LogTimeline, StepRecord, StepReport
+from adaptive import LogTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.pace import Pace
+from adaptive.timeline.recorder import SafeTimeline
 from policies import Measurement
 
 
@@ -55,6 +56,23 @@ def test_a_function_gets_the_numbers_of_some_steps_and_the_final_ones() -> None:
 
 def test_by_default_steps_keep_their_distance_in_time() -> None:
     assert [step for step, _ in _logged(None)] == [0, 9, 10, 10]
+
+
+def test_a_function_is_a_sink_as_it_is() -> None:
+    calls: list[tuple[int, dict[str, float]]] = []
+    memory = MemoryTimeline()
+    timeline = SafeTimeline([lambda numbers, step: calls.append((step, numbers)), memory])
+    timeline.step(_record(0, 10.0))
+    timeline.close()
+    assert [step for step, _ in calls] == [0, 0]
+    assert calls[1][1]["final/wire_factor"] == 10
+    assert len(memory.steps) == 1
+
+
+@pytest.mark.parametrize("timeline", ["log.jsonl", [MemoryTimeline(), 3]])
+def test_what_is_no_sink_is_refused(timeline: Any) -> None:
+    with pytest.raises(TypeError, match=r"timeline must be a Timeline .* a function"):
+        SafeTimeline(timeline)
 
 
 @pytest.mark.parametrize("log", [None, "print"])

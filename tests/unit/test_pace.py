@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive.exchange.link import LinkCost, LinkSpec
-from adaptive.headline import headline
 from adaptive.pace import NOT_TIMED, Contrast, DenseStep, DenseTimer, Pace
+from adaptive.summary import headline
 from policies import DENSE, StepReport
 from policies.step_time import LAST
 from runs.modelled_clock import ModelledClock

@@ -1,0 +1,188 @@
+"""Sinks: where the records of a run go. Memory, JSON lines, or a tracker's logging function."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, TextIO
+
+from adaptive.timeline.records import Event, Header, StepRecord, final_scalars, scalars
+from policies import checks
+
+LogFunction = Callable[[dict[str, float], int], object]
+"""An experiment tracker's function, called with numbers by name and a step."""
+
+
+class Timeline:
+    """A sink for records and events; a subclass overrides the methods that it needs. `start` comes
+    once a run, before everything else. Nothing comes after `close`."""
+
+    def start(self, header: Header) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def flush(self) -> None:
+        """Hand everything recorded so far over to the operating system."""
+
+    def close(self) -> None: ...
+
+
+class MemoryTimeline(Timeline):
+    """Keeps everything: `header`, and two lists, `steps` and `events`."""
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.steps: list[StepRecord] = []
+        self.events: list[Event] = []
+
+    def start(self, header: Header) -> None:
+        self.header = header
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class JSONLTimeline(Timeline):
+    """A sink that writes one JSON object a line, at full precision, with null for unknown numbers.
+    The header is the first line, unless the run resumes in another file than it began in.
+
+    path: the file. It is made with its folder at the first record, so on the writing rank only.
+    append: go on at the end of the file (resuming).
+    """
+
+    def __init__(self, path: str | Path, append: bool = False) -> None:
+        self.path = Path(path)
+        self._append = append
+        self._file: TextIO | None = None
+
+    def start(self, header: Header) -> None:
+        self._write("header", header)
+
+    def step(self, record: StepRecord) -> None:
+        self._write("step", record, wire_factor=record.wire_factor)
+
+    def event(self, event: Event) -> None:
+        self._write("event", event)
+        self.flush()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            atexit.unregister(self.close)
+            file, self._file, self._append = self._file, None, True
+            file.close()
+
+    def _write(self, kind: str, recorded: Header | StepRecord | Event, **more: float) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atexit.register(self.close)
+            self._file = self.path.open("a" if self._append else "w", encoding="utf-8")
+        value = _plain({"kind": kind, **vars(recorded), **more})
+        self._file.write(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """The value with dataclasses as mappings, and None for nan and infinity: JSON has neither."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return _plain(vars(value)) if is_dataclass(value) else value
+
+
+class ThinnedTimeline(Timeline):
+    """A sink that writes the numbers of some steps only. A subclass implements `_write_numbers`.
+
+    interval: write every this many steps; None: at most one step in `shortest` seconds. The two
+    steps around a switch of CF are always written.
+    """
+
+    shortest: float
+
+    def __init__(self, interval: int | None) -> None:
+        if interval is not None:
+            checks.whole("interval", interval, least=1)
+        self._interval = interval
+        self._last: StepRecord | None = None
+        self._skipped: tuple[StepRecord, float] | None = None
+        self._due = 0.0
+        self._layer_cfs: dict[str, float] = {}
+
+    def step(self, record: StepRecord) -> None:
+        now, report = time.time(), record.report
+        switched = self._last is None or report.cf != self._last.report.cf
+        if switched:
+            self._write_skipped()
+        # A layer that a record does not name has the CF of the whole model.
+        layer_cfs = {**dict.fromkeys(self._layer_cfs, report.cf), **record.layer_cfs}
+        changed = {
+            f"cf_layer/{name}": cf
+            for name, cf in layer_cfs.items()
+            if self._layer_cfs.get(name) != cf
+        }
+        self._layer_cfs = layer_cfs
+        due = now >= self._due if self._interval is None else report.step % self._interval == 0
+        if switched or changed or due:
+            self._write(record, now, changed)
+        else:
+            self._skipped = record, now
+        self._last = record
+
+    def close(self) -> None:
+        """Write the last step and the final/* numbers."""
+        if self._last is not None:
+            self._write_skipped()
+            self._write_numbers(final_scalars(self._last), self._last.report.step, time.time())
+            self._last = None
+
+    def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:
+        self._skipped, self._due = None, at + self.shortest
+        self._write_numbers({**scalars(record), **layers}, record.report.step, at)
+
+    def _write_skipped(self) -> None:
+        if self._skipped is not None:
+            self._write(*self._skipped, {})
+
+    @abstractmethod
+    def _write_numbers(self, values: Mapping[str, float], step: int, at: float) -> None:
+        """Write the finite ones of these numbers by name. at: seconds since the epoch."""
+
+
+class LogTimeline(ThinnedTimeline):
+    """A sink that calls an experiment tracker's function with the numbers of some steps:
+    `timeline=wandb.log`, or `LogTimeline(wandb.log, interval=10)`.
+
+    log: called as `log(numbers, step)`, on rank 0 only. The numbers are finite and named as
+        `adaptive.timeline.records.scalars` says. `close` logs the final/* numbers.
+    interval: call it every this many steps; None: at most once a second. The two steps around a
+        switch of CF are always logged.
+    The reason of a switch is text, and is not logged: a subclass may override `event`.
+    TypeError if `log` cannot be called.
+    """
+
+    shortest = 1.0  # a server is slower than a file
+
+    def __init__(self, log: LogFunction, interval: int | None = None) -> None:
+        super().__init__(interval)
+        if not callable(log):
+            raise TypeError(f"log must be a function of numbers and a step, got {log!r}")
+        self._log = log
+
+    def _write_numbers(self, values: Mapping[str, float], step: int, at: float) -> None:
+        self._log({name: value for name, value in values.items() if isfinite(value)}, step)

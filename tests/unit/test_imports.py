@@ -1,0 +1,146 @@
+"""Imports go one way: `runs -> adaptive -> {policies, compressors}`, and inside these packages
+without a circle. Every import in a file counts, also in functions and under `TYPE_CHECKING`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import adaptive
+
+ROOT = Path(adaptive.__file__).parent.parent
+PACKAGES = ("adaptive", "policies", "compressors")
+
+KERNELS = "compressors.kernels.triton_"
+"""Modules that are loaded for tensors on a GPU only."""
+
+INTEGRATIONS = "adaptive.integrations."
+"""Modules that users of a framework load."""
+
+CIRCULAR = {
+    ("adaptive.bucket", "adaptive.memory.error_feedback"),
+    ("adaptive.config", "adaptive.memory.model_memory"),
+    ("adaptive.exchange.link", "adaptive.exchange.collectives"),
+    ("adaptive.hook", "adaptive.compressor"),
+    ("adaptive.integrations.fsdp", "adaptive.compressor"),
+    ("adaptive.integrations.fsdp", "adaptive.session"),
+    ("adaptive.memory.error_feedback", "adaptive.memory.momentum"),
+    ("adaptive.parameters", "adaptive.integrations.fsdp"),
+    ("compressors.kernels.blocks", "compressors.kernels.triton_flags"),
+}
+"""Imports that still close a circle, each (file, what it imports). Without them there is none."""
+
+Graph = Mapping[str, set[str]]
+"""For each module, the names of what it imports, of any package."""
+
+
+def graph_of(root: Path, packages: tuple[str, ...], when_loaded: bool = False) -> Graph:
+    """The imports of all files of some packages. when_loaded: only those that loading a file
+    runs."""
+    paths = sorted(path for package in packages for path in (root / package).rglob("*.py"))
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
+    graph = {}
+    for module, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found: set[str] = set()
+        for node in tree.body if when_loaded else ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module, f"{path}: imports are absolute"
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {name if name in files else node.module for name in names}
+        graph[module] = found
+    return graph
+
+
+def circles(graph: Graph) -> list[frozenset[str]]:
+    """The largest sets of modules that all import one another, directly or by way of others."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        found, waiting = set[str](), [module]
+        while waiting:
+            new = (graph[waiting.pop()] & graph.keys()) - found
+            found |= new
+            waiting += new
+        reached[module] = found
+    sets = {frozenset(o for o in reached[m] if m in reached[o]) for m in graph}
+    return sorted((each for each in sets if each), key=sorted)
+
+
+GRAPH = graph_of(ROOT, PACKAGES)
+LOADED = graph_of(ROOT, PACKAGES, when_loaded=True)
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    gone = {(module, target) for module, target in CIRCULAR if target not in GRAPH[module]}
+    assert not gone, f"no longer there, and to be taken off CIRCULAR: {gone}"
+    graph = {m: {o for o in GRAPH[m] if (m, o) not in CIRCULAR} for m in GRAPH}
+    assert circles(graph) == []
+
+
+def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
+    sources = {
+        "adaptive/__init__.py": "",
+        "adaptive/a.py": "from adaptive.b import x",
+        "adaptive/b.py": "def f():\n    import adaptive.c",
+        "adaptive/c.py": "if TYPE_CHECKING:\n    from adaptive import a",
+        "adaptive/d.py": "import adaptive.a",
+    }
+    (tmp_path / "adaptive").mkdir()
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    circle = frozenset({"adaptive.a", "adaptive.b", "adaptive.c"})
+    assert circles(graph_of(tmp_path, ("adaptive",))) == [circle]
+    assert circles(graph_of(tmp_path, ("adaptive",), when_loaded=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "never"),
+    [
+        ("policies", {"torch", "numpy", "adaptive", "compressors", "runs"}),
+        ("compressors", {"adaptive", "policies", "runs"}),
+        ("adaptive", {"runs"}),
+    ],
+)
+def test_no_file_imports_a_package_above_its_own(package: str, never: set[str]) -> None:
+    for module, imported in GRAPH.items():
+        if module.split(".")[0] == package:
+            assert not {name.split(".")[0] for name in imported} & never, module
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [
+        ("policies", {"policies"}),
+        ("compressors", {"compressors", "torch", "numpy"}),
+        ("adaptive", {"adaptive", "policies", "compressors", "torch", "numpy"}),
+    ],
+)
+def test_loading_a_file_needs_torch_and_numpy_at_most(package: str, allowed: set[str]) -> None:
+    known = {*allowed, *sys.stdlib_module_names}
+    for module, imported in LOADED.items():
+        if module.split(".")[0] == package and not module.startswith((KERNELS, INTEGRATIONS)):
+            assert {name.split(".")[0] for name in imported} <= known, module
+
+
+def test_triton_is_not_needed_to_load_anything_but_its_kernels() -> None:
+    kernels = {module for module in LOADED if module.startswith(KERNELS)}
+    assert kernels
+    for module in LOADED.keys() - kernels:
+        assert not LOADED[module] & kernels, module
+        assert not any(name.split(".")[0] == "triton" for name in LOADED[module]), module
+
+
+def test_integrations_are_loaded_by_nobody_else() -> None:
+    integrations = {module for module in LOADED if module.startswith(INTEGRATIONS)}
+    assert len(integrations) >= 3
+    for module in LOADED.keys() - integrations:
+        assert not LOADED[module] & integrations, module
