@@ -7,7 +7,7 @@ first the smallest CF, later the largest one that loses no gain against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from math import inf, nan
@@ -122,8 +122,7 @@ class SendRule(Stateful):
 @dataclass(eq=False)
 class CandidateStatistics(Stateful):
     """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
-    they are known (GraVAC, section 3.1). A gain is averaged while it is measured, and noted at the
-    end of a CF's window."""
+    they are known (GraVAC, section 3.1)."""
 
     kind: GainKind
     weight: float  # of a new value in the average of a gain
@@ -133,7 +132,6 @@ class CandidateStatistics(Stateful):
     overlap: int | None = 0  # see `Context`
 
     _averages: Averages = saved()
-    _judged: dict[float, float] = saved({})
     time: StepTime = saved()
     signal: SignalGain | None = saved()  # only if `kind` is "signal"
 
@@ -142,13 +140,12 @@ class CandidateStatistics(Stateful):
         self.time = StepTime(self.nbytes, self.overlap)
         self.signal = SignalGain() if self.kind == "signal" else None
 
-    def observe(self, report: StepReport, measured: Collection[float]) -> str:
-        """Take in one step, in which the gains of these CFs were measured; averages of others would
-        become stale. Returns, in words, whether another estimate of the signal gain decides."""
+    def observe(self, report: StepReport) -> str:
+        """Take in one step. Returns, in words, whether another estimate of the signal gain
+        decides."""
         self.time.observe(report)
         if self.signal is not None:
             return self.signal.observe(report)
-        self._averages.keep_only(measured)
         for cf, measurement in report.measurements.items():
             self._averages.add(cf, *measurement.terms(self.kind))
         return ""
@@ -164,18 +161,15 @@ class CandidateStatistics(Stateful):
         if self.signal is not None:
             return self.signal.gain(cf)
         if self._averages.steps(cf) < self.believed_after:
-            return self._judged.get(cf)
+            return None
         return min(1.0, self._averages[cf])
 
-    def judge(self, cf: float | None) -> None:
-        """A window of this CF is over: note its gain, if that is known."""
-        gain = self.gain(cf)
-        if cf is not None and cf != DENSE and gain is not None:
-            self._judged[cf] = gain
+    def keep_only(self, cfs: Collection[float]) -> None:
+        """Forget the averages of other CFs."""
+        self._averages.keep_only(cfs)
 
-    def forget_times(self, chosen: float | None) -> None:
-        """Step times have changed, gains have not: that of the CF in use is noted."""
-        self.judge(chosen)
+    def forget_times(self) -> None:
+        """Step times have changed, gains have not."""
         self.time = StepTime(self.nbytes, self.overlap)
 
     def t_sys(self, cf: float) -> float | None:
@@ -183,12 +177,13 @@ class CandidateStatistics(Stateful):
         seconds = self.time.measured(cf)
         return 1 / seconds if seconds else None
 
-    def t_comp(self, epsilon: float) -> dict[float, float]:
-        """T_comp of the judged CFs that were sent and whose gain is at least epsilon."""
+    def t_comp(self, cfs: Iterable[float], epsilon: float) -> dict[float, float]:
+        """T_comp of the CFs that were sent and whose gain is known and at least epsilon."""
+        known = {cf: (self.gain(cf), self.t_sys(cf)) for cf in cfs}
         return {
             cf: gain * t_sys
-            for cf, gain in self._judged.items()
-            if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
+            for cf, (gain, t_sys) in known.items()
+            if gain is not None and gain >= epsilon and t_sys is not None
         }
 
     def times_of(self, chosen: float, other: float) -> str:
@@ -207,15 +202,16 @@ class CandidateStatistics(Stateful):
         saved = 1 - self.nbytes(cf) / (self.nbytes(here) or nan)
         return costs(self.time.measured(cf), self.time.measured(here), saved)
 
-    def why_dense_wins(self) -> str:
-        """Why no CF can beat dense, not even with nothing on the wire, the fastest compression and
-        the best gain, as soon as two CFs that were sent show it; else ""."""
+    def why_dense_wins(self, cfs: Iterable[float]) -> str:
+        """Why none of the CFs can beat dense, not even with nothing on the wire, the fastest
+        compression and the best gain, as soon as two of them that were sent show it; else ""."""
         dense = self.t_sys(DENSE)
-        sent = [t_sys for cf in self._judged if (t_sys := self.t_sys(cf)) is not None]
+        gains = {cf: gain for cf in cfs if (gain := self.gain(cf)) is not None}
+        sent = [t_sys for cf in gains if (t_sys := self.t_sys(cf)) is not None]
         seconds = self.time.bound()
         if dense is None or len(sent) < 2 or not seconds:
             return ""
-        gain = max(self._judged.values())
+        gain = max(gains.values())
         # If a step was faster than the model's bound, the model is wrong.
         if gain > dense * seconds or gain * max(sent) > dense:
             return ""
@@ -350,8 +346,10 @@ class GraVAC(DeclaredPolicy):
 
     def observe(self, report: StepReport) -> None:
         sent, probed = self._send, self._probe
-        basis = self._statistics.observe(report, {sent, *probed})
+        basis = self._statistics.observe(report)
         explores = self._chosen is None
+        if not explores:  # an average of what is no longer measured would become stale
+            self._statistics.keep_only({sent, *probed})
         why = self._step_exploration() if explores else self._step_choice()
         chooses = explores and self._chosen is not None  # and has told of its step time
         switches = self._send != sent and not chooses
@@ -397,11 +395,9 @@ class GraVAC(DeclaredPolicy):
             self._rule.enter(Level.FLOOR)
             known = "not known yet" if gain is None else f"{gain:.4g}"
             return f"dense is measured, gain at CF {self._floor:g} {known}"
-        self._statistics.judge(self._floor)
-        self._statistics.judge(judged)
         why = ""
         if judged != self._ladder[0]:
-            if self._dense_may_win and (why := self._statistics.why_dense_wins()):
+            if self._dense_may_win and (why := self._statistics.why_dense_wins(self._ladder)):
                 return self._choose(DENSE, why)
             why = self._promote(judged)
         if self._candidate is None:
@@ -433,7 +429,7 @@ class GraVAC(DeclaredPolicy):
     def _best(self) -> tuple[float, str]:
         """The CF to choose when all candidates were judged, and why."""
         epsilon = 0.0 if self.as_published else self.epsilon
-        t_comp = self._statistics.t_comp(epsilon)
+        t_comp = self._statistics.t_comp(self._ladder, epsilon)
         if not t_comp:
             return self._floor, f"no CF has both gain >= epsilon {epsilon:g} and a step time"
         dense = self._statistics.t_sys(DENSE) if self._dense_may_win else None
@@ -461,10 +457,11 @@ class GraVAC(DeclaredPolicy):
         """It forgets the step times, and explores again (as published: once only)."""
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
-        self._statistics.forget_times(self._chosen)
+        self._statistics.forget_times()
         if self.as_published:
             return
         sent = self._send
+        self._statistics.keep_only(())
         self._explore()
         why = "explores again, the number of ranks has changed"
         self._reason = change(sent, self._send, why)
