@@ -49,9 +49,9 @@ class Context:
     updates: bool = False
     # Bytes that a rank puts on the wire in a step at a CF; without any, how they compare.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
-    # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
-    # (empty if the layers are not known or must all have the same).
-    layers: Mapping[str, int] = field(default_factory=dict)
+    # Shape, by name and in the model's order, of each layer (parameter) that may have its own CF.
+    # Empty if the layers are not known or must all have the same CF.
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.cf_range(self.cf_range)

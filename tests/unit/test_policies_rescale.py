@@ -30,7 +30,7 @@ def _context(world_size: int) -> Context:
         (10, 40),
         world_size,
         wire_bytes=lambda cf: 1e6 * (world_size - 1) / cf,
-        layers={"w": 900, "b": 100},
+        layers={"w": (90, 10), "b": (100,)},
     )
 
 
