@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from math import inf, nan
 
 from policies import checks
+from policies.averages import Averages
 from policies.base import (
     DENSE,
     Context,
@@ -44,7 +45,6 @@ from policies.base import (
     counted_steps,
     setting,
 )
-from policies.estimators import Averages
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import saved, together
 from policies.step_time import STRIDE_STEPS, StepTime

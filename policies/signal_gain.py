@@ -1,14 +1,15 @@
 """Signal gain: the part of the true gradient that gets through compression (docs/signal-gain.md).
 
-What compression keeps of a step's gradient is multiplied with a gradient that has the same signal
-and other noise, so that the noise averages out: another rank's of that step, or, where that is not
-clear, the next step's, which turns against this step's noise where steps overshoot. While neither
-is clear the gains stay what they were: noise hides the signal, for instance after the learning rate
-has dropped, and that is no reason to compress less. Before a ratio was ever clear, the root of the
-steady-state error-fed gain decides: the amplitude that gets through, of the same order.
+What compression keeps of a step's gradient is multiplied with a second gradient, which has the same
+signal and other noise, so that the noise averages out. The second gradient is another rank's of the
+same step. Where that product is not clear, it is the next step's gradient. (That one turns against
+this step's noise where steps overshoot.) While neither is clear, the gains stay as they were: noise
+hides the signal, for instance after a drop of the learning rate, and that is no reason to compress
+less. Before a ratio was ever clear, the root of the steady-state error-fed gain decides. It is the
+amplitude that gets through, and of the same order.
 
-A larger CF lets no more through than a smaller one: where the ratios say so, that is noise, and
-these CFs get their mean.
+A larger CF lets no more through than a smaller one. Where the ratios say otherwise, that is noise,
+and these CFs get their mean.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from math import isfinite, nan, sqrt
 
+from policies.averages import Averages
 from policies.base import DENSE, StepReport
-from policies.estimators import Averages
 from policies.state import Stateful, saved, together
 
 WEIGHT, WEIGHT_OF_UPDATES = 0.02, 0.005
@@ -45,11 +46,13 @@ class Basis(Enum):
 
 @dataclass(eq=False)
 class MeanRatio(Stateful):
-    """A ratio of exponentially weighted means by CF, E[product] / E[total], of products that noise
-    may make negative: it means something only while the mean total is clearly above 0."""
+    """A ratio of exponentially weighted means by CF, E[product] / E[total].
+
+    Noise may make single products negative. The ratio means something only while the mean total is
+    clearly above 0."""
 
     weight: float = WEIGHT  # of a new step
-    clear: bool = saved(False)  # whether it is, by its own standard error
+    clear: bool = saved(False)  # the mean total is above 0 by enough of its standard errors
     count: int = saved(0)  # steps taken in
     # Weighted sums of the products by CF, and of the products of two of them, in rows of the same
     # order. The total has the CF DENSE. They lack the bias correction: they are divided by
@@ -61,8 +64,10 @@ class MeanRatio(Stateful):
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
         """Take in one step, unless a number is not finite or the total or the energy is 0. Products
-        of other CFs than before begin new means. energy: product of the norms of the two gradients,
-        by which products are divided: early gradients are large, and would hide later ones."""
+        of other CFs than before begin new means.
+
+        energy: product of the norms of the two gradients. Products are divided by it, because large
+        early gradients would hide later ones."""
         if not energy > 0 or not isfinite(total):
             return
         by_cf = {**products, DENSE: total}
@@ -148,7 +153,8 @@ class SignalGain(Stateful):
         self.rescale()
 
     def observe(self, report: StepReport) -> str:
-        """Take in one step. Returns, in words, which estimate decides if that has changed."""
+        """Take in one step. Returns which estimate decides, in words, if that has changed, else
+        ""."""
         before, last = self.basis, self._norm
         # Norms from 1e150 on cannot be squared.
         self._norm = report.grad_norm if 0 < report.grad_norm < 1e150 else 0.0

@@ -2,12 +2,11 @@
 
     seconds = work + compressing and decoding + exposed time that no local step hides
 
-Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF, and as
-often as the ranks step by themselves between two exchanges. The exposed time is what the rank that
-waits least waits for the network, or would if it had nothing else to do, and grows with the bytes
-sent. A report gives all three, so one
-CF that was run is enough to predict the others. When the network changes, which shows at the CF in
-use, the exposed times of the others are forgotten.
+Work is forward, backward, the optimizer and waiting for slower ranks. It is the same at any CF, and
+is done once for each local step. The exposed time is the network wait of the rank that waits least,
+if nothing hid it. It grows with the bytes sent. A report gives all three, so one CF that was run is
+enough to predict the others. A change of the network shows at the CF in use. Then the exposed times
+of the other CFs are forgotten.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from statistics import median_low
 
+from policies.averages import Averages
 from policies.base import DENSE, StepReport
-from policies.estimators import Averages
 from policies.state import Stateful, saved, together
 
 LAST = 32
@@ -52,16 +51,18 @@ CHANGED = 1.25
 
 
 def overlapped(overlap: int | None, steps: int) -> int:
-    """How many of so many local steps pass while an exchange is under way: at most all but one, and
-    half of them if nobody says."""
+    """How many of `steps` local steps pass while an exchange is under way: `overlap` (None: half of
+    them), at most all but one."""
     return min(steps // 2 if overlap is None else overlap, steps - 1)
 
 
 @dataclass(eq=False)
 class StepTime(Stateful):
-    """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF. overlap:
-    see `overlapped`. watched: gains are measured in dense steps, too, so that what this takes is a
-    part of them as of all others; else it ends once dense is sent for good."""
+    """A model of the step time at any CF.
+
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: gains are measured in
+    dense steps, too, and the time of that belongs to a dense step. Else a dense step measures
+    nothing once dense is sent for good."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
@@ -100,8 +101,8 @@ class StepTime(Stateful):
         self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
-        """Seconds of a step at `cf`; None before the first step. With local steps those of so many
-        steps (None: as many as in the last report) and one exchange."""
+        """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
+        last report) and one exchange. None before the first report."""
         if not self._work.cfs():
             return None
         return self._step(self.exposed(cf), self.coding(cf), steps)
@@ -117,8 +118,8 @@ class StepTime(Stateful):
         return self._step(self.exposed(cf), steps=steps) if self._work.cfs() else 0.0
 
     def measured(self, cf: float) -> float | None:
-        """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
-        was; None if it never was."""
+        """As `seconds`, with the exposed time measured when `cf` was last run, even if the network
+        has changed since. None: never run."""
         exposed = self._last.get(cf)
         return None if exposed is None else self._step(exposed, self.coding(cf))
 
@@ -135,10 +136,12 @@ class StepTime(Stateful):
         return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds that compressing and decoding take, and measuring gains; dense needs at most the
-        last, which shows once it was run. Where a CF that was not run sends fewer bytes than the
-        two nearest, it is on the line through them; else compression takes as long as at the
-        nearest CF, and decoding grows with the bytes."""
+        """Seconds of compressing, decoding and measuring gains at `cf`. Dense has at most the last,
+        and only if `watched`.
+
+        A CF that was not run is predicted by the two nearest: on the line through them if it sends
+        fewer bytes than both. Else it compresses for as long as the nearest, and decodes in
+        proportion to the bytes."""
         if cf == DENSE and not (self.watched and DENSE in self._compress.cfs()):
             return 0.0
         if cf in self._compress.cfs():
@@ -153,8 +156,9 @@ class StepTime(Stateful):
         return self._compress[near[0]] + decode
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network; 0 before the first step. If it was not
-        run, by what the network alone takes: delays of a busy machine do not grow with bytes."""
+        """Seconds that a step at `cf` waits for the network, 0 before the first step. A CF that was
+        not run is predicted from the network's time alone, because delays of a busy machine do not
+        grow with bytes."""
         known = self._typical.get(cf)
         return self._predicted(self._network, self.nbytes(cf)) if known is None else known
 

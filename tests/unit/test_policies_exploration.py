@@ -9,7 +9,9 @@ from math import isnan, nan
 import pytest
 
 from policies.base import DENSE, Context, Measurement, Plan, StepReport
-from policies.gravac import MAX_DOUBLINGS, CandidateStatistics, GraVAC, Level, SendRule
+from policies.candidates import CandidateStatistics
+from policies.gravac import GraVAC
+from policies.send_rule import MAX_DOUBLINGS, Level, SendRule
 from tests.unit.gravac_world import FALLING, GOOD, RANGE, bare, world
 from tests.unit.plans import reasons, sends
 

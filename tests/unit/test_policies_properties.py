@@ -22,7 +22,7 @@ from policies import (
     Warmup,
 )
 from policies.base import change
-from policies.baselines import Schedule
+from policies.simple import Schedule
 
 few = settings(max_examples=12)
 

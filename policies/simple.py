@@ -18,7 +18,6 @@ from policies.base import (
     Plan,
     Policy,
     StepReport,
-    WrappingPolicy,
     change,
     setting,
 )
@@ -120,7 +119,7 @@ class Schedule(DeclaredPolicy):
 
 
 @dataclass(eq=False)
-class Warmup(WrappingPolicy):
+class Warmup(DeclaredPolicy):
     """A policy that lets compression grow exponentially at the start of a run, and then does as
     another policy says (Deep Gradient Compression, section 3.4).
 
@@ -188,6 +187,18 @@ class Warmup(WrappingPolicy):
 
     def candidates(self) -> tuple[float, ...]:
         return *self._stages.candidates(), *self._then.candidates()
+
+    def status(self) -> Mapping[str, float]:
+        return self._active.status()
+
+    def gain_at(self, cf: float) -> float | None:
+        return self._active.gain_at(cf)
+
+    def verdict(self) -> str:
+        return self._active.verdict()
+
+    def rescale(self) -> None:
+        self._active.rescale()
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**super()._saved_settings(), "then": self._then.name}
