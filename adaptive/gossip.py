@@ -65,7 +65,7 @@ from adaptive.uniting import unite
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if
-from policies.state import together
+from policies.state import require
 
 AT_ONCE = ("deepsqueeze", "choco-sgd")
 """Algorithms that mix in the step itself."""
@@ -284,7 +284,7 @@ class Gossip:
         flat = flat_tensors(self.parameters)
         check_like("local", state, {"offset": flat, "kept": flat}, complete=True)
         for what, keys in (("offset", flat.keys()), ("kept", state["kept"].keys() and flat.keys())):
-            together(state[what].keys() == keys, "'local' has lost some")
+            require(state[what].keys() == keys, "'local' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""

@@ -92,7 +92,7 @@ class Plan:
     # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: as many as
     # before.
     local_steps: int = 0
-    rest: bool = False  # measure no gains of the shadow ladder in this step
+    skip_gains: bool = False  # measure no gains of the shadow ladder in this step
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class StepReport:
     sum_norm: float = nan
     lr: float = nan  # of the first parameter group, if an optimizer was handed over
     # Steady-state gain by CF from the shadow ladder, for policies with `shadow = True`.
-    steady: Mapping[float, float] = field(default_factory=dict)
+    steady_gain: Mapping[float, float] = field(default_factory=dict)
     # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     decode_seconds: float = nan  # decoding what was received, mean over ranks

@@ -46,7 +46,7 @@ from policies.base import (
     setting,
 )
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
-from policies.state import saved, together
+from policies.state import require, saved
 from policies.step_time import STRIDE_STEPS, StepTime
 from policies.words import costs, named, progress
 
@@ -136,12 +136,12 @@ class Goodput(DeclaredPolicy):
         chosen = self._local_steps if len(self._numbers) > 1 else 0
         meets = chosen == 1 and 0 < self._filling == self._steps
         send = DENSE if meets else self._send
-        rest = self._turn is not None and self._turn >= WATCHED
-        return Plan(send, reason=self._reason, local_steps=chosen, rest=rest)
+        skips = self._turn is not None and self._turn >= WATCHED
+        return Plan(send, reason=self._reason, local_steps=chosen, skip_gains=skips)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
-        for cf, gain in report.steady.items():
+        for cf, gain in report.steady_gain.items():
             self._gains.add(cf, gain)
         turn = self._turn
         rested = turn is not None and turn < 2 * FOREIGN and self._since > WATCHED
@@ -283,7 +283,7 @@ class Goodput(DeclaredPolicy):
 
     def _check_loaded(self) -> None:
         known = self._local_steps in self._numbers
-        together(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
+        require(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
 
     def rescale(self) -> None:
         """It stays at its CF for a cooldown and measures the step times anew."""

@@ -26,7 +26,7 @@ from policies.base import (
 from policies.candidates import CandidateStatistics, choose, loses_no_gain
 from policies.ladder import SCALINGS
 from policies.send_rule import Level, SendRule
-from policies.state import saved, together
+from policies.state import require, saved
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -313,4 +313,4 @@ class GraVAC(DeclaredPolicy):
     def _check_loaded(self) -> None:
         explores = DENSE_WINDOW <= self._judging <= len(self._ladder)
         over = self._judging > FLOOR_WINDOW and self._chosen is not None
-        together(explores or over, "'chosen' and 'judging' contradict")
+        require(explores or over, "'chosen' and 'judging' contradict")

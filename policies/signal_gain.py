@@ -22,7 +22,7 @@ from math import isfinite, nan, sqrt
 
 from policies.averages import Averages
 from policies.base import DENSE, StepReport
-from policies.state import Stateful, saved, together
+from policies.state import Stateful, require, saved
 
 WEIGHT, WEIGHT_OF_UPDATES = 0.02, 0.005
 """Weight of a new step in a `MeanRatio`: about fifty steps count. Of updates two hundred do, since
@@ -134,7 +134,7 @@ class MeanRatio(Stateful):
     def _check_loaded(self) -> None:
         size = len(self._means)
         whole = [len(row) for row in self._squares] == [size] * size
-        together(whole, "'squares' and 'means' of signal gain are of different CFs")
+        require(whole, "'squares' and 'means' of signal gain are of different CFs")
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ class SignalGain(Stateful):
         self._norm = report.grad_norm if 0 < report.grad_norm < 1e150 else 0.0
         self.peers.add(report.peers, report.peers_total, last * last)  # both are the last step's
         self.next.add(report.signal, report.signal_total, last * self._norm)  # one of each step
-        for cf, steady in report.steady.items():
+        for cf, steady in report.steady_gain.items():
             self._steady.add(cf, steady)
         if self.clear:
             ratio = self.peers if self.peers.clear else self.next

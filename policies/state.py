@@ -39,7 +39,7 @@ def read(state: Any, name: str, kind: Any) -> Any:
         ) from None
 
 
-def together(condition: bool, what: str) -> None:
+def require(condition: bool, what: str) -> None:
     """Raises ValueError("state: " + what) unless the fields that were read fit together."""
     if not condition:
         raise ValueError(f"state: {what}")
@@ -95,7 +95,7 @@ class Stateful:
         self._check_loaded()
 
     def _check_loaded(self) -> None:
-        """Raises ValueError (see `together`) where fields that were loaded contradict another."""
+        """Raises ValueError (see `require`) where fields that were loaded contradict another."""
 
     def _begin(self) -> None:
         """Give all `saved` fields their first values again."""
@@ -149,13 +149,13 @@ def _restored(value: Any, kind: Any) -> Any:
 def _load_in_place(child: Any, state: Mapping[str, Any], name: str) -> None:
     """child: with a state of its own, a dict of such, or None."""
     if child is None:
-        together(
+        require(
             read(state, name, object) is None, f"{name!r} is of other settings, it must be None"
         )
     elif hasattr(child, "load_state_dict"):
         child.load_state_dict(read(state, name, Mapping))
     else:
         children = dict(read(state, name, dict[str, object]))
-        together(children.keys() == child.keys(), f"{name!r} must be of {list(child)!r:.80}")
+        require(children.keys() == child.keys(), f"{name!r} must be of {list(child)!r:.80}")
         for each, of_one in child.items():
             _load_in_place(of_one, children, each)

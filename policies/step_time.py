@@ -18,7 +18,7 @@ from statistics import median_low
 
 from policies.averages import Averages
 from policies.base import DENSE, StepReport
-from policies.state import Stateful, saved, together
+from policies.state import Stateful, require, saved
 
 LAST = 32
 """`StepReport.median_seconds` is the median over so many of the last steps sent at a CF."""
@@ -277,4 +277,4 @@ class StepTime(Stateful):
         enough = len(self._recent) >= min(self._same, MANY)
         timed = bool(self._work.cfs()) or not (self._last or self._typical)
         whole = alike and in_use and enough and timed and self._steps >= 1
-        together(whole, "the times of steps contradict each other")
+        require(whole, "the times of steps contradict each other")

@@ -213,7 +213,7 @@ class Statistics:
             },
             "network_seconds": min(self.waits) if waits_known else nan,
             "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
-            "steady": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
+            "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             # By CF of the shadow ladder; empty if they were not asked for.
             "signal": dict(zip(tally.ladder, self.signal, strict=False)),
             "peers": dict(zip(tally.ladder, self.peers, strict=False)),

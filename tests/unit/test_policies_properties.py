@@ -148,7 +148,7 @@ def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
                 lr=move["lr"],
                 layer_norms=layer_norms(policy, plan, move),
                 grad_norm=move["norms"][1] if move["wild"] else 1.0,
-                steady=shadowed if policy.shadow else {},
+                steady_gain=shadowed if policy.shadow else {},
                 signal={cf: gain * move["total"] for cf, gain in shadowed.items()},
                 signal_total=move["norms"][0] if move["wild"] else move["total"],
                 peers=shadowed,

@@ -58,7 +58,7 @@ def _run(policy: Policy, world_size: int, steps: int, norm: float = 1.0) -> list
                 timed_bytes=nbytes,
                 grad_norm=1.0,
                 sum_norm=norm if plan.read_sum else nan,
-                steady=dict.fromkeys(LADDER, 0.5),
+                steady_gain=dict.fromkeys(LADDER, 0.5),
             )
         )
     return plans
