@@ -25,8 +25,9 @@ from policies.base import DENSE, StepReport
 from policies.state import Stateful, require, saved
 
 WEIGHT, WEIGHT_OF_UPDATES = 0.02, 0.005
-"""Weight of a new step in a `MeanRatio`: about fifty steps count. Of updates two hundred do, since
-these make as much of small elements, and so of noise, as of large ones (docs/signal-gain.md)."""
+"""Weight of a new step in a `MeanRatio`. Of gradients about fifty steps count, of updates two
+hundred. Updates make as much of small elements, and so of noise, as of large elements
+(docs/signal-gain.md)."""
 
 LEAST = 10
 """Steps that a `MeanRatio` needs before it can be clear."""
@@ -36,7 +37,7 @@ CLEAR, LOST = 3.0, 1.5
 
 
 class Basis(Enum):
-    """An estimate that the signal gain can rest on, in words; the least preferred first."""
+    """The estimates that the signal gain can rest on, in words. The least preferred is first."""
 
     ERROR_FED = "what compression keeps of gradients and residuals"
     LAST_CLEAR = "what was clear last"
@@ -92,11 +93,11 @@ class MeanRatio(Stateful):
         self.clear = self.count >= LEAST and self.mean(DENSE) > least
 
     def mean(self, cf: float) -> float:
-        """Mean product of a CF, of the total for DENSE; nan if there is none."""
+        """Mean product of a CF. DENSE: mean total. nan: none yet."""
         return self._means[cf] / self._weight if cf in self._means else nan
 
     def value(self, cf: float) -> float:
-        """The ratio of a CF, clear or not; nan if there is none."""
+        """The ratio of a CF, clear or not. nan: none yet."""
         total = self.mean(DENSE)
         return self.mean(cf) / total if total else nan
 
@@ -192,8 +193,8 @@ class SignalGain(Stateful):
         return None if steady is None else sqrt(min(1.0, max(0.0, steady)))
 
     def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' gains, by the ratio that was clear last;
-        0 before there was one."""
+        """Relative standard error of the ratio of two CFs' gains, from the `MeanRatio` that was
+        clear last. 0 before any was clear."""
         return self._last_clear.doubt(a, b)
 
     def status(self) -> dict[str, float]:
@@ -206,14 +207,17 @@ class SignalGain(Stateful):
         }
 
     def rescale(self) -> None:
-        """Other pairs of ranks have more or less noise; gains stay until a ratio is clear again."""
+        """Begin new means, because other pairs of ranks have other noise. The gains stay until a
+        ratio is clear again."""
         self.peers, self.next = MeanRatio(self.weight), MeanRatio(self.weight)
         self._norm = 0.0
 
 
 def descending(values: Iterable[float]) -> list[float]:
-    """The sequence that never rises and is nearest by least squares, as values that rise become
-    their mean (pool adjacent violators: Ayer and others, 1955)."""
+    """The sequence that never rises and is nearest to `values` by least squares.
+
+    Neighbours that rise are replaced by their mean (pool adjacent violators: Ayer and others,
+    1955)."""
     pools: list[tuple[float, int]] = []  # mean, number of values
     for value in values:
         mean, size = value, 1

@@ -40,14 +40,14 @@ def read(state: Any, name: str, kind: Any) -> Any:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raises ValueError("state: " + what) unless the fields that were read fit together."""
+    """Raises ValueError("state: " + what) if the condition, on fields that were read, is false."""
     if not condition:
         raise ValueError(f"state: {what}")
 
 
 def saved(first: Any = None) -> Any:
-    """A field of a `Stateful` dataclass that is part of its state, and no argument. It begins as a
-    copy of `first`."""
+    """A field of a `Stateful` dataclass that is part of its state, and no argument of the
+    constructor. Its first value is a copy of `first`."""
     begin = partial(deepcopy, first)
     return field(init=False, repr=False, default_factory=begin, metadata={"saved": True})
 
@@ -64,9 +64,9 @@ class Stateful:
         _came_from: float | None = saved(None)
         _fields = declare(_came_from=float | None)
 
-    An attribute `_name` is saved as "name", and what is not declared is not saved. Its type is one
-    that `read` knows or has a state of its own, which is then loaded in place: `Stateful`,
-    `Stateful | None` (None where the settings need none) or `dict[str, Stateful]`.
+    An attribute `_name` is saved as "name". Attributes that are not declared are not saved. The
+    type is one that `read` knows, or that of an object with a state, which is loaded in place:
+    `Stateful`, `Stateful | None` (None where the settings need none) or `dict[str, Stateful]`.
     """
 
     _fields: ClassVar[Mapping[str, Any]] = {}

@@ -21,33 +21,33 @@ from policies.base import DENSE, StepReport
 from policies.state import Stateful, require, saved
 
 LAST = 32
-"""`StepReport.median_seconds` is the median over so many of the last steps sent at a CF."""
+"""`StepReport.median_seconds` is the median over at most this many last steps sent at a CF."""
 
 WEIGHT = 0.2
 """Weight of a new step in the averages of work and of compressing and decoding."""
 
 PAUSE = 3.0
-"""A step this many times the median is a pause (an evaluation, a checkpoint) and does not count. A
-second one in a row does: the median lags behind a network that has become slow."""
+"""A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
+A second such step in a row counts, because the median lags behind a network that became slow."""
 
 NOISE_SHARE = 0.1
 """Differences of exposed times below this share of the work are noise of the machine."""
 
 STRIDE = 8.0
-"""On the way to a CF, a step may send so many times the bytes that the network has carried."""
+"""On the way to a CF, each stride may send at most this many times the bytes already carried."""
 
 STRIDE_STEPS = 5
 """Steps at each CF on the way to one that sends many more bytes."""
 
 RECENT = 5
-"""So many steps in a row that all waited longer than before, or all shorter, show that the network
-has changed. The time of a single step is noisy on a busy machine."""
+"""The network has changed if this many steps in a row all waited longer, or all shorter, than
+before. A single step is noisy on a busy machine."""
 
 MANY, EXCEPTIONS = 20, 7
-"""So many steps in a row show it, too, with so many exceptions among them."""
+"""The network has also changed if all but EXCEPTIONS of the last MANY steps say so."""
 
 CHANGED = 1.25
-"""A network has changed if the exposed time is this many times as long as before, or as short."""
+"""An exposed time is longer, or shorter, than before if it differs by this factor."""
 
 
 def overlapped(overlap: int | None, steps: int) -> int:
@@ -171,8 +171,10 @@ class StepTime(Stateful):
         return tuple(self._typical)
 
     def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
-        """The CF to send next on the way from `here` to `goal`: the smallest of the ascending `cfs`
-        that is not more than a stride away, or `goal` itself."""
+        """The CF to send next on the way down from `here` to `goal`.
+
+        It is the smallest of the ascending `cfs` that is no more than a stride away. It is `goal`
+        where no other CF lies between."""
         between = [cf for cf in cfs if goal <= cf < here]
         if not between:
             return goal
@@ -185,12 +187,12 @@ class StepTime(Stateful):
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
 
     def _step(self, exposed: float, coding: float = 0.0, steps: int | None = None) -> float:
-        """Seconds of so many local steps (None: as many as in the last report) and one exchange."""
+        """Seconds of `steps` local steps (None: as many as in the last report) and one exchange."""
         work, steps = self._work[DENSE], self._steps if steps is None else steps
         return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
-        """Seconds of one step's work, of a report's."""
+        """Seconds of one local step's work, from the times of a report."""
         hiding, work = overlapped(self.overlap, self._steps), (seconds - coding) / self._steps
         if not hiding or exposed > hiding * work:
             work = (seconds - exposed - coding) / (self._steps - hiding)
@@ -242,8 +244,10 @@ class StepTime(Stateful):
         self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
     def _has_changed(self, cf: float) -> bool:
-        """Whether the last steps at the CF in use show another network than the other CFs at first
-        (more bytes do not take less time), and the CF itself later."""
+        """Whether the last steps at the CF in use show another network.
+
+        The first RECENT steps are compared with other CFs: more bytes do not take less time. Later
+        steps are compared with earlier steps at the same CF."""
         if self._same < RECENT:
             return False
         if self._same == RECENT:
@@ -256,8 +260,8 @@ class StepTime(Stateful):
         return long or self._are_beyond(RECENT, 0, old, old)
 
     def _is_doubtful(self, cf: float) -> bool:
-        """Whether the CF in use waits less than the other CFs predict: the network was slow for a
-        few steps when they were run, or backward hides this exchange."""
+        """Whether the CF in use waits less than the other CFs predict. Then the network was slow
+        for a few steps when those were run, or backward hides this exchange."""
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False
