@@ -87,8 +87,8 @@ def test_ranks_rest_together_and_a_resumed_run_rests_on(optimizer: str, tmp_path
     begin = next(i for i, plan in enumerate(plans) if plan.send == DENSE)
     turn = [False] * TURN["WATCHED"] + [True] * TURN["RESTING"]
     assert [plan.skip_gains for plan in plans] == [False] * begin + (turn * 5)[: STEPS - begin]
-    assert plans[SAVED_AT - 1].rest
-    assert plans[SAVED_AT].rest  # it was saved at rest
+    assert plans[SAVED_AT - 1].skip_gains
+    assert plans[SAVED_AT].skip_gains  # it was saved at rest
     recorded = read_records(tmp_path / "whole0.jsonl")
     for plan, record in zip(plans, recorded.steps, strict=True):
         assert bool(record.report.steady_gain) != plan.skip_gains
