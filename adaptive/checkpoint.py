@@ -19,7 +19,7 @@ from torch import Tensor
 from adaptive.agreement import all_or_none
 from adaptive.session import Session
 from adaptive.state import reshard_states
-from policies.state import read, together
+from policies.state import read, require
 
 log = logging.getLogger("adaptive")
 
@@ -145,7 +145,7 @@ def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
     exchange = session.exchange
     states, agreed = (read(state, what, list[Mapping]) for what in ("ranks", "agreed"))
     fits = states and len(agreed) == exchange.shards
-    together(bool(fits), f"'ranks' must not be empty, and 'agreed' be of {exchange.shards}")
+    require(bool(fits), f"'ranks' must not be empty, and 'agreed' be of {exchange.shards}")
     for each in states:
         _check_version(each)
     shard = exchange.place % exchange.shards

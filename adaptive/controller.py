@@ -176,7 +176,7 @@ class Controller(saved.Stateful):
 
     def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
         """Empty, for what a step with this plan measures."""
-        requested, shadow = self.requested, not (self.forced_dense or plan.rest)
+        requested, shadow = self.requested, not (self.forced_dense or plan.skip_gains)
         layers = requested.layers if plan.read_sum else ()
         peers = requested.peers if shadow else None
         return Tally(
@@ -314,7 +314,7 @@ class Controller(saved.Stateful):
         super().load_state_dict(state)
         fits = self.local_steps in self.numbers and self.skipped >= 0
         told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
-        saved.together(fits, f"{told}, and 'skipped' not negative")
+        saved.require(fits, f"{told}, and 'skipped' not negative")
         self._pending = deque()
         self.exchange.take_traffic()
         self.exchange.corrupt.clear()

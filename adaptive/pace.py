@@ -17,7 +17,7 @@ from statistics import median
 
 from adaptive.exchange.link import LinkCost, LinkSpec, StepClock
 from policies.base import DENSE, StepReport
-from policies.state import Stateful, saved, together
+from policies.state import Stateful, require, saved
 from policies.step_time import StepTime
 
 ALIKE = 0.05
@@ -127,7 +127,7 @@ class Pace(Stateful):
         return self.dense + self.doubt < (1 - ALIKE) * self.compared
 
     def _check_loaded(self) -> None:
-        together(min(vars(self).values()) >= 0, "'pace' must have no negative number")
+        require(min(vars(self).values()) >= 0, "'pace' must have no negative number")
 
     def since(self, before: Pace) -> Pace:
         """The pace of the steps after those of `before`."""
@@ -186,7 +186,7 @@ class Contrast(Stateful):
         logs += [ratio for ratio, _, _ in self._ratios.values()]
         fits = all(abs(value) < LARGEST for value in logs)
         fits = fits and all(doubt >= 0 for _, doubt, _ in self._ratios.values())
-        together(fits, "'contrast' must be logs of seconds, and doubts that are not negative")
+        require(fits, "'contrast' must be logs of seconds, and doubts that are not negative")
 
     def _learn(self, cf: float, other: float, ratio: float, doubt: float) -> None:
         """Learn from log(step at `other` / step at `cf`) = ratio, if `other` is dense or known. The

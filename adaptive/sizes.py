@@ -148,7 +148,7 @@ def start_policy(
         assumed=assumed,
         unknown=frozenset(hooks.keys() - assumed.keys()),
         wire_bytes=sizes.wire_bytes,
-        layers={name: shape.numel() for name, shape in sizes.layers().items()},
+        layers=sizes.layers(),
         local_steps=local_steps,
         overlap=settings.sync.overlap,
         updates=are_updates(memory, local_steps),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter
-from policies.state import read, together
+from policies.state import read, require
 
 State = Mapping[str, Any]
 
@@ -96,18 +96,18 @@ def check_like(
     """ValueError unless `value` has no keys but those of the mapping `like` (`complete`: all of
     them), and tensors of the same shapes and dtypes or values of the types in it."""
     if isinstance(like, Mapping):
-        together(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r:.80}")
+        require(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r:.80}")
         unknown = sorted(map(str, value.keys() - like.keys()))
-        together(not unknown, f"{what} has unknown keys: {', '.join(unknown)}")
+        require(not unknown, f"{what} has unknown keys: {', '.join(unknown)}")
         missing = sorted(map(str, like.keys() - value.keys())) if complete else []
-        together(not missing, f"{what} has lost {', '.join(missing)}")
+        require(not missing, f"{what} has lost {', '.join(missing)}")
         for key in value:
             check_like(f"{what}: {key}", value[key], like[key], finite)
     elif isinstance(like, Tensor):
         fits = isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
         fits = fits and (not finite or bool(value.isfinite().all()))
         wanted = f"{'finite ' if finite else ''}{like.dtype} of shape {tuple(like.shape)}"
-        together(fits, f"{what} must be {wanted}, got {value!r:.80}")
+        require(fits, f"{what} must be {wanted}, got {value!r:.80}")
     else:
         read({what: value}, what, like)
 
@@ -125,7 +125,7 @@ def _check_parameters(state: State, ours: Mapping[str, list[int]]) -> None:
         ],
     }
     listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in told.items() if names)
-    together(not listed, f"of another model: {listed}")
+    require(not listed, f"of another model: {listed}")
 
 
 def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from adaptive.exchange.collectives import Exchange
 from adaptive.parameters import ModelParameter, ModelParameters, like, local
 from adaptive.state import check_like
-from policies.state import read, together
+from policies.state import read, require
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class Agreed:
         for name, kept in moments.items():
             for key, each in kept.items():
                 bad = isinstance(each, Tensor) and not each.isfinite().all()
-                together(not bad, f"moments: {name}: {key} is not finite")
+                require(not bad, f"moments: {name}: {key} is not finite")
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> None:
         """Take up what `check` has found to be good. Other optimizers than these take up their part

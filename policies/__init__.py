@@ -1,10 +1,10 @@
 """Policies decide when to switch to another CF: pure state machines on statistics that all ranks
 share (no torch, no I/O, no clock).
 
-base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py,
-accordion.py, baselines.py.
-They share estimators.py, signal_gain.py, step_time.py, checks.py (of settings) and state.py (saved
-states).
+base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
+(with send_rule.py and candidates.py), accordion.py, and simple.py (fixed, schedule, warm-up).
+They share ladder.py, averages.py, signal_gain.py, step_time.py, checks.py (of settings), state.py
+(saved states) and words.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from policies.base import Measurement as Measurement
 from policies.base import Plan as Plan
 from policies.base import Policy as Policy
 from policies.base import StepReport as StepReport
-from policies.baselines import Fixed as Fixed
-from policies.baselines import Schedule as Schedule
-from policies.baselines import Warmup as Warmup
 from policies.goodput import Goodput as Goodput
 from policies.gravac import GraVAC as GraVAC
+from policies.simple import Fixed as Fixed
+from policies.simple import Schedule as Schedule
+from policies.simple import Warmup as Warmup
 
 LIBRARY: Mapping[str, Callable[..., Policy]] = {
     "accordion": Accordion,
@@ -44,7 +44,8 @@ _registry = dict(LIBRARY)
 
 def register(name: str, factory: Callable[..., Policy]) -> None:
     """Make `name` usable wherever a policy is chosen by name. ValueError if it is already taken.
-    factory: called with the settings that were given, e.g. the class."""
+
+    factory: makes the policy from the given settings. A policy's class is one."""
     if name in _registry:
         raise ValueError(f"name must not be registered yet, got {name!r}")
     _registry[name] = factory
@@ -57,8 +58,9 @@ def policy_names() -> tuple[str, ...]:
 
 def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     """The policy called `policy` with these settings, or `policy` itself if it already is one.
-    ValueError for an unknown name, TypeError for settings that are not accepted, and whatever the
-    policy says of them."""
+
+    ValueError for an unknown name. TypeError for settings that are not accepted. The policy's own
+    checks raise ValueError or TypeError, too."""
     if isinstance(policy, Policy):
         if settings:
             raise TypeError(f"policy={policy!r} is an object already: {sorted(settings)} go to it")

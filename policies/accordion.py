@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from math import inf, isfinite, nan
+from math import inf, isfinite, nan, prod
 from typing import Any
 
 from policies import checks
-from policies.base import Context, DeclaredPolicy, Plan, StepReport, change, setting
+from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, setting
 from policies.state import Stateful, saved
 from policies.words import percent
 
-LR_DROP = 0.5
-"""A learning rate that falls in one step to this part of itself or less has dropped. (With a cosine
-schedule it does not.)"""
+KEPT = 1 / 0.99, 10.0
+"""The authors' CFs for top-k: 99% and 10% of the elements are kept."""
 
 NAMED = 3
 """Layers that a reason names; further ones are only counted."""
@@ -22,21 +21,24 @@ NAMED = 3
 
 @dataclass(eq=False)
 class Regime(Stateful):
-    """The regime of the whole model or of one layer: critical until the norms of two intervals can
-    be compared, then if | ||G_old|| - ||G_new|| | / ||G_old|| >= eta (Algorithm 1)."""
+    """The regime of the whole model or of one layer.
+
+    It is critical until the norms of two intervals can be compared. Then it is critical if
+    | ||G_old|| - ||G_new|| | / ||G_old|| >= eta (Algorithm 1), and if ||G_old|| is 0."""
 
     critical: bool = saved(True)
     norm: float | None = saved(None)  # of the gradient summed over the last interval that had one
 
     def detect(self, norm: float, eta: float, stays: bool) -> str:
-        """Take in the norm of an interval; returns the numbers if the regime changes, else "".
-        stays: it must not change now."""
+        """Take in the norm of an interval. Returns the numbers if the regime changes, else "".
+
+        stays: the regime must not change now."""
         if not isfinite(norm) or norm < 0:  # not read, or a gradient was not finite
             return ""
         old, self.norm = self.norm, norm
         if old is None or stays:
             return ""
-        relative = abs(old - norm) / old if old > 0 else (inf if norm > 0 else 0.0)
+        relative = abs(old - norm) / old if old > 0 else inf
         was, self.critical = self.critical, relative >= eta
         if self.critical == was:
             return ""
@@ -53,12 +55,18 @@ class Accordion(DeclaredPolicy):
     A learning rate that drops makes the regime critical at once, for the rest of that interval and
     the next.
 
-    low, high: CFs, 1 (dense) or inside cf_range; None: the ends of cf_range.
+    low, high: CFs, 1 (dense) or inside cf_range. None: the ends of cf_range.
+    as_ranks: `low` and `high` are PowerSGD's ranks instead, such as 4 and 1, and each layer gets
+        the CF at which PowerSGD has that rank. These CFs need not be inside cf_range.
     eta: relative change of the norm that makes a regime critical, > 0.
-    interval: steps between detections, >= 1; the paper has 10 epochs.
-    per_layer: each layer has a regime, and so a CF, of its own, as in the paper.
-    epoch: steps, fewer than `interval`, of the rule of the paper (see `paper`); None: ours, which
-        compares the mean gradients of whole intervals.
+    interval: steps between detections, >= 1. The paper has 10 epochs.
+    rate_drop: a learning rate that falls in one step to this part of itself or less has dropped,
+        in (0, 1]. At 0.5 a cosine schedule never drops. At 1 any decrease is a drop.
+    per_layer: each layer has its own regime, and so its own CF, as in the paper.
+    compress_vectors: False sends tensors of one dimension (norms, biases) dense. They then have no
+        regime. It needs per_layer.
+    epoch: the rule of the paper (see `paper`) sums so many steps, fewer than `interval`. None: our
+        rule, which compares the mean gradients of whole intervals.
     ValueError or TypeError names the setting that is wrong.
     """
 
@@ -69,7 +77,10 @@ class Accordion(DeclaredPolicy):
     _: KW_ONLY
     eta: float = setting(0.5, checks.real, above=0)
     interval: int = setting(100, checks.whole, least=1)
+    rate_drop: float = setting(0.5, checks.fraction)
     per_layer: bool = setting(False, checks.flag)
+    compress_vectors: bool = setting(True, checks.flag)
+    as_ranks: bool = setting(False, checks.flag)
     epoch: int | None = setting(None, checks.whole, or_none=True, least=1)
 
     _step: int = saved(0)  # of the interval
@@ -81,52 +92,77 @@ class Accordion(DeclaredPolicy):
     @classmethod
     def paper(
         cls,
-        low: float | None = None,
-        high: float | None = None,
+        low: float | None = KEPT[0],
+        high: float | None = KEPT[1],
         *,
         interval: int = 100,
         epoch: int | None = None,
         **settings: Any,
     ) -> Accordion:
-        """Accordion as in its paper (section 4, Algorithm 1) and its released code; `settings` are
+        """Accordion as in its paper (section 4, Algorithm 1) and its released code. `settings` are
         this class's.
 
-        Each layer has a regime of its own. What is compared is the norm of the layer's *local,
+        Each layer has its own regime. The rule compares the norms of the layer's *local,
         uncompressed* gradient, summed over the first `epoch` steps of each detection interval
-        (None: a tenth of it), with that of the interval before. The regime is decided as soon as
-        these steps are over. (The released code asks rank 0 alone, here it is the mean over the
-        ranks of their norms.) A learning rate that drops makes all regimes critical until the next
-        detection."""
+        (None: a tenth of it). The regime is decided as soon as these steps are over. (The released
+        code asks rank 0 alone. Here the mean of the ranks' norms decides.) Any drop of the
+        learning rate makes all regimes critical until the next detection. Tensors of one dimension
+        are sent dense. `low` and `high` keep 99% and 10% of the elements, as the authors do with
+        top-k: cf_range must hold both. With PowerSGD they have ranks: paper(4, 1, as_ranks=True),
+        or (2, 1)."""
         tenth = max(1, checks.whole("interval", interval, least=2) // 10)
         epoch = tenth if epoch is None else epoch
-        return cls(low, high, interval=interval, epoch=epoch, **{"per_layer": True, **settings})
+        published = {"per_layer": True, "compress_vectors": False, "rate_drop": 1.0}
+        return cls(low, high, interval=interval, epoch=epoch, **{**published, **settings})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.layerwise = self.per_layer
         if self.epoch is not None and self.epoch >= self.interval:
             raise ValueError(f"epoch={self.epoch}: must be less than interval={self.interval}")
+        if not self.per_layer and (self.as_ranks or not self.compress_vectors):
+            raise ValueError("as_ranks=True and compress_vectors=False need per_layer=True")
+        if self.as_ranks:
+            low, high = _rank("low", self.low), _rank("high", self.high)
+            if low < high:
+                raise ValueError(f"low={low}: must not be a smaller rank than high={high}")
 
     def start(self, context: Context) -> None:
         """Raises ValueError if low or high is neither 1 nor inside cf_range, or low > high, or
-        layers are wanted and not known."""
+        layers are wanted and not known, or no layer may be compressed."""
         if self.per_layer and not context.layers:
             raise ValueError("per_layer=True: the layers are not known")
         self._begin()
-        low = context.cf_range[0] if self.low is None else self.low
-        high = context.cf_range[1] if self.high is None else self.high
-        if low > high:
-            raise ValueError(f"low={low:g}: must not exceed high={high:g}")
-        self._low = context.supported(context.check("low", low))
-        self._high = context.supported(context.check("high", high))
-        self._numels = dict(context.layers)
-        self._regimes = {name: Regime() for name in (context.layers if self.per_layer else [""])}
+        shapes = context.layers if self.per_layer else {"": ()}
+        self._numels = {name: prod(shape) for name, shape in shapes.items()}
+        if self.as_ranks:
+            self._low, self._high = self._cfs_at(self.low, shapes), self._cfs_at(self.high, shapes)
+        else:
+            low = context.cf_range[0] if self.low is None else self.low
+            high = context.cf_range[1] if self.high is None else self.high
+            if low > high:
+                raise ValueError(f"low={low:g}: must not exceed high={high:g}")
+            low, high = context.check("low", low), context.check("high", high)
+            self._low = dict.fromkeys(shapes, context.supported(low))
+            self._high = dict.fromkeys(shapes, context.supported(high))
+        self._vectors = [n for n in shapes if not self.compress_vectors and len(shapes[n]) < 2]
+        self._regimes = {name: Regime() for name in shapes if name not in self._vectors}
+        if not self._regimes:
+            raise ValueError("compress_vectors=False: no layer has two dimensions")
+
+    def _cfs_at(self, rank: float | None, shapes: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """By layer, the CF of PowerSGD at a rank: n m / (rank (n + m)), n the first dimension."""
+        cfs = {}
+        for name, shape in shapes.items():
+            n, m = shape[0], prod(shape[1:])
+            cfs[name] = max(DENSE, n * m / ((rank or 1) * (n + m))) if n * m else DENSE
+        return cfs
 
     def _send(self) -> tuple[float, Mapping[str, float]]:
         """The CF, and those of the layers if these do not all have the same."""
-        cfs = {
-            name: self._low if each.critical else self._high for name, each in self._regimes.items()
-        }
+        cfs = dict.fromkeys(self._vectors, DENSE)
+        for name, regime in self._regimes.items():
+            cfs[name] = self._low[name] if regime.critical else self._high[name]
         if len(set(cfs.values())) == 1:
             return next(iter(cfs.values())), {}
         # The CF of the plan is that of all layers together: their elements / the elements kept.
@@ -162,11 +198,12 @@ class Accordion(DeclaredPolicy):
         self._reason = change(before, self._send()[0], why) if why else ""
 
     def _watch_learning_rate(self, lr: float) -> str:
-        """Make all regimes critical if the learning rate has dropped; why if one was not."""
+        """Make all regimes critical if the learning rate has dropped. Returns why if one was not
+        critical, else ""."""
         if not isfinite(lr):
             return ""
         before, self._lr = self._lr, lr
-        if before is None or before <= 0 or lr / before > LR_DROP:
+        if before is None or before <= 0 or lr >= before or lr / before > self.rate_drop:
             return ""
         self._dropped = True
         quiet = [regime for regime in self._regimes.values() if not regime.critical]
@@ -187,7 +224,8 @@ class Accordion(DeclaredPolicy):
         return "; ".join(f"{what}, {_listed(which)}" for what, which in changes.items() if which)
 
     def candidates(self) -> tuple[float, ...]:
-        return tuple(sorted({self._low, self._high}))
+        dense = {DENSE} if self._vectors else set()
+        return tuple(sorted({*self._low.values(), *self._high.values(), *dense}))
 
     def status(self) -> Mapping[str, float]:
         """critical: part of the regimes that are. sum_norm: of the whole model, last interval."""
@@ -206,6 +244,11 @@ class Accordion(DeclaredPolicy):
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**super()._saved_settings(), "layers": list(self._regimes)}
+
+
+def _rank(name: str, value: float | None) -> int:
+    whole = value is not None and value == int(value)
+    return checks.whole(name, int(value or 0) if whole else value, least=1)
 
 
 def _listed(told: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""The contract between a policy and the controller that feeds it, and what policies have in common.
+"""The contract between a policy and the controller, and what all policies have in common.
 
-A policy is a pure state machine over agreed statistics: given the same reports it makes the same
-plans, so it can be replayed from a record, and can never make two ranks disagree.
+A policy is a pure state machine over agreed statistics. The same reports lead to the same plans.
+So a policy can be replayed from a record, and never makes two ranks disagree.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from math import isfinite, isnan, log, nan, sqrt
+from math import isfinite, isnan, nan, sqrt
 from typing import Any, Literal
 
 from policies import checks
+from policies.ladder import make_ladder
 from policies.state import Stateful, read
 
 DENSE = 1.0
 """The CF that means that nothing is compressed."""
 
 GainKind = Literal["gradient", "error_fed", "raw", "signal"]
-"""How the gain of a CF is defined: "gradient" by the energy that compression keeps of the gradient
-before error feedback, "error_fed" by what it keeps of the error-fed gradient (GraVAC's definition),
-"raw" as GraVAC's released code does (norms of what is kept over norms of the gradients, both summed
-over what is compressed as one: norms, not energies, so that 0.7 is about 0.49 of the others),
-"signal" by the part of the true gradient that gets through (policies/signal_gain.py)."""
+"""The definitions of the gain of a CF.
+
+"gradient": the energy that compression keeps of the gradient before error feedback.
+"error_fed": the energy that it keeps of the error-fed gradient (GraVAC's paper).
+"raw": norms kept over norms of the gradients, both summed over what is compressed as one (GraVAC's
+    released code). A ratio of norms, so 0.7 is about 0.49 of the others.
+"signal": the part of the true gradient that gets through (policies/signal_gain.py)."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +36,24 @@ class Context:
 
     cf_range: tuple[float, float]  # smallest and largest CF that may be sent besides dense
     world_size: int
-    supported: Callable[[float], float] = float  # the nearest CF that the compressor can really do
-    # For hooks of other libraries and for quantizers below the range, whose gain the shadow ladder
-    # cannot measure: gains by CF, which are candidates as well, and CFs whose gain is not even
-    # assumed, which are sent only if the user names them.
+    supported: Callable[[float], float] = float  # the nearest CF that the compressor can do
+    # Assumed gains by CF, of hooks of other libraries and of quantizers below the range. The shadow
+    # ladder cannot measure these gains. The CFs are candidates as well.
     assumed: Mapping[float, float] = field(default_factory=dict)
+    # CFs of hooks without an assumed gain. They are sent only if the user names them.
     unknown: frozenset[float] = frozenset()
-    # How many steps of its own a rank may take for each exchange, ascending; one number if that is
-    # not for the policy to choose.
+    # Numbers of local steps that a rank may take for each exchange, ascending. With one number the
+    # policy has no choice.
     local_steps: tuple[int, ...] = (1,)
-    # And how many of these may pass while an exchange is under way (policies/step_time.py).
+    # Local steps that may pass while an exchange is under way (policies/step_time.py).
     overlap: int | None = 0
-    # What is fed back and sent is not gradients but updates, or how far ranks have come by
-    # themselves: no optimizer multiplies it once it is there.
+    # Updates of parameters are fed back and sent, not gradients. No optimizer scales them later.
     updates: bool = False
-    # Bytes that a rank puts on the wire in a step at a CF; without any, how they compare.
+    # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
-    # Elements, by name and in the model's order, of each layer (parameter) that may have its own CF
-    # (empty if the layers are not known or must all have the same).
-    layers: Mapping[str, int] = field(default_factory=dict)
+    # Shape, by name and in the model's order, of each layer (parameter) that may have its own CF.
+    # Empty if the layers are not known or must all have the same CF.
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.cf_range(self.cf_range)
@@ -76,28 +78,29 @@ class Context:
 class Plan:
     """A policy's order for the next step: what to send, to measure and to report."""
 
-    send: float  # the CF; 1 is dense
+    send: float  # the CF. 1 is dense
     probe: tuple[float, ...] = ()  # CFs to measure without sending them, also while dense is sent
-    reason: str = ""  # why it differs from the plan before, in words and numbers; "" if it does not
+    reason: str = ""  # why it differs from the plan before, in words and numbers. "": no difference
     accumulate: bool = False  # keep the sum of the decoded mean gradients (as large as the model)
-    local_sum: bool = False  # the sum is of each rank's own gradients instead
-    # Put the norm of that sum into this step's report (for a policy with `layerwise = True` also
-    # the norm of each layer's part), and start a new sum.
+    local_sum: bool = False  # keep the sum of each rank's local gradients instead
+    # Put the norm of that sum into this step's report, and start a new sum. With `layerwise = True`
+    # the report also has the norm of each layer's part.
     read_sum: bool = False
-    # The CFs of single layers, by name; layers not named are sent at `send`. Only policies with
+    # CFs of single layers, by name. All other layers are sent at `send`. Only policies with
     # `layerwise = True` may fill it.
     layers: Mapping[str, float] = field(default_factory=dict)
-    # Steps of its own that each rank takes until the next exchange, one of `Context.local_steps`;
-    # 0: as many as before.
+    # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: as many as
+    # before.
     local_steps: int = 0
-    rest: bool = False  # measure no gains of the shadow ladder in this step
+    skip_gains: bool = False  # measure no gains of the shadow ladder in this step
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The energies that compression at one CF kept and lost in one step: squared norms, summed over
-    tensors and ranks; nan where they were not measured. g is the local gradient, a the error-fed
-    one, c = C(a) the compressed one, and s a fixed strided sample of g."""
+    """What compression at one CF kept and lost in one step.
+
+    Energies are squared norms, summed over tensors and ranks. nan: not measured. g is the local
+    gradient, a the error-fed gradient, c = C(a), and s a fixed strided sample of g."""
 
     kept: float = nan  # ||c||^2
     error: float = nan  # ||a - c||^2
@@ -105,14 +108,14 @@ class Measurement:
     grad: float = nan  # ||g||^2
     sample_error: float = nan  # ||s - C(s)||^2
     sample_total: float = nan  # ||s||^2
-    # For the gain "raw": norms, both summed over the ranks and over what is compressed as one, a
-    # tensor or several (what a second compression loses of `kept_norms` is not taken off them).
+    # Norms for the gain "raw", summed over ranks and over what is compressed as one: a tensor, or
+    # several. A second compression does not lower `kept_norms`.
     kept_norms: float = nan  # ||c||
     grad_norms: float = nan  # ||g||
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
-        """Numerator and denominator of a gain, to be averaged separately; nan for "signal", which
-        does not follow from the energies of one step."""
+        """Numerator and denominator of a gain, to be averaged separately. nan for "signal": it does
+        not follow from the energies of one step."""
         if kind == "signal":
             return nan, nan
         if kind == "error_fed":
@@ -129,10 +132,10 @@ class Measurement:
 
     @property
     def energy_ratio(self) -> float:
-        """||c||^2 / ||a||^2, the ratio that GraVAC's paper names gain; nan if it is not known. The
-        gain "error_fed" is the same for a base that keeps elements as they are. A base that rounds
-        or scales them may have any ratio (above 1 for an unbiased one), and no policy decides by
-        it."""
+        """||c||^2 / ||a||^2, the ratio that GraVAC's paper names gain. nan: not known.
+
+        It equals the gain "error_fed" where the base keeps elements as they are. A base that rounds
+        or scales them may have any ratio, above 1 too, so no policy decides by it."""
         known = isfinite(self.kept) and isfinite(self.total) and self.total > 0
         return self.kept / self.total if known else nan
 
@@ -154,46 +157,47 @@ def _surviving(total: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The statistics of one step, the same on every rank. Times are in seconds; nan: not known."""
+    """The statistics of one step, the same on every rank. Times are in seconds. nan: not known."""
 
-    step: int  # its index, from 0
-    cf: float  # that was sent in this step
+    step: int  # index, from 0
+    cf: float  # the CF sent in this step
     measurements: Mapping[float, Measurement] = field(default_factory=dict)  # CF sent and probed
-    # The times are those of the step before this one: how long a step took is known only when the
-    # next one begins. timed_cf and timed_bytes: its CF and wire bytes.
+    # All times are of the step before this one: a step's time is known when the next one begins.
+    # timed_cf and timed_bytes: CF and wire bytes of that step.
     timed_cf: float = nan
-    timed_steps: int = 1  # that the ranks took in that time, more than one with local steps
+    timed_steps: int = 1  # steps of each rank in that time, more than one with local steps
     seconds: float = nan  # wall time, mean over ranks
     median_seconds: float = nan  # mean of the ranks' medians over the last steps at timed_cf
-    compress_seconds: float = nan  # that went to compression, mean over ranks
-    exchange_seconds: float = nan  # waited after backward, for network and slower ranks, mean
-    wire_bytes: float = nan  # that a rank put on the wire in this step
-    dense_wire_bytes: float = nan  # that dense all-reduce would have put there
+    compress_seconds: float = nan  # compression, mean over ranks
+    exchange_seconds: float = nan  # wait after backward for network and slower ranks, mean
+    wire_bytes: float = nan  # bytes that a rank put on the wire in this step
+    dense_wire_bytes: float = nan  # bytes that dense all-reduce would have put there
     timed_bytes: float = nan
     grad_norm: float = nan  # root of the mean over ranks of ||g||^2
-    # Of the sum of the mean gradients since the last reading, if it was read; mean of the ranks'
-    # norms if the plan said `local_sum`.
+    # Norm of the sum of the mean gradients since the last reading, where the plan read it. With
+    # `local_sum`: mean of the ranks' norms.
     sum_norm: float = nan
     lr: float = nan  # of the first parameter group, if an optimizer was handed over
     # Steady-state gain by CF from the shadow ladder, for policies with `shadow = True`.
-    steady: Mapping[float, float] = field(default_factory=dict)
+    steady_gain: Mapping[float, float] = field(default_factory=dict)
     # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
-    decode_seconds: float = nan  # that went to decoding what was received, mean over ranks
-    compute_seconds: float = nan  # forward and backward, mean over ranks; nan without a model
-    # For policies with the gain "signal", of the step before this one: <c, g> by CF of the shadow
-    # ladder, where c is what plain error feedback would have sent then and g this step's gradient,
-    # and <that step's gradient, g>. Both are noisy and may be negative. peers: <c, g> and <g, g> of
-    # different ranks in that step, as noisy, but the expectation of <g, g> is never negative.
+    decode_seconds: float = nan  # decoding what was received, mean over ranks
+    compute_seconds: float = nan  # forward and backward, mean over ranks. nan without a model
+    # For the gain "signal". Let c be what plain error feedback would have sent in the step before
+    # this one. signal: <c, this step's gradient> by CF of the shadow ladder. signal_total: <that
+    # step's gradient, this step's gradient>. peers, peers_total: <c, g> and <g, g> of different
+    # ranks in that step. All are noisy and may be negative. Only the expectation of peers_total
+    # never is.
     signal: Mapping[float, float] = field(default_factory=dict)
     signal_total: float = nan
     peers: Mapping[float, float] = field(default_factory=dict)
     peers_total: float = nan
-    # ||g||^2 by the same sketches, where the policy chooses the number of local steps. Their ratio,
-    # by the number of other ranks, is the cosine of two ranks' gradients.
+    # ||g||^2 by the same sketches, where the policy chooses the number of local steps. peers_total
+    # / peers_energy / (number of other ranks) is the cosine of two ranks' gradients.
     peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
-    down_bytes: float = 0.0  # the part of wire_bytes that brings means back; nan with shards
+    down_bytes: float = 0.0  # the part of wire_bytes that brings means back. nan with shards
     # exchange_seconds of the rank that waited least. That rank was ready last and waited for
     # nobody, so this is the time of the network alone.
     network_seconds: float = nan
@@ -211,13 +215,14 @@ class StepReport:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds of waiting for the network; if it is not known alone, for other ranks too."""
+        """Seconds of waiting for the network. Where network_seconds is not known, the wait for
+        slower ranks is included."""
         known = isfinite(self.network_seconds)
         return self.network_seconds if known else self.exchange_seconds
 
     @property
     def rest_seconds(self) -> float:
-        """Seconds of the optimizer, waiting for input, and whatever else is not known."""
+        """All other seconds: the optimizer, waiting for input, unknown work."""
         coding, compute = self.coding_seconds, _known(self.compute_seconds)
         rest = self.seconds - compute - coding - self.exchange_seconds
         return 0.0 if rest < 0 else rest  # an exchange may overlap with computing
@@ -235,10 +240,10 @@ class Policy(ABC):
     """
 
     name: str = ""
-    gain: GainKind = "gradient"  # by which it decides; T_comp in the timeline uses it too
-    shadow: bool = False  # it needs the steady-state gains of its candidates
-    layerwise: bool = False  # its plans may give layers CFs of their own
-    chooses_local_steps: bool = False  # its plans may say how many local steps the ranks take
+    gain: GainKind = "gradient"  # the gain that decides. T_comp in the timeline uses it too
+    shadow: bool = False  # the policy needs the steady-state gains of its candidates
+    layerwise: bool = False  # plans may give single layers their own CFs
+    chooses_local_steps: bool = False  # plans may set the number of local steps
 
     @abstractmethod
     def start(self, context: Context) -> None:
@@ -252,7 +257,7 @@ class Policy(ABC):
         """Take in the statistics of the step just planned."""
 
     def candidates(self) -> Sequence[float]:
-        """After start(): the CFs that it may send besides the ends of cf_range and dense."""
+        """After start(): the CFs that plans may send besides the ends of cf_range and dense."""
         return ()
 
     def status(self) -> Mapping[str, float]:
@@ -260,16 +265,16 @@ class Policy(ABC):
         return {}
 
     def gain_at(self, cf: float) -> float | None:
-        """The average of the gain by which it decides, at a CF; None if it keeps or knows none."""
+        """The average of the deciding gain at a CF. None: not known, or no average is kept."""
         return None
 
     def verdict(self) -> str:
-        """One sentence if the policy has reached a conclusion worth telling; else ""."""
+        """The policy's conclusion in one sentence. "": none yet."""
         return ""
 
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
-        """Another number of ranks has saved the state that was loaded: forget what depends on it
-        (step times, bytes on the wire, norms of mean gradients)."""
+        """Forget what depends on the number of ranks: step times, bytes on the wire, norms of mean
+        gradients. Called after a state of another number of ranks was loaded."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -277,22 +282,25 @@ class Policy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged; the policy
-        may be half loaded then (the controller puts it back)."""
+        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. The policy
+        may be half loaded then, and the controller puts it back."""
 
 
 def setting(
     default: Any, check: Callable[..., Any], *, or_none: bool = False, **limits: Any
 ) -> Any:
-    """A dataclass field that is an argument of a `DeclaredPolicy`, checked when the policy is made:
-    by `check(name, value, **limits)`, one of policies/checks.py. or_none: None is accepted too."""
+    """A dataclass field that is an argument of a `DeclaredPolicy`.
+
+    check: one of policies/checks.py, called as `check(name, value, **limits)` when the policy is
+    made. or_none: None is accepted too."""
     return field(default=default, metadata={"check": partial(check, **limits), "or_none": or_none})
 
 
 @dataclass(eq=False)
 class DeclaredPolicy(Stateful, Policy):
-    """A policy that is a dataclass, its state its `saved` fields. A state of other settings or
-    candidates is refused: the run would go on as something else."""
+    """A policy that is a dataclass. Its state is its `saved` fields, settings and candidates.
+
+    A state of other settings or candidates is refused: the run would go on as something else."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -322,27 +330,6 @@ class DeclaredPolicy(Stateful, Policy):
         super().load_state_dict(state)
 
 
-class WrappingPolicy(DeclaredPolicy):
-    """A policy that lets others decide, and says what the one that decides now says."""
-
-    @property
-    @abstractmethod
-    def _active(self) -> Policy:
-        """The policy that decides now."""
-
-    def status(self) -> Mapping[str, float]:
-        return self._active.status()
-
-    def gain_at(self, cf: float) -> float | None:
-        return self._active.gain_at(cf)
-
-    def verdict(self) -> str:
-        return self._active.verdict()
-
-    def rescale(self) -> None:
-        self._active.rescale()
-
-
 def change(old: float, new: float, why: str) -> str:
     """The reason of a plan whose CF goes from `old` to `new`."""
     if old == new:
@@ -355,28 +342,3 @@ def change(old: float, new: float, why: str) -> str:
 def counted_steps(number: int) -> str:
     """A number of steps in words."""
     return f"{number} step{'' if number == 1 else 's'}"
-
-
-SCALINGS = ("exponential", "geometric")
-"""GraVAC's scaling policies (section 3.2). From 10 to 1000 with step_size 2, "exponential" makes
-10, 20, 40, 160, 1000: the first CF x step_size^1, ^2, ^4, ^8, ...; "geometric" makes 10, 20, 40,
-..., 640, 1000: each CF step_size times the one before."""
-
-MAX_RUNGS = 1000
-"""More rungs than this are a mistake in step_size, not a plan."""
-
-
-def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -> tuple[float, ...]:
-    """Ascending CFs from one end of the range to the other. ValueError if more than MAX_RUNGS."""
-    low, top = cf_range
-    if log(top / low) > MAX_RUNGS * log(step_size):
-        raise ValueError(
-            f"step_size={step_size!r}: from CF {low:g} to {top:g} it makes more than "
-            f"{MAX_RUNGS} candidates; take a larger step"
-        )
-    rungs, factor, rung = [low], step_size, low * step_size
-    while rung < top * (1 - 1e-9):  # a rung within rounding of the top is the top
-        rungs.append(rung)
-        factor *= factor  # squaring doubles the exponent
-        rung = low * factor if scaling == "exponential" else rung * step_size
-    return tuple(rungs) if rungs[-1] == top else (*rungs, top)

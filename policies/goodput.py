@@ -4,26 +4,26 @@ The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors 
 ladder at any time: the gain from the shadow ladder, the step time from its model (step_time.py). So
 nothing is sent only to be measured, and a changed network moves the CF as soon as it shows.
 
-Signal gain is the part of the gradient that gets through at once. The rest is late, not lost, so
-progress falls more slowly: as the root of it, and of two ranks' updates, which go without momentum,
-as its fifth root (measured: docs/results.md, docs/defaults.md).
+Signal gain is the part of the gradient that gets through at once. The remaining part is late, not
+lost, so progress falls more slowly: as the root of signal gain. For updates of two ranks, which go
+without momentum, it falls as the fifth root (measured: docs/results.md, docs/defaults.md).
 
 A run begins at the smallest CF of the ladder. Not dense: over a slow network a dense step can take
-as long as a hundred compressed ones. Nor at a large CF: the first gradients are the largest, and if
-they wait in the residual until a later, smaller CF sends them all at once, training is set back.
-From a large CF it comes down in strides, and measures the network anew at each.
+as long as a hundred compressed steps. Nor at a large CF: the first gradients are the largest. They
+would wait in the residual until a later, smaller CF sends them all at once, which sets training
+back. From a large CF the policy comes down in strides, and measures the network anew at each.
 
-Where dense is right, gains need not be measured in every step: that takes longest where there is
-nothing to gain. Step times go on being measured, so a network that slows down is seen at once.
+While dense is sent, gains are not measured in every step, since measuring costs most where there is
+nothing to gain. Step times are measured in every step, so a slower network is seen at once.
 
-Where it may choose how many local steps the ranks take between two exchanges, these have a gain as
-well. In its own steps a rank follows its own gradient alone, and only one step in H averages the
-noise of N ranks. So the gain is a + (1 - a) / H, with a what a lone rank's step is worth beside one
-of all ranks: 1 / N where gradients are mere noise, 1 where all ranks have the same. With noise k
-times the signal (in energies) a step of n ranks makes 1 / (1 + k / n) of the progress that one
-without noise would (McCandlish and others 2018, section 2), so a is (1 + k / N) / (1 + k). How far
-the ranks drift apart tells k: the cosine of two ranks' gradients is 1 / (1 + k), and that of what
-they have come to in H steps 1 / (1 + k / H), since noise adds up as its root does.
+Local steps have a gain as well. Let the ranks take H steps between two exchanges. In its own steps
+a rank follows its local gradient alone. Only one step in H averages the noise of N ranks. So the
+gain is a + (1 - a) / H, where a is the worth of a lone rank's step beside a step of all ranks:
+1 / N where gradients are mere noise, 1 where all ranks have the same. Let k be noise / signal, in
+energies. A step of n ranks makes 1 / (1 + k / n) of the progress of a step without noise
+(McCandlish and others 2018, section 2), so a = (1 + k / N) / (1 + k). k follows from how far the
+ranks drift apart. The cosine of two ranks' gradients is 1 / (1 + k). The cosine of their changes
+over H steps is 1 / (1 + k / H), because the signal grows as H and noise as its root.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from math import inf, nan
 
 from policies import checks
+from policies.averages import Averages
 from policies.base import (
     DENSE,
     Context,
@@ -44,9 +45,8 @@ from policies.base import (
     counted_steps,
     setting,
 )
-from policies.estimators import Averages
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
-from policies.state import saved, together
+from policies.state import require, saved
 from policies.step_time import STRIDE_STEPS, StepTime
 from policies.words import costs, named, progress
 
@@ -54,25 +54,27 @@ GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
 
 FILLED = 8.0
-"""With signal gain, only CFs up to so many times the number of steps done are considered: the
-shadow residual of a larger CF is still filling, which makes its gain look too large."""
+"""With signal gain, only CFs up to this many times the number of steps done are considered. The
+shadow residual of a larger CF is still filling, and its gain looks too large."""
 
 FEWER = 0.1
-"""The smallest number of local steps is taken that promises at most so much less than the best."""
+"""The smallest number of local steps wins whose promise is less than the best by no more than
+this."""
 
 POWER, POWER_OF_UPDATES = 0.5, 0.2
-"""Of signal gain in T_comp, if nobody says. The second is for what ranks have come to by
-themselves, and for the updates of two ranks. With more ranks large CFs cost more; and while local
-steps may follow, these cost less than the largest CFs (docs/defaults.md)."""
+"""Default exponents of signal gain in T_comp. The second is for local steps, and for updates of two
+ranks. With more ranks large CFs cost more quality. While local steps may follow, local steps cost
+less quality than the largest CFs (docs/defaults.md)."""
 
 FOREIGN = 3
-"""So many reports after a switch tell of gradients from before it."""
+"""Reports arrive late: this many after a switch are about gradients from before it."""
 
 WATCHED, RESTING = 50, 200
-"""While dense is sent, gains are measured in so many steps, then not in so many, and so on."""
+"""While dense is sent, gains are measured for WATCHED steps, then not for RESTING steps, and so
+on."""
 
 UP = 2.0
-"""A larger CF must be better by so many standard errors of its T_comp."""
+"""A larger CF must be better by this many standard errors of its T_comp."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -136,12 +138,12 @@ class Goodput(DeclaredPolicy):
         chosen = self._local_steps if len(self._numbers) > 1 else 0
         meets = chosen == 1 and 0 < self._filling == self._steps
         send = DENSE if meets else self._send
-        rest = self._turn is not None and self._turn >= WATCHED
-        return Plan(send, reason=self._reason, local_steps=chosen, rest=rest)
+        skips = self._turn is not None and self._turn >= WATCHED
+        return Plan(send, reason=self._reason, local_steps=chosen, skip_gains=skips)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
-        for cf, gain in report.steady.items():
+        for cf, gain in report.steady_gain.items():
             self._gains.add(cf, gain)
         turn = self._turn
         rested = turn is not None and turn < 2 * FOREIGN and self._since > WATCHED
@@ -204,7 +206,7 @@ class Goodput(DeclaredPolicy):
         return max(filled, self._send) if self._filling else filled
 
     def _gain_of_steps(self, steps: int) -> float:
-        """Of so many local steps, beside ranks that exchange in each; see above."""
+        """The gain of `steps` local steps between two exchanges (see the top of this file)."""
         # Gradients of ranks that are apart need not be as much alike as those of ranks together.
         seen = [int(n) for n in self._cosines.cfs() if n > 1] or [1]
         known = min(seen, key=lambda n: max(n / steps, steps / n))
@@ -216,9 +218,9 @@ class Goodput(DeclaredPolicy):
         return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
-        """candidate: the CF with the largest T_comp. t_sys, t_comp (steps/s): of the CF sent.
-        exploring: 1 until it first considers leaving the first CF. local_steps: if it chooses them.
-        And `SignalGain.status`."""
+        """candidate: the CF with the largest T_comp. t_sys, t_comp: of the CF sent, in steps/s.
+        exploring: 1 until another CF is first considered. local_steps: where the policy chooses
+        them. With signal gain, the numbers of `SignalGain.status` follow."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
         return {
             "candidate": max(promised, key=lambda cf: (promised[cf], -cf), default=nan),
@@ -230,9 +232,11 @@ class Goodput(DeclaredPolicy):
         }
 
     def _choose_local_steps(self) -> None:
-        """Move to a better number of them, if there is one at the CF in use. Not before the next
-        larger CF was considered: that costs less than the first of them. They are there to save the
-        network's time: where compressing takes long, a smaller CF is the remedy."""
+        """Move to a better number of local steps, if there is one at the CF in use.
+
+        The next larger CF is considered first, because it costs less quality than the first local
+        steps. Seconds of compressing do not count here. Local steps save the network's time, and a
+        smaller CF is the remedy for slow compression."""
         if len(self._numbers) == 1 or self._since < self.cooldown:
             return
         larger = next((cf for cf in self._candidates if cf > self._send), self._send)
@@ -267,7 +271,7 @@ class Goodput(DeclaredPolicy):
         return "dense is right: no CF promises more progress a second" if sends_dense else ""
 
     def _beside(self, cf: float, promised: Mapping[float, float]) -> str:
-        """What another CF promises, beside the one in use: time, bytes and gain."""
+        """What another CF promises beside the CF in use, in words: time, bytes and gain."""
         here, steps = self._send, self._local_steps if len(self._numbers) > 1 else None
         told = "promises progress, where nothing is known of " + named(here)
         if here in promised:
@@ -283,10 +287,10 @@ class Goodput(DeclaredPolicy):
 
     def _check_loaded(self) -> None:
         known = self._local_steps in self._numbers
-        together(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
+        require(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
 
     def rescale(self) -> None:
-        """It stays at its CF for a cooldown and measures the step times anew."""
+        """Stay at the CF in use for a cooldown, and measure the step times anew."""
         self._time = StepTime(self._time.nbytes, self._time.overlap, watched=True)
         self._since, self._came_from = 0, None
         if self._signal is not None:
@@ -303,8 +307,8 @@ class Goodput(DeclaredPolicy):
         return None if gain is None else min(1.0, max(0.0, gain))
 
     def _consider(self) -> None:
-        """Move to the CF that promises most, if that is enough more than the one in use; if none
-        is, perhaps to another number of local steps."""
+        """Move to the CF that promises most, if that is enough more than the CF in use. Else
+        consider other numbers of local steps."""
         promised = self.t_comp()
         here = promised.get(self._send, 0.0)
         origin, self._came_from = self._came_from, None
@@ -326,9 +330,11 @@ class Goodput(DeclaredPolicy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed. A larger one may do harm: it must be better by the
-        margin and by what may be noise. A smaller one loses only time: it must be better than the
-        one in use, and than every larger CF, or it would be left for that."""
+        """T_comp that another CF must exceed.
+
+        A larger CF may do harm. It must be better by the margin and by what may be noise. A smaller
+        CF loses only time. It must be better than the CF in use, and than every larger CF, for
+        which it would be left again."""
         here = promised.get(self._send, 0.0)
         if cf < self._send:
             return max([here, *(n for other, n in promised.items() if other > self._send)])

@@ -7,16 +7,14 @@ first the smallest CF, later the largest one that loses no gain against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import InitVar, dataclass, field
-from enum import IntEnum
-from math import inf, nan
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import nan
 from typing import Any, get_args
 
 from policies import checks
 from policies.base import (
     DENSE,
-    SCALINGS,
     Context,
     DeclaredPolicy,
     GainKind,
@@ -25,205 +23,16 @@ from policies.base import (
     change,
     setting,
 )
-from policies.estimators import Averages, Backoff
-from policies.signal_gain import SignalGain
-from policies.state import Stateful, saved, together
-from policies.step_time import StepTime
-from policies.words import costs, named, percent, progress, seconds_in_words
+from policies.candidates import CandidateStatistics, choose, loses_no_gain
+from policies.ladder import SCALINGS
+from policies.send_rule import Level, SendRule
+from policies.state import require, saved
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
 
-MAX_DOUBLINGS = 6
-"""The cooldown of the send rule grows to 64 times the first."""
-
 DENSE_WINDOW, FLOOR_WINDOW = 0, 1
 """The first windows of an exploration; those of the candidates follow."""
-
-
-class Level(IntEnum):
-    """A choice of the send rule; larger ones compress more."""
-
-    DENSE = 0
-    FLOOR = 1
-    CANDIDATE = 2
-
-
-@dataclass(eq=False)
-class SendRule(Stateful):
-    """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
-    else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
-
-    The bare rule flaps with the error-fed gain: a dense step empties the residual, and the gain
-    looks good until compressed steps have filled it. So moving down is easy and moving up is hard.
-    """
-
-    epsilon: float  # gain below which the present level is left at once
-    hysteresis: float  # moving up needs epsilon x (1 + hysteresis), at most 1
-    cooldown: InitVar[int]  # steps between a move and one up, more after a move up soon undone
-    bare: bool = False  # Algorithm 1 as published: neither of them; an unknown gain is too small
-
-    level: Level = saved(Level.DENSE)
-    _cooldown: Backoff = saved()
-    _since_move: int | None = saved(None)  # steps
-    _on_trial: bool = saved(False)  # whether the last move was one up after a cooldown
-
-    def __post_init__(self, cooldown: int) -> None:
-        self._cooldown = Backoff(cooldown, MAX_DOUBLINGS)
-
-    @property
-    def up_at(self) -> float:
-        """The gain that moving up needs."""
-        return min(1.0, self.epsilon * (1 + self.hysteresis))
-
-    def enter(self, level: Level) -> None:
-        """Go to a level for another reason, after which moving up needs no cooldown."""
-        self.level, self._since_move, self._on_trial = level, None, False
-
-    def step(self, floor: float | None, candidate: float | None) -> str:
-        """Take one step; returns why the level changed, "" if it did not.
-
-        floor, candidate: averaged gains. None: not known, or a candidate that must not be sent.
-        """
-        if self.bare:
-            return self._step_bare(floor, candidate)
-        waited = self._since_move = None if self._since_move is None else self._since_move + 1
-        gains = {Level.DENSE: 1.0, Level.FLOOR: floor, Level.CANDIDATE: candidate}
-        here = gains[self.level]
-        if here is not None and here < self.epsilon:
-            if self._on_trial and waited is not None:
-                self._cooldown.judge(waited)
-            # A floor whose gain is not known is sent, since that is how it gets measured.
-            floor_serves = floor is None or floor >= self.epsilon
-            self.level = Level.FLOOR if floor_serves else Level.DENSE
-            self._since_move, self._on_trial = 0, False
-            return f"gain {here:.4g} < epsilon {self.epsilon:g}"
-        if waited is not None and waited < self._cooldown.steps:
-            return ""
-        for level, gain in gains.items():
-            if level > self.level and gain is not None and gain >= self.up_at:
-                self.level, self._since_move, self._on_trial = level, 0, waited is not None
-                return f"gain {gain:.4g} >= {self.up_at:.4g} (epsilon {self.epsilon:g}, hysteresis)"
-        return ""
-
-    def _step_bare(self, floor: float | None, candidate: float | None) -> str:
-        """`step` of the bare rule."""
-        before, self.level = self.level, Level.DENSE
-        for level, gain in ((Level.CANDIDATE, candidate), (Level.FLOOR, floor)):
-            if gain is not None and gain >= self.epsilon:
-                self.level = level
-                break
-        if self.level == before:
-            return ""
-        told = ["not known" if gain is None else f"{gain:.4g}" for gain in (floor, candidate)]
-        return f"gains {told[0]} of the floor, {told[1]} of the candidate; epsilon {self.epsilon:g}"
-
-
-@dataclass(eq=False)
-class CandidateStatistics(Stateful):
-    """The statistics of the candidates: gain, T_sys and T_comp = T_sys x gain of each CF, as far as
-    they are known (GraVAC, section 3.1). A gain is averaged while it is measured, and noted at the
-    end of a CF's window."""
-
-    kind: GainKind
-    weight: float  # of a new value in the average of a gain
-    believed_after: int  # measurements that an average needs before it counts
-    nbytes: Callable[[float], float]  # bytes on the wire at a CF
-    assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
-    overlap: int | None = 0  # see `Context`
-
-    _averages: Averages = saved()
-    _judged: dict[float, float] = saved({})
-    time: StepTime = saved()
-    signal: SignalGain | None = saved()  # only if `kind` is "signal"
-
-    def __post_init__(self) -> None:
-        self._averages = Averages(self.weight)
-        self.time = StepTime(self.nbytes, self.overlap)
-        self.signal = SignalGain() if self.kind == "signal" else None
-
-    def observe(self, report: StepReport, measured: Collection[float]) -> str:
-        """Take in one step, in which the gains of these CFs were measured; averages of others would
-        become stale. Returns, in words, whether another estimate of the signal gain decides."""
-        self.time.observe(report)
-        if self.signal is not None:
-            return self.signal.observe(report)
-        self._averages.keep_only(measured)
-        for cf, measurement in report.measurements.items():
-            self._averages.add(cf, *measurement.terms(self.kind))
-        return ""
-
-    def gain(self, cf: float | None) -> float | None:
-        """The gain of a CF in [0, 1], as far as it is known; dense has 1."""
-        if cf is None:
-            return None
-        if cf == DENSE:
-            return 1.0
-        if cf in self.assumed:
-            return self.assumed[cf]
-        if self.signal is not None:
-            return self.signal.gain(cf)
-        if self._averages.steps(cf) < self.believed_after:
-            return self._judged.get(cf)
-        return min(1.0, self._averages[cf])
-
-    def judge(self, cf: float | None) -> None:
-        """A window of this CF is over: note its gain, if that is known."""
-        gain = self.gain(cf)
-        if cf is not None and cf != DENSE and gain is not None:
-            self._judged[cf] = gain
-
-    def forget_times(self, chosen: float | None) -> None:
-        """Step times have changed, gains have not: that of the CF in use is noted."""
-        self.judge(chosen)
-        self.time = StepTime(self.nbytes, self.overlap)
-
-    def t_sys(self, cf: float) -> float | None:
-        """Steps a second at a CF; None if it was never run."""
-        seconds = self.time.measured(cf)
-        return 1 / seconds if seconds else None
-
-    def t_comp(self, epsilon: float) -> dict[float, float]:
-        """T_comp of the judged CFs that were sent and whose gain is at least epsilon."""
-        return {
-            cf: gain * t_sys
-            for cf, gain in self._judged.items()
-            if gain >= epsilon and (t_sys := self.t_sys(cf)) is not None
-        }
-
-    def times_of(self, chosen: float, other: float) -> str:
-        """The step time of a choice, in words, beside that of dense (of another CF, where dense is
-        the choice); "" where it is not known."""
-        beside = DENSE if chosen != DENSE else other
-        now, then = self.time.measured(chosen), self.time.measured(beside)
-        if now is None:
-            return ""
-        told = f"; {seconds_in_words(now)} a step"
-        return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
-
-    def costs_of(self, cf: float, here: float) -> str:
-        """What a switch to a CF from another changes, in words: the step time, where both were
-        run, and the bytes."""
-        saved = 1 - self.nbytes(cf) / (self.nbytes(here) or nan)
-        return costs(self.time.measured(cf), self.time.measured(here), saved)
-
-    def why_dense_wins(self) -> str:
-        """Why no CF can beat dense, not even with nothing on the wire, the fastest compression and
-        the best gain, as soon as two CFs that were sent show it; else ""."""
-        dense = self.t_sys(DENSE)
-        sent = [t_sys for cf in self._judged if (t_sys := self.t_sys(cf)) is not None]
-        seconds = self.time.bound()
-        if dense is None or len(sent) < 2 or not seconds:
-            return ""
-        gain = max(self._judged.values())
-        # If a step was faster than the model's bound, the model is wrong.
-        if gain > dense * seconds or gain * max(sent) > dense:
-            return ""
-        return (
-            f"even with nothing on the wire a step would take {seconds_in_words(seconds)}, at a "
-            f"gain of {gain:.4g}: {progress(gain / seconds / dense, 'dense')}, "
-            f"{seconds_in_words(1 / dense)} a step"
-        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -323,8 +132,8 @@ class GraVAC(DeclaredPolicy):
 
     @property
     def _candidate(self) -> float | None:
-        """The CF above the floor that the send rule may send: while it explores, the one that is
-        judged now or next; then the chosen one."""
+        """The CF above the floor that the send rule may send. While exploring, it is the CF of this
+        window, or in the first windows of the next. Once settled, it is the chosen CF."""
         if self._chosen is not None:
             return None if self._chosen in (DENSE, self._floor) else self._chosen
         if self.as_published and self._judging == FLOOR_WINDOW:
@@ -350,8 +159,10 @@ class GraVAC(DeclaredPolicy):
 
     def observe(self, report: StepReport) -> None:
         sent, probed = self._send, self._probe
-        basis = self._statistics.observe(report, {sent, *probed})
+        basis = self._statistics.observe(report)
         explores = self._chosen is None
+        if not explores:  # the average of a CF that is no longer measured would become stale
+            self._statistics.keep_only({sent, *probed})
         why = self._step_exploration() if explores else self._step_choice()
         chooses = explores and self._chosen is not None  # and has told of its step time
         switches = self._send != sent and not chooses
@@ -397,11 +208,9 @@ class GraVAC(DeclaredPolicy):
             self._rule.enter(Level.FLOOR)
             known = "not known yet" if gain is None else f"{gain:.4g}"
             return f"dense is measured, gain at CF {self._floor:g} {known}"
-        self._statistics.judge(self._floor)
-        self._statistics.judge(judged)
         why = ""
         if judged != self._ladder[0]:
-            if self._dense_may_win and (why := self._statistics.why_dense_wins()):
+            if self._dense_may_win and (why := self._statistics.why_dense_wins(self._ladder)):
                 return self._choose(DENSE, why)
             why = self._promote(judged)
         if self._candidate is None:
@@ -433,7 +242,7 @@ class GraVAC(DeclaredPolicy):
     def _best(self) -> tuple[float, str]:
         """The CF to choose when all candidates were judged, and why."""
         epsilon = 0.0 if self.as_published else self.epsilon
-        t_comp = self._statistics.t_comp(epsilon)
+        t_comp = self._statistics.t_comp(self._ladder, epsilon)
         if not t_comp:
             return self._floor, f"no CF has both gain >= epsilon {epsilon:g} and a step time"
         dense = self._statistics.t_sys(DENSE) if self._dense_may_win else None
@@ -458,13 +267,14 @@ class GraVAC(DeclaredPolicy):
         return "" if self._chosen == DENSE else self._follow_rule()
 
     def rescale(self) -> None:
-        """It forgets the step times, and explores again (as published: once only)."""
+        """Forget the step times, and explore again. As published it explores only once."""
         if self._statistics.signal is not None:
             self._statistics.signal.rescale()
-        self._statistics.forget_times(self._chosen)
+        self._statistics.forget_times()
         if self.as_published:
             return
         sent = self._send
+        self._statistics.keep_only(())
         self._explore()
         why = "explores again, the number of ranks has changed"
         self._reason = change(sent, self._send, why)
@@ -475,8 +285,8 @@ class GraVAC(DeclaredPolicy):
         return self._ladder
 
     def status(self) -> Mapping[str, float]:
-        """t_sys, t_comp: throughputs of the CF sent (steps/s). exploring: 1 until a choice is made.
-        With gain="signal" also the numbers of `SignalGain.status`."""
+        """t_sys, t_comp: throughputs of the CF sent, in steps/s. exploring: 1 until a CF is chosen.
+        With gain="signal" the numbers of `SignalGain.status` follow."""
         gain, t_sys = self._statistics.gain(self._send), self._statistics.t_sys(self._send)
         numbers = {
             "candidate": self._candidate,
@@ -503,41 +313,4 @@ class GraVAC(DeclaredPolicy):
     def _check_loaded(self) -> None:
         explores = DENSE_WINDOW <= self._judging <= len(self._ladder)
         over = self._judging > FLOOR_WINDOW and self._chosen is not None
-        together(explores or over, "'chosen' and 'judging' contradict")
-
-
-def loses_no_gain(floor: float | None, gain: float | None, omega: float) -> tuple[bool, str]:
-    """Whether a candidate's gain is that of the floor but for omega, relative to it, and the
-    numbers (section 3.2)."""
-    if floor is None or gain is None:
-        return False, "gains not known"
-    lost = abs(floor - gain) / floor if floor > 0 else inf
-    rises, sign = lost <= omega, "no more" if lost <= omega else "more"
-    moves = "falls" if gain < floor else "rises"
-    told = f"gain {moves} by {percent(lost)} ({floor:.4g} to {gain:.4g}), {sign} than omega"
-    return rises, f"{told} {percent(omega)}"
-
-
-def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
-    """The CF to keep, and why: dense (1) if no CF beats it, else the CF where T_comp saturates: of
-    each CF, from the smallest up, and the next, the smaller is kept where their T_comp differ by no
-    more than omega, relative to it; else the one with the larger T_comp.
-
-    t_comp: compression throughput (steps/s x gain) by CF, at least one.
-    dense: dense's T_comp, its gain being 1; None: dense is not a choice.
-    """
-    if dense is not None:
-        best = max(t_comp, key=lambda cf: t_comp[cf])
-        if t_comp[best] <= dense:
-            return DENSE, f"CF {best:g}, the best, makes {progress(t_comp[best] / dense, 'dense')}"
-        t_comp = {cf: value for cf, value in t_comp.items() if value > dense}
-    kept, *larger = sorted(t_comp)
-    found = f"CF {kept:g} makes the most progress a second"
-    for cf in larger:
-        lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept] if t_comp[kept] > 0 else inf
-        if lost <= omega:
-            found = f"CF {cf:g} makes {progress(t_comp[cf] / t_comp[kept], named(kept))}"
-            found += f", and up to {percent(omega)} (omega) counts as none"
-        elif t_comp[cf] > t_comp[kept]:
-            kept, found = cf, f"CF {cf:g} makes the most progress a second"
-    return kept, found
+        require(explores or over, "'chosen' and 'judging' contradict")

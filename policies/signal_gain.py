@@ -1,14 +1,15 @@
 """Signal gain: the part of the true gradient that gets through compression (docs/signal-gain.md).
 
-What compression keeps of a step's gradient is multiplied with a gradient that has the same signal
-and other noise, so that the noise averages out: another rank's of that step, or, where that is not
-clear, the next step's, which turns against this step's noise where steps overshoot. While neither
-is clear the gains stay what they were: noise hides the signal, for instance after the learning rate
-has dropped, and that is no reason to compress less. Before a ratio was ever clear, the root of the
-steady-state error-fed gain decides: the amplitude that gets through, of the same order.
+What compression keeps of a step's gradient is multiplied with a second gradient, which has the same
+signal and other noise, so that the noise averages out. The second gradient is another rank's of the
+same step. Where that product is not clear, it is the next step's gradient. (That one turns against
+this step's noise where steps overshoot.) While neither is clear, the gains stay as they were: noise
+hides the signal, for instance after a drop of the learning rate, and that is no reason to compress
+less. Before a ratio was ever clear, the root of the steady-state error-fed gain decides. It is the
+amplitude that gets through, and of the same order.
 
-A larger CF lets no more through than a smaller one: where the ratios say so, that is noise, and
-these CFs get their mean.
+A larger CF lets no more through than a smaller one. Where the ratios say otherwise, that is noise,
+and these CFs get their mean.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from dataclasses import dataclass
 from enum import Enum
 from math import isfinite, nan, sqrt
 
+from policies.averages import Averages
 from policies.base import DENSE, StepReport
-from policies.estimators import Averages
-from policies.state import Stateful, saved, together
+from policies.state import Stateful, require, saved
 
 WEIGHT, WEIGHT_OF_UPDATES = 0.02, 0.005
-"""Weight of a new step in a `MeanRatio`: about fifty steps count. Of updates two hundred do, since
-these make as much of small elements, and so of noise, as of large ones (docs/signal-gain.md)."""
+"""Weight of a new step in a `MeanRatio`. Of gradients about fifty steps count, of updates two
+hundred. Updates make as much of small elements, and so of noise, as of large elements
+(docs/signal-gain.md)."""
 
 LEAST = 10
 """Steps that a `MeanRatio` needs before it can be clear."""
@@ -35,7 +37,7 @@ CLEAR, LOST = 3.0, 1.5
 
 
 class Basis(Enum):
-    """An estimate that the signal gain can rest on, in words; the least preferred first."""
+    """The estimates that the signal gain can rest on, in words. The least preferred is first."""
 
     ERROR_FED = "what compression keeps of gradients and residuals"
     LAST_CLEAR = "what was clear last"
@@ -45,11 +47,13 @@ class Basis(Enum):
 
 @dataclass(eq=False)
 class MeanRatio(Stateful):
-    """A ratio of exponentially weighted means by CF, E[product] / E[total], of products that noise
-    may make negative: it means something only while the mean total is clearly above 0."""
+    """A ratio of exponentially weighted means by CF, E[product] / E[total].
+
+    Noise may make single products negative. The ratio means something only while the mean total is
+    clearly above 0."""
 
     weight: float = WEIGHT  # of a new step
-    clear: bool = saved(False)  # whether it is, by its own standard error
+    clear: bool = saved(False)  # the mean total is above 0 by enough of its standard errors
     count: int = saved(0)  # steps taken in
     # Weighted sums of the products by CF, and of the products of two of them, in rows of the same
     # order. The total has the CF DENSE. They lack the bias correction: they are divided by
@@ -61,8 +65,10 @@ class MeanRatio(Stateful):
 
     def add(self, products: Mapping[float, float], total: float, energy: float = 1.0) -> None:
         """Take in one step, unless a number is not finite or the total or the energy is 0. Products
-        of other CFs than before begin new means. energy: product of the norms of the two gradients,
-        by which products are divided: early gradients are large, and would hide later ones."""
+        of other CFs than before begin new means.
+
+        energy: product of the norms of the two gradients. Products are divided by it, because large
+        early gradients would hide later ones."""
         if not energy > 0 or not isfinite(total):
             return
         by_cf = {**products, DENSE: total}
@@ -87,11 +93,11 @@ class MeanRatio(Stateful):
         self.clear = self.count >= LEAST and self.mean(DENSE) > least
 
     def mean(self, cf: float) -> float:
-        """Mean product of a CF, of the total for DENSE; nan if there is none."""
+        """Mean product of a CF. DENSE: mean total. nan: none yet."""
         return self._means[cf] / self._weight if cf in self._means else nan
 
     def value(self, cf: float) -> float:
-        """The ratio of a CF, clear or not; nan if there is none."""
+        """The ratio of a CF, clear or not. nan: none yet."""
         total = self.mean(DENSE)
         return self.mean(cf) / total if total else nan
 
@@ -129,7 +135,7 @@ class MeanRatio(Stateful):
     def _check_loaded(self) -> None:
         size = len(self._means)
         whole = [len(row) for row in self._squares] == [size] * size
-        together(whole, "'squares' and 'means' of signal gain are of different CFs")
+        require(whole, "'squares' and 'means' of signal gain are of different CFs")
 
 
 @dataclass(eq=False)
@@ -148,13 +154,14 @@ class SignalGain(Stateful):
         self.rescale()
 
     def observe(self, report: StepReport) -> str:
-        """Take in one step. Returns, in words, which estimate decides if that has changed."""
+        """Take in one step. Returns which estimate decides, in words, if that has changed, else
+        ""."""
         before, last = self.basis, self._norm
         # Norms from 1e150 on cannot be squared.
         self._norm = report.grad_norm if 0 < report.grad_norm < 1e150 else 0.0
         self.peers.add(report.peers, report.peers_total, last * last)  # both are the last step's
         self.next.add(report.signal, report.signal_total, last * self._norm)  # one of each step
-        for cf, steady in report.steady.items():
+        for cf, steady in report.steady_gain.items():
             self._steady.add(cf, steady)
         if self.clear:
             ratio = self.peers if self.peers.clear else self.next
@@ -186,8 +193,8 @@ class SignalGain(Stateful):
         return None if steady is None else sqrt(min(1.0, max(0.0, steady)))
 
     def doubt(self, a: float, b: float) -> float:
-        """Relative standard error of the ratio of two CFs' gains, by the ratio that was clear last;
-        0 before there was one."""
+        """Relative standard error of the ratio of two CFs' gains, from the `MeanRatio` that was
+        clear last. 0 before any was clear."""
         return self._last_clear.doubt(a, b)
 
     def status(self) -> dict[str, float]:
@@ -200,14 +207,17 @@ class SignalGain(Stateful):
         }
 
     def rescale(self) -> None:
-        """Other pairs of ranks have more or less noise; gains stay until a ratio is clear again."""
+        """Begin new means, because other pairs of ranks have other noise. The gains stay until a
+        ratio is clear again."""
         self.peers, self.next = MeanRatio(self.weight), MeanRatio(self.weight)
         self._norm = 0.0
 
 
 def descending(values: Iterable[float]) -> list[float]:
-    """The sequence that never rises and is nearest by least squares, as values that rise become
-    their mean (pool adjacent violators: Ayer and others, 1955)."""
+    """The sequence that never rises and is nearest to `values` by least squares.
+
+    Neighbours that rise are replaced by their mean (pool adjacent violators: Ayer and others,
+    1955)."""
     pools: list[tuple[float, int]] = []  # mean, number of values
     for value in values:
         mean, size = value, 1

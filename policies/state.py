@@ -39,15 +39,15 @@ def read(state: Any, name: str, kind: Any) -> Any:
         ) from None
 
 
-def together(condition: bool, what: str) -> None:
-    """Raises ValueError("state: " + what) unless the fields that were read fit together."""
+def require(condition: bool, what: str) -> None:
+    """Raises ValueError("state: " + what) if the condition, on fields that were read, is false."""
     if not condition:
         raise ValueError(f"state: {what}")
 
 
 def saved(first: Any = None) -> Any:
-    """A field of a `Stateful` dataclass that is part of its state, and no argument. It begins as a
-    copy of `first`."""
+    """A field of a `Stateful` dataclass that is part of its state, and no argument of the
+    constructor. Its first value is a copy of `first`."""
     begin = partial(deepcopy, first)
     return field(init=False, repr=False, default_factory=begin, metadata={"saved": True})
 
@@ -64,9 +64,9 @@ class Stateful:
         _came_from: float | None = saved(None)
         _fields = declare(_came_from=float | None)
 
-    An attribute `_name` is saved as "name", and what is not declared is not saved. Its type is one
-    that `read` knows or has a state of its own, which is then loaded in place: `Stateful`,
-    `Stateful | None` (None where the settings need none) or `dict[str, Stateful]`.
+    An attribute `_name` is saved as "name". Attributes that are not declared are not saved. The
+    type is one that `read` knows, or that of an object with a state, which is loaded in place:
+    `Stateful`, `Stateful | None` (None where the settings need none) or `dict[str, Stateful]`.
     """
 
     _fields: ClassVar[Mapping[str, Any]] = {}
@@ -95,7 +95,7 @@ class Stateful:
         self._check_loaded()
 
     def _check_loaded(self) -> None:
-        """Raises ValueError (see `together`) where fields that were loaded contradict another."""
+        """Raises ValueError (see `require`) where fields that were loaded contradict another."""
 
     def _begin(self) -> None:
         """Give all `saved` fields their first values again."""
@@ -149,13 +149,13 @@ def _restored(value: Any, kind: Any) -> Any:
 def _load_in_place(child: Any, state: Mapping[str, Any], name: str) -> None:
     """child: with a state of its own, a dict of such, or None."""
     if child is None:
-        together(
+        require(
             read(state, name, object) is None, f"{name!r} is of other settings, it must be None"
         )
     elif hasattr(child, "load_state_dict"):
         child.load_state_dict(read(state, name, Mapping))
     else:
         children = dict(read(state, name, dict[str, object]))
-        together(children.keys() == child.keys(), f"{name!r} must be of {list(child)!r:.80}")
+        require(children.keys() == child.keys(), f"{name!r} must be of {list(child)!r:.80}")
         for each, of_one in child.items():
             _load_in_place(of_one, children, each)

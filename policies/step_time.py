@@ -2,12 +2,11 @@
 
     seconds = work + compressing and decoding + exposed time that no local step hides
 
-Work is forward, backward, the optimizer and waiting for slower ranks: the same at any CF, and as
-often as the ranks step by themselves between two exchanges. The exposed time is what the rank that
-waits least waits for the network, or would if it had nothing else to do, and grows with the bytes
-sent. A report gives all three, so one
-CF that was run is enough to predict the others. When the network changes, which shows at the CF in
-use, the exposed times of the others are forgotten.
+Work is forward, backward, the optimizer and waiting for slower ranks. It is the same at any CF, and
+is done once for each local step. The exposed time is the network wait of the rank that waits least,
+if nothing hid it. It grows with the bytes sent. A report gives all three, so one CF that was run is
+enough to predict the others. A change of the network shows at the CF in use. Then the exposed times
+of the other CFs are forgotten.
 """
 
 from __future__ import annotations
@@ -17,51 +16,53 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from statistics import median_low
 
+from policies.averages import Averages
 from policies.base import DENSE, StepReport
-from policies.estimators import Averages
-from policies.state import Stateful, saved, together
+from policies.state import Stateful, require, saved
 
 LAST = 32
-"""`StepReport.median_seconds` is the median over so many of the last steps sent at a CF."""
+"""`StepReport.median_seconds` is the median over at most this many last steps sent at a CF."""
 
 WEIGHT = 0.2
 """Weight of a new step in the averages of work and of compressing and decoding."""
 
 PAUSE = 3.0
-"""A step this many times the median is a pause (an evaluation, a checkpoint) and does not count. A
-second one in a row does: the median lags behind a network that has become slow."""
+"""A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
+A second such step in a row counts, because the median lags behind a network that became slow."""
 
 NOISE_SHARE = 0.1
 """Differences of exposed times below this share of the work are noise of the machine."""
 
 STRIDE = 8.0
-"""On the way to a CF, a step may send so many times the bytes that the network has carried."""
+"""On the way to a CF, each stride may send at most this many times the bytes already carried."""
 
 STRIDE_STEPS = 5
 """Steps at each CF on the way to one that sends many more bytes."""
 
 RECENT = 5
-"""So many steps in a row that all waited longer than before, or all shorter, show that the network
-has changed. The time of a single step is noisy on a busy machine."""
+"""The network has changed if this many steps in a row all waited longer, or all shorter, than
+before. A single step is noisy on a busy machine."""
 
 MANY, EXCEPTIONS = 20, 7
-"""So many steps in a row show it, too, with so many exceptions among them."""
+"""The network has also changed if all but EXCEPTIONS of the last MANY steps say so."""
 
 CHANGED = 1.25
-"""A network has changed if the exposed time is this many times as long as before, or as short."""
+"""An exposed time is longer, or shorter, than before if it differs by this factor."""
 
 
 def overlapped(overlap: int | None, steps: int) -> int:
-    """How many of so many local steps pass while an exchange is under way: at most all but one, and
-    half of them if nobody says."""
+    """How many of `steps` local steps pass while an exchange is under way: `overlap` (None: half of
+    them), at most all but one."""
     return min(steps // 2 if overlap is None else overlap, steps - 1)
 
 
 @dataclass(eq=False)
 class StepTime(Stateful):
-    """A model of the step time at any CF. nbytes: returns the bytes on the wire at a CF. overlap:
-    see `overlapped`. watched: gains are measured in dense steps, too, so that what this takes is a
-    part of them as of all others; else it ends once dense is sent for good."""
+    """A model of the step time at any CF.
+
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: gains are measured in
+    dense steps, too, and the time of that belongs to a dense step. Else a dense step measures
+    nothing once dense is sent for good."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
@@ -100,8 +101,8 @@ class StepTime(Stateful):
         self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
-        """Seconds of a step at `cf`; None before the first step. With local steps those of so many
-        steps (None: as many as in the last report) and one exchange."""
+        """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
+        last report) and one exchange. None before the first report."""
         if not self._work.cfs():
             return None
         return self._step(self.exposed(cf), self.coding(cf), steps)
@@ -117,8 +118,8 @@ class StepTime(Stateful):
         return self._step(self.exposed(cf), steps=steps) if self._work.cfs() else 0.0
 
     def measured(self, cf: float) -> float | None:
-        """As `seconds`, with the exposed time of when `cf` was last run, on whatever network that
-        was; None if it never was."""
+        """As `seconds`, with the exposed time measured when `cf` was last run, even if the network
+        has changed since. None: never run."""
         exposed = self._last.get(cf)
         return None if exposed is None else self._step(exposed, self.coding(cf))
 
@@ -135,10 +136,12 @@ class StepTime(Stateful):
         return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds that compressing and decoding take, and measuring gains; dense needs at most the
-        last, which shows once it was run. Where a CF that was not run sends fewer bytes than the
-        two nearest, it is on the line through them; else compression takes as long as at the
-        nearest CF, and decoding grows with the bytes."""
+        """Seconds of compressing, decoding and measuring gains at `cf`. Dense has at most the last,
+        and only if `watched`.
+
+        A CF that was not run is predicted by the two nearest: on the line through them if it sends
+        fewer bytes than both. Else it compresses for as long as the nearest, and decodes in
+        proportion to the bytes."""
         if cf == DENSE and not (self.watched and DENSE in self._compress.cfs()):
             return 0.0
         if cf in self._compress.cfs():
@@ -153,8 +156,9 @@ class StepTime(Stateful):
         return self._compress[near[0]] + decode
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network; 0 before the first step. If it was not
-        run, by what the network alone takes: delays of a busy machine do not grow with bytes."""
+        """Seconds that a step at `cf` waits for the network, 0 before the first step. A CF that was
+        not run is predicted from the network's time alone, because delays of a busy machine do not
+        grow with bytes."""
         known = self._typical.get(cf)
         return self._predicted(self._network, self.nbytes(cf)) if known is None else known
 
@@ -167,8 +171,10 @@ class StepTime(Stateful):
         return tuple(self._typical)
 
     def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
-        """The CF to send next on the way from `here` to `goal`: the smallest of the ascending `cfs`
-        that is not more than a stride away, or `goal` itself."""
+        """The CF to send next on the way down from `here` to `goal`.
+
+        It is the smallest of the ascending `cfs` that is no more than a stride away. It is `goal`
+        where no other CF lies between."""
         between = [cf for cf in cfs if goal <= cf < here]
         if not between:
             return goal
@@ -181,12 +187,12 @@ class StepTime(Stateful):
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
 
     def _step(self, exposed: float, coding: float = 0.0, steps: int | None = None) -> float:
-        """Seconds of so many local steps (None: as many as in the last report) and one exchange."""
+        """Seconds of `steps` local steps (None: as many as in the last report) and one exchange."""
         work, steps = self._work[DENSE], self._steps if steps is None else steps
         return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
-        """Seconds of one step's work, of a report's."""
+        """Seconds of one local step's work, from the times of a report."""
         hiding, work = overlapped(self.overlap, self._steps), (seconds - coding) / self._steps
         if not hiding or exposed > hiding * work:
             work = (seconds - exposed - coding) / (self._steps - hiding)
@@ -238,8 +244,10 @@ class StepTime(Stateful):
         self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
     def _has_changed(self, cf: float) -> bool:
-        """Whether the last steps at the CF in use show another network than the other CFs at first
-        (more bytes do not take less time), and the CF itself later."""
+        """Whether the last steps at the CF in use show another network.
+
+        The first RECENT steps are compared with other CFs: more bytes do not take less time. Later
+        steps are compared with earlier steps at the same CF."""
         if self._same < RECENT:
             return False
         if self._same == RECENT:
@@ -252,8 +260,8 @@ class StepTime(Stateful):
         return long or self._are_beyond(RECENT, 0, old, old)
 
     def _is_doubtful(self, cf: float) -> bool:
-        """Whether the CF in use waits less than the other CFs predict: the network was slow for a
-        few steps when they were run, or backward hides this exchange."""
+        """Whether the CF in use waits less than the other CFs predict. Then the network was slow
+        for a few steps when those were run, or backward hides this exchange."""
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT:
             return False
@@ -273,4 +281,4 @@ class StepTime(Stateful):
         enough = len(self._recent) >= min(self._same, MANY)
         timed = bool(self._work.cfs()) or not (self._last or self._typical)
         whole = alike and in_use and enough and timed and self._steps >= 1
-        together(whole, "the times of steps contradict each other")
+        require(whole, "the times of steps contradict each other")

@@ -31,7 +31,7 @@ from compressors import Compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 from policies import checks
-from policies.state import read, together
+from policies.state import read, require
 
 WORTH = 0.9
 """Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
@@ -184,10 +184,10 @@ class ExchangeChoice:
 
     def _check_link(self, link: Any, resharded: bool) -> None:
         if resharded:
-            together(link is None, "'link' must be None in a resharded state")
+            require(link is None, "'link' must be None in a resharded state")
         else:
             _, beta = read({"link": link}, "link", tuple[float, object])
-            together(isinstance(beta, float) and beta > 0, "'link' must be two numbers")
+            require(isinstance(beta, float) and beta > 0, "'link' must be two numbers")
 
     def _load_link(self, link: Any) -> None:
         if link is not None:
@@ -200,7 +200,7 @@ class ExchangeChoice:
         for name, kept in server.items():
             fits = isinstance(kept, Tensor) and kept.is_floating_point() and kept.dim() == 1
             fits = fits and bool(kept.isfinite().all())
-            together(fits, f"server: {name!r} is damaged, {kept!r:.80}")
+            require(fits, f"server: {name!r} is damaged, {kept!r:.80}")
 
     def _load_server(self, server: Mapping[str, Tensor], device: torch.device) -> None:
         if self.server is not None:

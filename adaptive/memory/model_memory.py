@@ -23,7 +23,7 @@ from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from policies import DENSE, checks
-from policies.state import together
+from policies.state import require
 
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
@@ -246,7 +246,7 @@ class ModelMemory:
         check_like("memory", state, like)
         for name, kept in state.items():
             whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
-            together(bool(kept) and whole, f"the memory of {name!r} has lost something")
+            require(bool(kept) and whole, f"the memory of {name!r} has lost something")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for parameter in self._parameters.values():

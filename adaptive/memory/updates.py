@@ -63,7 +63,7 @@ class MomentState(saved.Stateful):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        saved.together(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
+        saved.require(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
 
 
 class UpdateMemory(Residual):

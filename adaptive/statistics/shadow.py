@@ -305,7 +305,7 @@ def check_shadow(state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
     for name, of_one in state.items():
         size = -(-by_name[name].local.numel() // saved.read(of_one, "stride", int))
         dtype = saved.read(of_one, "residual", Tensor).dtype
-        saved.together(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
+        saved.require(dtype in (torch.float32, torch.float64), f"shadow of {name!r} is of {dtype}")
         rows = torch.empty(1 + cfs, size, dtype=dtype, device="meta")
         like = {"stride": int, "residual": rows[1:], "velocity": rows[1:], "sent": rows}
         check_like(f"shadow of {name!r}", of_one, like)

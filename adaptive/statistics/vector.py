@@ -214,7 +214,7 @@ class Statistics:
         return {
             **values,
             "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
-            "steady": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
+            "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
             "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,
         }

@@ -72,7 +72,7 @@ from adaptive.uniting import averaged, unite
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if
-from policies.state import together
+from policies.state import require
 
 AT_ONCE = ("deepsqueeze", "choco-sgd")
 """Algorithms that mix in the step itself."""
@@ -360,7 +360,7 @@ class GossipSync(Synchroniser):
         flat = flat_tensors(self.parameters)
         check_like("sync", state, {"offset": flat, "kept": flat}, complete=True)
         for what, keys in (("offset", flat.keys()), ("kept", state["kept"].keys() and flat.keys())):
-            together(state[what].keys() == keys, "'sync' has lost some")
+            require(state[what].keys() == keys, "'sync' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""

@@ -48,7 +48,7 @@ from adaptive.sync.options import LocalSteps
 from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite, squared_norms
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
-from policies.state import together
+from policies.state import require
 from policies.step_time import overlapped
 
 log = logging.getLogger("adaptive")
@@ -390,10 +390,10 @@ def check_local_state(
     for each in state["arrived"].values():
         check_like("sync: arrived", each, arrival, finite=False, complete=True)
         whole = bool(each["mean"]) and [*each["mean"]] == [*each["then"]]
-        together(apart and whole and each["due"] >= 1, "what has arrived has lost something")
+        require(apart and whole and each["due"] >= 1, "what has arrived has lost something")
     fits = state["anchors"].keys() == (flat.keys() if apart else set())
     fits = fits and state["moving"].keys() in (set(), flat.keys())
-    together(fits, "'sync' has lost something, or is of ranks that do not step by themselves")
+    require(fits, "'sync' has lost something, or is of ranks that do not step by themselves")
 
 
 def _on_device(by_name: Mapping[str, ModelParameter], flat: Mapping[str, Tensor]) -> Tensor:

@@ -100,7 +100,7 @@ def gains(reports: Sequence[StepReport], cfs: Sequence[float]) -> dict[str, dict
     found = {
         "peers": _ratios([(r.peers, r.peers_total) for r in reports], cfs),
         "next": _ratios([(r.signal, r.signal_total) for r in reports], cfs),
-        "error_fed": {cf: _mean([r.steady.get(cf, nan) for r in reports]) for cf in cfs},
+        "error_fed": {cf: _mean([r.steady_gain.get(cf, nan) for r in reports]) for cf in cfs},
     }
     for kind in ("gradient", "raw"):
         found[kind] = {}

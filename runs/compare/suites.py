@@ -200,7 +200,10 @@ GRAVAC = Suite(
             "gravac:base=topk+fp32,granularity=layer,epsilon=0.7,omega=0.01,window=[500],"
             "gain=error_fed",
         ),
-        entry("Accordion 10/1000", "accordion-paper:cf_range=10/1000,interval=[2<660],epoch=[66]"),
+        entry(
+            "Accordion 10/1000",
+            "accordion-paper:low=10,high=1000,cf_range=10/1000,interval=[2<660],epoch=[66]",
+        ),
         entry(
             "our Accordion 10/1000",
             "accordion:base=topk+fp32,granularity=layer,interval=[2<660]",
@@ -230,7 +233,8 @@ ACCORDION = Suite(
         entry("PowerSGD high", "powersgd@1000:memory=residual", (94.1,)),
         entry(
             "PowerSGD Accordion",
-            "accordion-paper:base=powersgd,cf_range=10/1000,interval=[2<1950],epoch=[195]",
+            "accordion-paper:base=powersgd,low=10,high=1000,cf_range=10/1000,interval=[2<1950],"
+            "epoch=[195]",
             (94.5, 1.5),
         ),
         entry("top-k low", f"topk+fp32@1.01:{RESIDUAL}", (94.2, None, 1)),

@@ -34,7 +34,7 @@ class RecordedGains:
         self._records = records
         self._steps: dict[float, list[int]] = {}
         self._shares: dict[float, list[_Shares]] = {}
-        self._shadowed = any(record.report.steady for record in records)
+        self._shadowed = any(record.report.steady_gain for record in records)
         self._measured: list[int] = []  # steps
         self._totals: list[Measurement] = []  # of these, the same for all their CFs
         for i, record in enumerate(records):
@@ -75,7 +75,7 @@ class RecordedGains:
 
         A step that was not finite has none, in a run that has them otherwise."""
         report = self._records[i].report
-        recorded = report.steady
+        recorded = report.steady_gain
         nothing_to_see = self._shadowed and not (recorded or isfinite(report.grad_norm))
         if nothing_to_see or all(cf in recorded for cf in ladder):
             return recorded, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -97,9 +97,9 @@ def make_context(config: TrainConfig, source: Source, policy: Policy) -> Context
     )
 
 
-def recorded_layers(header: Header | None) -> dict[str, int]:
-    """Elements of each layer, by name; no layers without a header."""
-    return {name: prod(shape) for name, shape in (header.layers if header else {}).items()}
+def recorded_layers(header: Header | None) -> Mapping[str, Sequence[int]]:
+    """Shape of each layer, by name; no layers without a header."""
+    return header.layers if header else {}
 
 
 def _supported(source: Source, base: Compressor | None) -> Callable[[float], float]:

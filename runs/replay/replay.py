@@ -69,7 +69,7 @@ def replay(
             events.append(Event(record.report.step, before, plan.send, plan.reason))
         if followed == i and _same_plan(plan, record):
             followed += 1
-        wanted = () if plan.rest else ladder
+        wanted = () if plan.skip_gains else ladder
         if followed > i:
             report, modelled = reports.recorded_at(i, wanted)
         else:

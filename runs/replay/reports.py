@@ -44,7 +44,7 @@ class Reports:
         steady, guessed = self.gains.steady(i, ladder)
         self.guessed = self.guessed or guessed
         report = self.recorded.steps[i].report
-        return replace(report, sum_norm=nan, steady=steady, layer_norms={}), guessed
+        return replace(report, sum_norm=nan, steady_gain=steady, layer_norms={}), guessed
 
     def _modelled_at(
         self,
@@ -65,7 +65,7 @@ class Reports:
             measurements={each: self._measured(i, each) for each in cfs},
             wire_bytes=self.costs.nbytes(cf),
             sum_norm=nan,
-            steady=steady,
+            steady_gain=steady,
             layer_norms={},
             **self._times(before if i >= 2 else nan),  # the first step of all is never timed
         )

@@ -183,7 +183,7 @@ def _gains(run: Run) -> list[dict[str, Any]]:
         measured = {cf: report.gain(cf, run.gain_kind) for cf in report.measurements}
         if isfinite(record.gain):
             measured[report.cf] = record.gain  # what decides, as the policy averages it
-        ladder, whole = report.steady, 1.0
+        ladder, whole = report.steady_gain, 1.0
         if run.gain_kind == "signal":
             ladder, whole = report.peers, report.peers_total
         for dash, gains, of in ((0, measured, 1.0), (1, ladder, whole)):

@@ -10,7 +10,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from adaptive.memory.options import NAMED
 from compressors import make_compressor
-from policies.base import SCALINGS, GainKind
+from policies.base import GainKind
+from policies.ladder import SCALINGS
 from runs.option_types import number, number_that
 from runs.parser import UsageError, option
 from runs.policy_expression import BY_NAME, argument_names

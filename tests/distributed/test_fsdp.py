@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from adaptive import AdaptiveCompressor, MemoryTimeline, Residual, reshard_states
+from adaptive import Accordion, AdaptiveCompressor, MemoryTimeline, Residual, reshard_states
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, listen, same, small_net
@@ -193,7 +193,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("powersgd", {}),
     ("sketch", {}),
     ("signsgd", {"memory": Residual(dtype=torch.bfloat16)}),
-    ("topk", {"policy": "accordion-paper"}),
+    ("topk", {"policy": Accordion.paper(4, 20, interval=2)}),
     ("topk", {"policy": "accordion"}),
 ]
 

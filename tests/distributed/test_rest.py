@@ -89,15 +89,15 @@ def test_ranks_rest_together_and_a_resumed_run_rests_on(optimizer: str, tmp_path
     assert torch.equal(ours, others)
     begin = next(i for i, plan in enumerate(plans) if plan.send == DENSE)
     turn = [False] * TURN["WATCHED"] + [True] * TURN["RESTING"]
-    assert [plan.rest for plan in plans] == [False] * begin + (turn * 5)[: STEPS - begin]
-    assert plans[SAVED_AT - 1].rest
-    assert plans[SAVED_AT].rest  # it was saved at rest
+    assert [plan.skip_gains for plan in plans] == [False] * begin + (turn * 5)[: STEPS - begin]
+    assert plans[SAVED_AT - 1].skip_gains
+    assert plans[SAVED_AT].skip_gains  # it was saved at rest
     recorded = read_records(tmp_path / "whole0.jsonl")
     for plan, record in zip(plans, recorded.steps, strict=True):
-        assert bool(record.report.steady) != plan.rest
+        assert bool(record.report.steady_gain) != plan.skip_gains
         assert record.report.cf == plan.send
     # Statistics are sent in fewer bytes, all of which are counted.
-    sent = {plan.rest: r.report.statistics_bytes for plan, r in zip(plans, recorded.steps)}  # noqa: B905
+    sent = {plan.skip_gains: r.report.statistics_bytes for plan, r in zip(plans, recorded.steps)}  # noqa: B905
     assert 0 < sent[True] < sent[False]
     with patch.multiple("policies.goodput", **TURN):
         source = read_source(str(tmp_path / "whole0.jsonl"))

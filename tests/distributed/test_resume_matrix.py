@@ -57,7 +57,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac, signal": lambda: _gravac(gain="signal"),
     "gravac, error_fed": lambda: _gravac(gain="error_fed"),
     "gravac-paper": lambda: GraVAC.paper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
-    "accordion-paper": lambda: Accordion.paper(interval=4, epoch=2, eta=0.01),
+    "accordion-paper": lambda: Accordion.paper(4, 20, interval=4, epoch=2, eta=0.01),
     "accordion, layers": lambda: Accordion(interval=3, eta=0.01, per_layer=True),
 }
 BASES = (*compressor_names(), "topk+fp32", "dgc+qsgd", "redsync+bf16")

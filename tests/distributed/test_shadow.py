@@ -56,17 +56,17 @@ def test_where_the_sample_is_the_whole_it_is_the_gain_of_the_cf_in_use(
     everyone = run_ranks(2, _reports, cf, momentum, nesterov, granularity)
     for report in everyone[0]:
         delivered = report.measurements[cf].gain("error_fed")
-        assert report.steady[cf] == pytest.approx(delivered, rel=1e-9)
-        gains = [report.steady[each] for each in LADDER]
+        assert report.steady_gain[cf] == pytest.approx(delivered, rel=1e-9)
+        gains = [report.steady_gain[each] for each in LADDER]
         assert gains == sorted(gains, reverse=True)
-    steady = [[dict(report.steady) for report in reports] for reports in everyone]
+    steady = [[dict(report.steady_gain) for report in reports] for reports in everyone]
     assert same(steady[0], steady[1])
 
 
 def test_it_also_learns_while_dense_is_sent() -> None:
     reports = run_ranks(2, _reports, 1.0, 0.9, False)[0]
-    assert all(set(report.steady) == set(LADDER) for report in reports)
-    assert reports[-1].steady[30.0] < reports[0].steady[30.0]  # the residual builds up
+    assert all(set(report.steady_gain) == set(LADDER) for report in reports)
+    assert reports[-1].steady_gain[30.0] < reports[0].steady_gain[30.0]  # the residual builds up
 
 
 def _real_task(
@@ -87,7 +87,7 @@ def _real_task(
         optimizer.step()
     late = policy.reports[steps // 2 :]
     return {
-        "predicted": {each: sum(r.steady[each] for r in late) / len(late) for each in LADDER},
+        "predicted": {each: sum(r.steady_gain[each] for r in late) / len(late) for each in LADDER},
         "delivered": sum(r.measurements[cf].gain("error_fed") for r in late) / len(late),
     }
 

@@ -131,7 +131,7 @@ def _idle(rank: int) -> list[tuple[float, float]]:
         draw = torch.Generator().manual_seed(2 * step + rank)
         model.zero_grad()
         model(torch.randn(16, 60, generator=draw)).backward()
-    return [(r.steady[20.0], r.measurements[20.0].gain("error_fed")) for r in policy.reports]
+    return [(r.steady_gain[20.0], r.measurements[20.0].gain("error_fed")) for r in policy.reports]
 
 
 def test_it_keeps_as_many_as_are_sent_though_most_of_a_bucket_is_not_used() -> None:

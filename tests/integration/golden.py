@@ -141,7 +141,7 @@ RUNS: dict[str, Run] = {
         lambda: GraVAC.paper(window=6, epsilon=0.3), "dgc+fp32", "residual", "all_gather", "layer"
     ),
     "accordion of the paper": Run(
-        lambda: Accordion.paper(interval=10, epoch=4, eta=0.2),
+        lambda: Accordion.paper(4, 64, interval=10, epoch=4, eta=0.2),
         "topk+fp32",
         "residual",
         "all_gather",

@@ -98,9 +98,10 @@ def test_a_sum_that_is_not_finite_keeps_the_regime(norms, cfs):
 
 
 @pytest.mark.parametrize(
-    ("norms", "last"), [([0.0, 0.0, 0.0], 1000), ([0.0, 1.0, 1.0], 10), ([1.0, 0.0, 0.0], 10)]
+    ("norms", "last"),
+    [([0.0, 0.0, 0.0], 10), ([0.0, 1.0, 1.0], 10), ([1.0, 0.0, 0.0], 10), ([2.0, 2.0, 1.1], 1000)],
 )
-def test_norms_of_zero(norms, last):
+def test_an_old_norm_of_zero_is_critical_as_a_change_to_zero_is(norms, last):
     assert by_interval(drive(started(), norms=norms))[-1] == last
 
 
@@ -152,6 +153,20 @@ def test_schedules_that_do_not_drop(lrs):
     assert {plan.send for plan in plans[10:]} == {1000}
 
 
+@pytest.mark.parametrize(("rate_drop", "critical"), [(0.5, False), (0.6, True), (1.0, True)])
+def test_how_much_a_rate_must_fall_is_a_setting(rate_drop, critical):
+    plans = drive(started(rate_drop=rate_drop), norms=[1.0], lrs=[1.0] * 20 + [0.55], steps=23)
+    assert plans[20].send == 1000
+    assert (plans[22].send == 10) == critical
+
+
+def test_a_rate_that_stays_or_rises_never_drops():
+    plans = drive(started(rate_drop=1.0), norms=[1.0], lrs=[0.1, 0.1, 0.2] * 7 + [0.2], steps=15)
+    assert plans[-1].send == 10  # 0.2 -> 0.1 is a drop
+    plans = drive(started(rate_drop=1.0), norms=[1.0], lrs=[0.1] * 12 + [0.2], steps=30)
+    assert {plan.send for plan in plans[10:]} == {1000}
+
+
 @pytest.mark.parametrize("lrs", [[0.1] * 20 + [0.05], [0.1] * 20 + [0.0], [0.1] * 20 + [nan, 0.01]])
 def test_rates_that_do(lrs):
     plans = drive(started(), norms=[1.0], lrs=lrs, steps=23)
@@ -199,6 +214,15 @@ def test_a_state_is_of_one_set_of_settings():
         ({"high": GraVAC()}, TypeError, "high=GraVAC"),
         ({"epoch": 0}, ValueError, "epoch=0: must be an int >= 1"),
         ({"epoch": 100}, ValueError, "epoch=100: must be less than interval=100"),
+        ({"rate_drop": 1.5}, ValueError, r"rate_drop=1.5: must be in \(0, 1\]"),
+        ({"compress_vectors": False}, ValueError, "need per_layer=True"),
+        ({"as_ranks": True, "low": 4, "high": 1}, ValueError, "need per_layer=True"),
+        ({"as_ranks": True, "per_layer": True}, TypeError, "low=None: must be an int >= 1"),
+        (
+            {"as_ranks": True, "per_layer": True, "low": 1, "high": 4},
+            ValueError,
+            "low=1: must not be a smaller rank than high=4",
+        ),
     ],
 )
 def test_settings_are_checked(settings, error, message):
@@ -220,7 +244,7 @@ def test_settings_must_fit_the_range(settings, message):
         Accordion(**settings).start(Context(RANGE, 2))
 
 
-LAYERS = {"conv": 300, "fc": 700}
+LAYERS = {"conv": (10, 30), "fc": (7, 100)}
 
 
 def by_layer(low=10.0, high=100.0, **settings):
@@ -272,7 +296,7 @@ def test_by_layer_goes_on_from_its_state():
     assert again.plan() == straight.plan()
     assert interval(again, 9.0, 9.0) == interval(straight, 9.0, 9.0)
     other = Accordion(10.0, 100.0, per_layer=True, interval=2)
-    other.start(Context((10, 100), 2, layers={"conv": 300}))
+    other.start(Context((10, 100), 2, layers={"conv": (10, 30)}))
     with pytest.raises(ValueError, match="layers"):
         other.load_state_dict(saved.state_dict())
 

@@ -18,7 +18,8 @@ from policies import (
     make_policy,
     policy_names,
 )
-from policies.base import MAX_RUNGS, change, make_ladder
+from policies.base import change
+from policies.ladder import MAX_RUNGS, make_ladder
 
 
 def test_reasons():

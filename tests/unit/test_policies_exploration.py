@@ -9,7 +9,9 @@ from math import isnan, nan
 import pytest
 
 from policies.base import DENSE, Context, Measurement, Plan, StepReport
-from policies.gravac import MAX_DOUBLINGS, CandidateStatistics, GraVAC, Level, SendRule
+from policies.candidates import CandidateStatistics
+from policies.gravac import GraVAC
+from policies.send_rule import MAX_DOUBLINGS, Level, SendRule
 from tests.unit.gravac_world import FALLING, GOOD, RANGE, bare, world
 from tests.unit.plans import reasons, sends
 
@@ -144,27 +146,26 @@ def statistics_of(gains, times):
     seen = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf, {})
     for cf, gain in gains.items():
         measured = {cf: Measurement(sample_error=1 - gain, sample_total=1)}
-        seen.observe(StepReport(0, cf, measured), gains)
+        seen.observe(StepReport(0, cf, measured))
     for cf, seconds in times.items():
         times = {"seconds": seconds, "exchange_seconds": seconds, "compress_seconds": 0.0}
-        seen.observe(StepReport(0, 77.0, timed_cf=cf, **times), gains)
+        seen.observe(StepReport(0, 77.0, timed_cf=cf, **times))
     return seen
 
 
-def test_a_gain_stays_known_after_its_window_until_it_is_measured_again():
-    seen = statistics_of({10.0: 0.75, 20.0: 0.5, 40.0: 0.3}, {DENSE: 1.0, 10.0: 0.5})
-    seen.judge(10.0)
-    seen.judge(20.0)
-    seen.forget_times(20.0)
-    assert (seen.t_sys(10.0), seen.t_comp(0.1)) == (None, {})
-    measured = {20.0: Measurement(sample_error=0.75, sample_total=1)}
-    seen.observe(StepReport(0, 20.0), {10.0})
-    assert (seen.gain(10.0), seen.gain(20.0), seen.gain(40.0)) == (0.75, 0.5, None)
-    seen.observe(StepReport(0, 20.0, measured), {20.0})
-    assert seen.gain(20.0) == 0.25
+def test_an_average_goes_on_where_its_cf_is_measured_again():
+    seen = statistics_of({10.0: 0.75, 20.0: 0.5, 40.0: 0.3}, {DENSE: 1.0, 10.0: 0.5, 20.0: 0.25})
+    assert seen.t_comp((10.0, 20.0, 40.0), 0.1) == {10.0: 1.5, 20.0: 2.0}
+    assert seen.t_comp((10.0, 20.0, 40.0), 0.6) == {10.0: 1.5}
+    seen.observe(StepReport(0, 20.0, {20.0: Measurement(sample_error=0.75, sample_total=1)}))
+    assert seen.gain(20.0) == pytest.approx((0.5 / 2 + 0.25) / 1.5)  # a gain, half as old, and one
     copy = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf, {})
     copy.load_state_dict(json.loads(json.dumps(seen.state_dict())))
-    assert (copy.gain(10.0), copy.gain(20.0)) == (0.75, 0.25)
+    assert [copy.gain(cf) for cf in (10.0, 20.0, 40.0)] == [0.75, seen.gain(20.0), seen.gain(40.0)]
+    seen.keep_only((20.0,))
+    seen.forget_times()
+    assert [seen.gain(cf) for cf in (10.0, 20.0, 40.0)] == [None, copy.gain(20.0), None]
+    assert (seen.t_sys(20.0), seen.t_comp((20.0,), 0.1)) == (None, {})
 
 
 # The way up the ladder
@@ -375,11 +376,11 @@ def test_a_raw_gain_above_1_counts_as_1():
     assert policy.status()["gain_floor"] == 1.0
 
 
-def test_measurements_that_were_not_asked_for_do_not_count():
-    policy = GraVAC()
-    policy.start(Context(RANGE, 2))
-    one = Measurement(sample_error=0.1, sample_total=1)
-    for step in range(9):
-        policy.observe(StepReport(step, DENSE, dict.fromkeys((10.0, 20.0, 40.0, 999.0), one)))
-    averages = policy.state_dict()["statistics"]["averages"]["means"]
-    assert {cf: steps for cf, (steps, *_) in averages} == {10.0: 9, 20.0: 9, 40.0: 1, 999.0: 1}
+def test_the_chosen_cf_is_judged_on_its_window_too():
+    run = world(FALLING, ranks=2)
+    assert run.settle().send == 160.0
+    before = run.policy.gain_at(160.0)
+    run.gain[160.0] = 0.0
+    run.run(1)
+    assert 0.9 * before < run.policy.gain_at(160.0) < before
+    assert run.policy.gain_at(40.0) is None  # what is not measured any more is forgotten

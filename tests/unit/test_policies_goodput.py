@@ -54,7 +54,7 @@ def report(step, cf, rate, **changes):
         "median_seconds": step_seconds(cf, rate),
         "compress_seconds": 0.0 if cf == DENSE else COMPRESS,
         "exchange_seconds": exposed(cf, rate),
-        "steady": GAINS,
+        "steady_gain": GAINS,
     }
     return StepReport(step, cf, **{**values, **changes})
 
@@ -70,8 +70,8 @@ def run_resting(policy, rates):
     for step, rate in enumerate(rates):
         plan = policy.plan()
         sent.append(plan.send)
-        rests.append(plan.rest)
-        policy.observe(report(step, plan.send, rate, steady={} if plan.rest else GAINS))
+        rests.append(plan.skip_gains)
+        policy.observe(report(step, plan.send, rate, steady_gain={} if plan.skip_gains else GAINS))
     return sent, rests
 
 
@@ -165,8 +165,8 @@ def test_products_with_what_was_before_a_rest_are_passed_over():
             products = {cf: total * gain for cf, gain in GAINS.items()}
             values = {"peers": products, "peers_total": total, "grad_norm": 2.0}
             values |= {"signal": products, "signal_total": total}
-            if plan.rest:
-                values = {"steady": {}}
+            if plan.skip_gains:
+                values = {"steady_gain": {}}
             policy.observe(report(step, plan.send, 1e9, **values))
         assert policy.plan().send == DENSE
         return policy.state_dict()
@@ -207,7 +207,7 @@ def test_noise_does_not_make_it_flap():
         last = send
         noisy = {cf: gain * generator.uniform(0.8, 1.2) for cf, gain in GAINS.items()}
         seconds = step_seconds(send, 1e6) * generator.uniform(0.9, 1.1)
-        policy.observe(report(step, send, 1e6, steady=noisy, seconds=seconds))
+        policy.observe(report(step, send, 1e6, steady_gain=noisy, seconds=seconds))
     assert switches <= 6
 
 
@@ -252,7 +252,7 @@ def test_any_reports_leave_it_inside_the_range(moves, cf_range):
                 seconds=seconds,
                 compress_seconds=compress,
                 exchange_seconds=exchange,
-                steady=steady,
+                steady_gain=steady,
             )
         )
         json.dumps(policy.state_dict(), allow_nan=False)
@@ -286,7 +286,7 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
     early = {cf: cf**-0.1 for cf in GAINS}
     for step in range(60):
         sent.append(policy.plan().send)
-        policy.observe(report(step, sent[step], 1e5, steady=early))
+        policy.observe(report(step, sent[step], 1e5, steady_gain=early))
     for step, cf in enumerate(sent):
         assert cf <= max(OPENING, FILLED * step)
     assert sent[5] == 40.0
@@ -305,7 +305,7 @@ def test_a_smaller_cf_does_not_lead_where_one_larger_than_here_promises_more(lar
             assert cf == 20.0
             worth = {10.0: 0.805, 20.0: 0.8, 40.0: largest}
         gains = {c: w * step_seconds(c, rate) / step_seconds(10.0, rate) for c, w in worth.items()}
-        policy.observe(report(step, cf, rate, steady=gains))
+        policy.observe(report(step, cf, rate, steady_gain=gains))
     assert policy.plan().send == goes_to
 
 
@@ -332,7 +332,7 @@ def test_it_goes_back_from_a_way_that_led_nowhere():
     for step in range(35):
         sent.append(policy.plan().send)
         rate = 1e6 if step < 5 else 3e7
-        policy.observe(report(step, sent[step], rate, steady=steady))
+        policy.observe(report(step, sent[step], rate, steady_gain=steady))
     there, back = [40.0] * 10, [OPENING] * STRIDE_STEPS
     assert sent == back + there + back + there + back
     assert DENSE not in sent

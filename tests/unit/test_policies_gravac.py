@@ -8,7 +8,8 @@ from math import isnan, nan
 import pytest
 
 from policies.base import DENSE, Context, Measurement, StepReport
-from policies.gravac import GraVAC, choose
+from policies.candidates import choose
+from policies.gravac import GraVAC
 from tests.unit.gravac_world import FALLING, FASTER, GOOD, LADDER, bare, world
 from tests.unit.plans import reasons, sends
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from math import prod
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from compressors.base import kept
+from compressors.powersgd import layout
 from policies import Context, Measurement, StepReport, make_policy, policy_names
 from policies.accordion import Accordion
 from policies.base import DENSE
@@ -124,11 +129,11 @@ def test_a_damaged_state_is_refused():
 
 # Accordion
 
-LAYERS = {"a": 100, "b": 300}
+LAYERS = {"a": (10, 10), "b": (3, 100)}
 
 
 def accordion(**settings):
-    policy = Accordion.paper(**{"interval": 10, "epoch": 2, **settings})
+    policy = Accordion.paper(*RANGE, **{"interval": 10, "epoch": 2, **settings})
     policy.start(Context(RANGE, 2, layers=LAYERS))
     return policy
 
@@ -174,8 +179,65 @@ def test_a_dropped_learning_rate_is_critical_until_the_next_detection_only():
     assert critical == [True] * 13 + [False] * 3 + [True] * 7 + [False] * 12
 
 
+@pytest.mark.parametrize("ratio", [0.1, 0.6, 0.999])
+def test_any_drop_of_the_learning_rate_is_critical(ratio):
+    lrs = [0.1] * 15 + [0.1 * ratio] * 20
+    plans = drive(accordion(), [{"a": 1.0, "b": 1.0}], 23, lrs)
+    assert [cfs_of(plan)["a"] for plan in plans] == [10.0] * 13 + [1000.0] * 3 + [10.0] * 7
+
+
+def test_tensors_of_one_dimension_are_sent_dense_whatever_the_regime():
+    shapes = {"norm": (64,), **LAYERS, "bias": (1,), "scale": ()}
+    policy = Accordion.paper(*RANGE, interval=10, epoch=2)
+    policy.start(Context(RANGE, 2, layers=shapes))
+    assert DENSE in policy.candidates()
+    plans = drive(policy, [{"a": 1.0, "b": 1.0, "norm": 9.0}, {"a": 1.0, "b": 9.0}], 20)
+    assert {plan.layers[name] for plan in plans for name in ("norm", "bias", "scale")} == {DENSE}
+    assert plans[0].layers["a"] == plans[0].layers["b"] == 10.0
+    assert (plans[-1].layers["a"], plans[-1].layers["b"]) == (1000.0, 10.0)
+    elements, kept = 64 + 100 + 300 + 1 + 1, 64 + 10 + 30 + 1 + 1
+    assert plans[0].send == pytest.approx(elements / kept)
+
+
+def test_where_nothing_has_two_dimensions_there_is_nothing_to_compress():
+    with pytest.raises(ValueError, match="no layer has two dimensions"):
+        Accordion.paper(*RANGE).start(Context(RANGE, 2, layers={"norm": (64,)}))
+
+
+def test_the_authors_pair_for_top_k_needs_a_range_that_holds_it():
+    policy = Accordion.paper()
+    with pytest.raises(ValueError, match=r"low=1\.0101: must be .* inside cf_range \(10, 1000\)"):
+        policy.start(Context(RANGE, 2, layers=LAYERS))
+    policy.start(Context((1, 10), 2, layers={"a": (100, 100)}))
+    assert [kept(10_000, cf) for cf in policy.candidates() if cf > DENSE] == [9900, 1000]
+
+
+@given(
+    shapes=st.lists(
+        st.lists(st.integers(1, 40), min_size=2, max_size=4), min_size=1, max_size=4
+    ).map(lambda shapes: {str(i): tuple(shape) for i, shape in enumerate(shapes)}),
+    ranks=st.tuples(st.integers(1, 6), st.integers(0, 5)),
+)
+def test_ranks_are_powersgds(shapes, ranks):
+    low, high = ranks[0] + ranks[1], ranks[0]
+    policy = Accordion.paper(low, high, as_ranks=True, interval=2)
+    policy.start(Context((1, 1), 2, layers=shapes))
+    norms = dict.fromkeys(shapes, 1.0)
+    for rank in (low, low, low, low, high):  # the second reading is in step 3
+        plan = policy.plan()
+        for name, shape in shapes.items():
+            numel = prod(shape)
+            sides = shape[0] + numel // shape[0]
+            now = layout(plan.layers.get(name, plan.send), numel, shape)
+            if rank * sides < numel:
+                assert now.rank == rank
+            else:  # a matrix of this rank is no smaller than the layer
+                assert now.rank == 0
+        policy.observe(StepReport(0, plan.send, layer_norms=norms if plan.read_sum else {}))
+
+
 def test_an_epoch_is_a_tenth_of_the_interval_if_nobody_says():
-    policy = Accordion.paper(interval=40)
+    policy = Accordion.paper(*RANGE, interval=40)
     policy.start(Context(RANGE, 2, layers=LAYERS))
     plans = drive(policy, [{"a": 1.0, "b": 1.0}], 40)
     assert sum(plan.accumulate for plan in plans) == 4

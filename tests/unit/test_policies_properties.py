@@ -22,7 +22,7 @@ from policies import (
     Warmup,
 )
 from policies.base import change
-from policies.baselines import Schedule
+from policies.simple import Schedule
 
 few = settings(max_examples=12)
 
@@ -73,12 +73,13 @@ accordions = st.fixed_dictionaries(
     {
         "eta": st.sampled_from([0.1, 0.5, 2.0]),
         "interval": st.integers(1, 6),
+        "rate_drop": st.sampled_from([0.5, 1.0]),
     }
 )
 warmups = st.fixed_dictionaries(
     {"steps": st.integers(1, 6), "stages": st.integers(1, 3), "factor": st.sampled_from([1.5, 4])}
 )
-LAYERS = {"conv": 40, "fc": 1000, "bias": 1}
+LAYERS = {"conv": (10, 4), "fc": (20, 50), "bias": (1,)}
 
 
 POINTS = (1.0, 2.0, 8.0, 50.0, 70.0, 900.0)
@@ -147,7 +148,7 @@ def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
                 lr=move["lr"],
                 layer_norms=layer_norms(policy, plan, move),
                 grad_norm=move["norms"][1] if move["wild"] else 1.0,
-                steady=shadowed if policy.shadow else {},
+                steady_gain=shadowed if policy.shadow else {},
                 signal={cf: gain * move["total"] for cf, gain in shadowed.items()},
                 signal_total=move["norms"][0] if move["wild"] else move["total"],
                 peers=shadowed,
@@ -188,10 +189,11 @@ singles = st.one_of(
 
 def any_accordion():
     layers = accordions.map(lambda given: {**given, "per_layer": True})
+    matrices = layers.map(lambda given: {**given, "compress_vectors": False})
     published = accordions.map(
         lambda given: {**given, "interval": given["interval"] + 1, "epoch": 1}
     )
-    return policies_of(Accordion, st.one_of(accordions, layers, published))
+    return policies_of(Accordion, st.one_of(accordions, layers, matrices, published))
 
 
 def policies_in(cf_range):

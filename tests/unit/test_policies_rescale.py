@@ -30,7 +30,7 @@ def _context(world_size: int) -> Context:
         (10, 40),
         world_size,
         wire_bytes=lambda cf: 1e6 * (world_size - 1) / cf,
-        layers={"w": 900, "b": 100},
+        layers={"w": (90, 10), "b": (100,)},
     )
 
 
@@ -58,7 +58,7 @@ def _run(policy: Policy, world_size: int, steps: int, norm: float = 1.0) -> list
                 timed_bytes=nbytes,
                 grad_norm=1.0,
                 sum_norm=norm if plan.read_sum else nan,
-                steady=dict.fromkeys(LADDER, 0.5),
+                steady_gain=dict.fromkeys(LADDER, 0.5),
             )
         )
     return plans
@@ -105,13 +105,13 @@ def test_goodput_stays_at_its_cf_until_the_times_are_known() -> None:
     assert after.t_comp()
 
 
-def test_gravac_explores_again_and_knows_the_gains() -> None:
+def test_gravac_explores_again_and_measures_all_gains_anew() -> None:
     before, after = _rescaled(MAKERS["gravac"], 60)
     assert before.status()["exploring"] == 0
     assert after.status()["exploring"] == 1
     assert "the number of ranks has changed" in after.plan().reason
-    judged = dict(before.state_dict()["statistics"]["judged"])
-    assert after.status()["gain_floor"] == pytest.approx(judged[10.0])
+    assert before.gain_at(before.plan().send) is not None
+    assert [after.gain_at(cf) for cf in LADDER] == [None] * len(LADDER)
     _run(after, 4, 60)
     assert after.status()["exploring"] == 0
 

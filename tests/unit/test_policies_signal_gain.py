@@ -19,13 +19,13 @@ few = settings(max_examples=25)
 
 
 def report(total, step=0, cf=DENSE, **changes):
-    values = {"steady": STEADY, "signal": {c: gain * total for c, gain in SIGNAL.items()}}
+    values = {"steady_gain": STEADY, "signal": {c: gain * total for c, gain in SIGNAL.items()}}
     return StepReport(step, cf, **{**values, "signal_total": total, "grad_norm": 1.0, **changes})
 
 
 def fed(*totals, **changes):
     signal = SignalGain()
-    signal.observe(report(0.0, steady={}))  # the first step has none before it
+    signal.observe(report(0.0, steady_gain={}))  # the first step has none before it
     said = [signal.observe(report(total, **changes)) for total in totals]
     return signal, [words for words in said if words]
 
@@ -38,7 +38,7 @@ def fed(*totals, **changes):
 def test_whatever_comes_a_gain_is_in_0_1_or_not_known(totals, kept):
     signal = SignalGain()
     for total in totals:
-        changes = {"signal": {10.0: kept}, "steady": {10.0: kept}}
+        changes = {"signal": {10.0: kept}, "steady_gain": {10.0: kept}}
         signal.observe(report(total, **changes))
         gain = signal.gain(10.0)
         assert gain is None or 0 <= gain <= 1
@@ -88,7 +88,7 @@ def test_it_is_lost_later_than_it_was_found():
 def test_a_step_that_tells_nothing_is_passed_over(total):
     signal, _ = fed(*([1.0, 2.0] * 10))
     before = signal.state_dict()
-    signal.observe(report(total, steady={}))
+    signal.observe(report(total, steady_gain={}))
     assert signal.state_dict() == before
 
 
@@ -126,9 +126,9 @@ def test_steps_count_alike_however_large_their_gradients(kind):
     assert ratio.mean(DENSE) == pytest.approx(1.0)
     before = signal.state_dict()[kind]
     for norm in (nan, 0.0, inf):  # not finite on some rank: neither this step's nor the next's
-        signal.observe(report(1.0, steady={}, grad_norm=norm))
+        signal.observe(report(1.0, steady_gain={}, grad_norm=norm))
         peers = {"peers": dict.fromkeys(SIGNAL, 1.0), "peers_total": 1.0}
-        signal.observe(report(1.0, steady={}, grad_norm=1.0, **peers))
+        signal.observe(report(1.0, steady_gain={}, grad_norm=1.0, **peers))
     assert signal.state_dict()[kind] == before
 
 
@@ -184,7 +184,7 @@ def test_gravac_climbs_by_signal_gain_where_the_error_fed_gain_would_not():
                     step,
                     plan.send,
                     measurements=measured,
-                    steady={cf: 4 / cf for cf in ladder},
+                    steady_gain={cf: 4 / cf for cf in ladder},
                     signal={cf: total * (1 - cf / 250) for cf in ladder},
                 )
             )
@@ -239,7 +239,7 @@ def test_goodput_does_not_climb_on_gains_that_noise_may_have_made(shared, own, e
                 total,
                 step,
                 cf,
-                steady=steady,
+                steady_gain=steady,
                 signal={10.0: 0.8 * total, 100.0: 0.75 * total + noise},
                 timed_cf=cf,
                 seconds=0.1 + 0.9 / cf,

@@ -9,7 +9,7 @@ from math import inf, nan
 
 import pytest
 
-from policies.state import Stateful, declare, saved, together
+from policies.state import Stateful, declare, require, saved
 
 
 class Colour(Enum):
@@ -42,7 +42,7 @@ class Whole(Stateful):
         self.not_saved = 7
 
     def _check_loaded(self):
-        together(self._cf is None or self._cf in self._times, "'cf' has no times")
+        require(self._cf is None or self._cf in self._times, "'cf' has no times")
 
 
 def filled():

@@ -150,9 +150,9 @@ def test_a_gain_is_the_newest_one_with_the_totals_of_its_step() -> None:
 
 
 def test_steady_gains_are_recorded_ones_or_error_fed_ones_stand_in() -> None:
-    with_ladder = _record(0, 10, {10: 0.2}, steady={10.0: 0.5, 20.0: 0.3, 40.0: 0.2})
+    with_ladder = _record(0, 10, {10: 0.2}, steady_gain={10.0: 0.5, 20.0: 0.3, 40.0: 0.2})
     gains = RecordedGains([with_ladder, _record(1, 10, {10: 0.4, 100: 0.8})])
-    assert gains.steady(0, (10.0, 20.0)) == (with_ladder.report.steady, False)
+    assert gains.steady(0, (10.0, 20.0)) == (with_ladder.report.steady_gain, False)
     stand_in = {10: pytest.approx(0.6), 100: pytest.approx(0.2)}
     assert gains.steady(1, (10.0, 100.0)) == (stand_in, True)
 
@@ -262,7 +262,7 @@ def test_its_own_plans_from_its_own_reports() -> None:
 
 def test_a_policy_that_wants_steady_gains_gets_them() -> None:
     steady = {cf: 10 / (cf + 10) for cf in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1000.0)}
-    records = [_record(i, 1, {}, steady=steady) for i in range(40)]
+    records = [_record(i, 1, {}, steady_gain=steady) for i in range(40)]
     policy = _started(Goodput(gain="error_fed"))
     replayed = replay(policy, Recorded(records, []))
     assert replayed.guessed == 0

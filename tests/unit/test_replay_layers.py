@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import isnan, nan
+from math import isnan, nan, prod
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,13 @@ from runs.replay.make import start_policy
 from runs.replay.replay import replay
 from runs.replay.source import Source
 
-NUMELS = {"a": 4000, "b": 1000, "c": 10}
+SHAPES = {"a": (40, 100), "b": (10, 100), "c": (10, 1)}
 CF_RANGE = (10.0, 1000.0)
 STEPS, POISONED = 90, 37
 
 
 def _started(policy: Policy) -> Policy:
-    policy.start(Context(CF_RANGE, world_size=2, layers=NUMELS))
+    policy.start(Context(CF_RANGE, world_size=2, layers=SHAPES))
     return policy
 
 
@@ -38,9 +38,9 @@ def _norm(step: int) -> float:
 def _report(step: int, plan: Plan, reads_layers: bool, since: int) -> StepReport:
     """What a controller might have said; of layers, only what the plan reads."""
     rng = random.Random(1000 + step)
-    norms = {name: rng.uniform(1, 2) for name in NUMELS}
+    norms = {name: rng.uniform(1, 2) for name in SHAPES}
     if since <= POISONED < step:
-        norms = dict.fromkeys(NUMELS, nan)
+        norms = dict.fromkeys(SHAPES, nan)
     return StepReport(
         step,
         plan.send,
@@ -50,7 +50,7 @@ def _report(step: int, plan: Plan, reads_layers: bool, since: int) -> StepReport
         sum_norm=rng.uniform(1, 2) if plan.read_sum else nan,
         layer_norms=norms if plan.read_sum and reads_layers else {},
         wire_bytes=100.0,
-        dense_wire_bytes=4.0 * sum(NUMELS.values()),
+        dense_wire_bytes=4.0 * sum(map(prod, SHAPES.values())),
     )
 
 

@@ -70,7 +70,7 @@ def _recorded(steady: bool) -> Recorded:
             timed_bytes=sent[before],
             grad_norm=rng.uniform(1, 2) if finite else inf,
             lr=0.1,
-            steady={c: 1 - lost[c] for c in LADDER} if steady and finite else {},
+            steady_gain={c: 1 - lost[c] for c in LADDER} if steady and finite else {},
         )
         records.append(StepRecord(report, 0.0, nan, nan))
     return Recorded(records, [])

@@ -62,7 +62,7 @@ def test_what_is_summed_over_ranks_is_read_back() -> None:
     assert reported["grad_norm"] == pytest.approx(2.0)  # root of the mean square
     assert agreed.lr == pytest.approx(0.5)
     assert isnan(agreed.sum_norm)
-    assert reported["steady"] == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
+    assert reported["steady_gain"] == {10.0: pytest.approx(0.75), 40.0: pytest.approx(0.25)}
     assert agreed.layers == [3.0, 6.0]
     assert agreed.sketch == [3.0, 6.0, 9.0, 12.0]
     assert (agreed.signal, agreed.signal_total) == ([1.5, -1.5], -3.0)

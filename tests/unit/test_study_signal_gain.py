@@ -26,7 +26,7 @@ def _report(step: int, cf: float) -> StepReport:
         cf,
         {other: Measurement(1 / other, 0, 1, 1, 1 - 1 / other, 1) for other in CFS},
         grad_norm=1.0,
-        steady={other: 2 / other for other in CFS},
+        steady_gain={other: 2 / other for other in CFS},
         signal={other: -total * 5 / other for other in CFS},
         signal_total=-total,
         peers={other: total * 8 / other for other in CFS},

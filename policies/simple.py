@@ -18,7 +18,6 @@ from policies.base import (
     Plan,
     Policy,
     StepReport,
-    WrappingPolicy,
     change,
     setting,
 )
@@ -65,8 +64,7 @@ class Fixed(DeclaredPolicy):
 
 @dataclass(eq=False)
 class Schedule(DeclaredPolicy):
-    """A policy that sends CFs by a table written beforehand: each step, the CF of the last piece of
-    the table that has begun.
+    """A policy that sends CFs by a table: in each step, the CF of the last piece that has begun.
 
     pieces: {first step: CF}, e.g. {0: 10, 1000: 100}. Steps are counted from 0, from where this
         policy begins (inside `Warmup`: after the warm-up). Before the first piece dense is sent.
@@ -120,15 +118,16 @@ class Schedule(DeclaredPolicy):
 
 
 @dataclass(eq=False)
-class Warmup(WrappingPolicy):
-    """A policy that lets compression grow exponentially at the start of a run, and then does as
-    another policy says (Deep Gradient Compression, section 3.4).
+class Warmup(DeclaredPolicy):
+    """A policy whose CF grows exponentially at the start of a run. Then another policy takes over
+    (Deep Gradient Compression, section 3.4).
 
-    Early gradients are large and change fast, and keeping only a few of their elements does lasting
-    harm. So it sends CF factor, factor^2, ..., for `steps` steps each; the paper for an epoch each.
+    Early gradients are large and change fast. Keeping only a few of their elements does lasting
+    harm. So the warm-up sends CF factor, factor^2, ... for `steps` steps each. The paper has an
+    epoch each.
 
-    then: the `Policy` that follows; it sees no report from before. None: the largest CF of cf_range
-        for good.
+    then: the `Policy` that follows. It sees no report of the warm-up. None: the largest CF of
+        cf_range for good.
     steps: steps of each stage, >= 1. stages: number of stages, >= 1. factor: > 1.
     CFs outside cf_range become its nearer end.
     ValueError or TypeError names the setting that is wrong.
@@ -188,6 +187,18 @@ class Warmup(WrappingPolicy):
 
     def candidates(self) -> tuple[float, ...]:
         return *self._stages.candidates(), *self._then.candidates()
+
+    def status(self) -> Mapping[str, float]:
+        return self._active.status()
+
+    def gain_at(self, cf: float) -> float | None:
+        return self._active.gain_at(cf)
+
+    def verdict(self) -> str:
+        return self._active.verdict()
+
+    def rescale(self) -> None:
+        self._active.rescale()
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**super()._saved_settings(), "then": self._then.name}

@@ -1,4 +1,4 @@
-"""Averages of the noisy numbers of single steps, and waits that grow with failures."""
+"""Averages of the noisy numbers of single steps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import isfinite
 
-from policies.state import Stateful, declare, saved
+from policies.state import Stateful, saved
 
 
 @dataclass(eq=False)
 class Averages(Stateful):
-    """Exponentially weighted ratios of means by CF, E[top] / E[bottom]; plain means if bottom is 1.
+    """Exponentially weighted ratios of means by CF, E[top] / E[bottom]. With bottom 1: plain means.
 
-    Both means start from zero and need the same bias correction, 1 / (1 - (1 - weight)^n), which
-    cancels in the ratio. So the first values count fully. weight: of a new value, in (0, 1].
+    Both means start from zero and need the same bias correction, 1 / (1 - (1 - weight)^n). It
+    cancels in the ratio, so the first values count fully.
+
+    weight: weight of a new value, in (0, 1].
     """
 
     weight: float
@@ -50,32 +52,3 @@ class Averages(Stateful):
     def keep_only(self, cfs: Collection[float]) -> None:
         """Forget the averages of all other CFs."""
         self._means = {cf: means for cf, means in self._means.items() if cf in cfs}
-
-
-class Backoff(Stateful):
-    """A wait that doubles with each failure in a row and is itself again after a success.
-
-    steps: the wait; the argument is the first one. max_doublings: it grows to 2^max_doublings times
-    the first.
-    """
-
-    _fields = declare(steps=int)
-
-    def __init__(self, steps: int, max_doublings: int) -> None:
-        self._first = self.steps = steps
-        self._longest = steps * 2**max_doublings
-
-    def fail(self) -> None:
-        """The next wait is twice as long."""
-        self.steps = min(2 * self.steps, self._longest)
-
-    def reset(self) -> None:
-        """The next wait is as long as the first."""
-        self.steps = self._first
-
-    def judge(self, lasted: int) -> None:
-        """A decision was undone after `lasted` steps: a failure if that was within four waits."""
-        if lasted <= 4 * self.steps:
-            self.fail()
-        else:
-            self.reset()

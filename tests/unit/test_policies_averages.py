@@ -1,4 +1,4 @@
-"""Averages, ratios of means with their doubt, falling sequences and back-off."""
+"""Averages, ratios of means with their doubt, and falling sequences."""
 
 from __future__ import annotations
 
@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE
-from policies.estimators import Averages, Backoff
+from policies.averages import Averages
 from policies.signal_gain import CLEAR, LEAST, LOST, WEIGHT, MeanRatio, descending
-
-
-def test_a_wait_doubles_with_failures_and_is_itself_again_after_a_success():
-    wait, waits = Backoff(10, max_doublings=2), []
-    for lasted in (1, 4 * 20, 1, 4 * 40 + 1, 1):
-        waits.append(wait.steps)
-        wait.judge(lasted)
-    assert waits == [10, 20, 40, 40, 10]
 
 
 def test_averages_by_cf_begin_when_they_are_fed():

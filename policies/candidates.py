@@ -1,0 +1,158 @@
+"""What GraVAC knows of its candidates, and what it concludes from their gains and throughputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, nan
+
+from policies.averages import Averages
+from policies.base import DENSE, GainKind, StepReport
+from policies.signal_gain import SignalGain
+from policies.state import Stateful, saved
+from policies.step_time import StepTime
+from policies.words import costs, named, percent, progress, seconds_in_words
+
+
+@dataclass(eq=False)
+class CandidateStatistics(Stateful):
+    """The candidates' statistics: gain, T_sys (steps/s) and T_comp = T_sys x gain of each CF, where
+    they are known (GraVAC, section 3.1)."""
+
+    kind: GainKind
+    weight: float  # of a new value in the average of a gain
+    believed_after: int  # measurements that an average needs before it counts
+    nbytes: Callable[[float], float]  # bytes on the wire at a CF
+    assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
+    overlap: int | None = 0  # see `Context`
+
+    _averages: Averages = saved()
+    time: StepTime = saved()
+    signal: SignalGain | None = saved()  # only if `kind` is "signal"
+
+    def __post_init__(self) -> None:
+        self._averages = Averages(self.weight)
+        self.time = StepTime(self.nbytes, self.overlap)
+        self.signal = SignalGain() if self.kind == "signal" else None
+
+    def observe(self, report: StepReport) -> str:
+        """Take in one step. Returns which estimate of the signal gain decides, in words, if that
+        has changed, else ""."""
+        self.time.observe(report)
+        if self.signal is not None:
+            return self.signal.observe(report)
+        for cf, measurement in report.measurements.items():
+            self._averages.add(cf, *measurement.terms(self.kind))
+        return ""
+
+    def gain(self, cf: float | None) -> float | None:
+        """The gain of a CF in [0, 1]. Dense has 1. None: not known."""
+        if cf is None:
+            return None
+        if cf == DENSE:
+            return 1.0
+        if cf in self.assumed:
+            return self.assumed[cf]
+        if self.signal is not None:
+            return self.signal.gain(cf)
+        if self._averages.steps(cf) < self.believed_after:
+            return None
+        return min(1.0, self._averages[cf])
+
+    def keep_only(self, cfs: Collection[float]) -> None:
+        """Forget the averages of other CFs."""
+        self._averages.keep_only(cfs)
+
+    def forget_times(self) -> None:
+        """Step times have changed, gains have not."""
+        self.time = StepTime(self.nbytes, self.overlap)
+
+    def t_sys(self, cf: float) -> float | None:
+        """Steps a second at a CF. None: the CF was never sent."""
+        seconds = self.time.measured(cf)
+        return 1 / seconds if seconds else None
+
+    def t_comp(self, cfs: Iterable[float], epsilon: float) -> dict[float, float]:
+        """T_comp of the CFs that were sent and whose gain is known and at least epsilon."""
+        known = {cf: (self.gain(cf), self.t_sys(cf)) for cf in cfs}
+        return {
+            cf: gain * t_sys
+            for cf, (gain, t_sys) in known.items()
+            if gain is not None and gain >= epsilon and t_sys is not None
+        }
+
+    def times_of(self, chosen: float, other: float) -> str:
+        """The step time of the chosen CF beside that of dense, in words. Where dense was chosen,
+        beside that of `other`. "": not known."""
+        beside = DENSE if chosen != DENSE else other
+        now, then = self.time.measured(chosen), self.time.measured(beside)
+        if now is None:
+            return ""
+        told = f"; {seconds_in_words(now)} a step"
+        return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
+
+    def costs_of(self, cf: float, here: float) -> str:
+        """What a switch from `here` to a CF changes, in words: the bytes, and the step time where
+        both were sent."""
+        saved = 1 - self.nbytes(cf) / (self.nbytes(here) or nan)
+        return costs(self.time.measured(cf), self.time.measured(here), saved)
+
+    def why_dense_wins(self, cfs: Iterable[float]) -> str:
+        """Why none of the CFs can beat dense, in words. "": one may, or too little is known.
+
+        The bound is a step with nothing on the wire, the fastest compression and the best gain. It
+        needs the step times of dense and of two of the CFs."""
+        dense = self.t_sys(DENSE)
+        gains = {cf: gain for cf in cfs if (gain := self.gain(cf)) is not None}
+        sent = [t_sys for cf in gains if (t_sys := self.t_sys(cf)) is not None]
+        seconds = self.time.bound()
+        if dense is None or len(sent) < 2 or not seconds:
+            return ""
+        gain = max(gains.values())
+        # If a step was faster than the model's bound, the model is wrong.
+        if gain > dense * seconds or gain * max(sent) > dense:
+            return ""
+        return (
+            f"even with nothing on the wire a step would take {seconds_in_words(seconds)}, at a "
+            f"gain of {gain:.4g}: {progress(gain / seconds / dense, 'dense')}, "
+            f"{seconds_in_words(1 / dense)} a step"
+        )
+
+
+def loses_no_gain(floor: float | None, gain: float | None, omega: float) -> tuple[bool, str]:
+    """Whether a candidate's gain differs from the floor's by no more than omega, relative to the
+    floor's (section 3.2), and the numbers in words."""
+    if floor is None or gain is None:
+        return False, "gains not known"
+    lost = abs(floor - gain) / floor if floor > 0 else inf
+    rises, sign = lost <= omega, "no more" if lost <= omega else "more"
+    moves = "falls" if gain < floor else "rises"
+    told = f"gain {moves} by {percent(lost)} ({floor:.4g} to {gain:.4g}), {sign} than omega"
+    return rises, f"{told} {percent(omega)}"
+
+
+def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
+    """The CF to keep, and why: dense (1) if no CF beats it, else the CF where T_comp saturates.
+
+    CFs are compared from the smallest up, the kept one with the next. If their T_comp differ by no
+    more than omega, relative to the smaller CF's, the smaller CF stays. Else the CF with the larger
+    T_comp is kept (section 3.2).
+
+    t_comp: compression throughput (steps/s x gain) by CF, at least one.
+    dense: T_comp of dense, whose gain is 1. None: dense is not a choice.
+    """
+    if dense is not None:
+        best = max(t_comp, key=lambda cf: t_comp[cf])
+        if t_comp[best] <= dense:
+            return DENSE, f"CF {best:g}, the best, makes {progress(t_comp[best] / dense, 'dense')}"
+        t_comp = {cf: value for cf, value in t_comp.items() if value > dense}
+    kept, *larger = sorted(t_comp)
+    found = f"CF {kept:g} makes the most progress a second"
+    for cf in larger:
+        lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept] if t_comp[kept] > 0 else inf
+        if lost <= omega:
+            found = f"CF {cf:g} makes {progress(t_comp[cf] / t_comp[kept], named(kept))}"
+            found += f", and up to {percent(omega)} (omega) counts as none"
+        elif t_comp[cf] > t_comp[kept]:
+            kept, found = cf, f"CF {cf:g} makes the most progress a second"
+    return kept, found
