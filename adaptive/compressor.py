@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from adaptive import checkpoint as forms
 from adaptive.agreement import agree, check_model
 from adaptive.config import (
+    CF_RANGE,
     GRANULARITIES,
+    PAPERS,
     Settings,
     debug_interval,
     default_policy,
@@ -64,6 +66,8 @@ class AdaptiveCompressor:
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
         sparsifiers) without hooks, "gravac" otherwise; a model whose gradients are too few for the
         statistics (more than 1% of dense's bytes) then stays dense, and nothing is measured.
+        "gravac-paper" and "accordion-paper" also set base, memory, granularity and cf_range as in
+        their papers, where these are left at their defaults.
     sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 steps by
         itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
@@ -100,7 +104,7 @@ class AdaptiveCompressor:
     def __init__(
         self,
         base: str | Compressor = "topk",
-        cf_range: tuple[float, float] = (10, 1000),
+        cf_range: tuple[float, float] = CF_RANGE,
         *,
         policy: str | Policy | None = None,
         sync: Synchronisation | None = None,
@@ -115,6 +119,13 @@ class AdaptiveCompressor:
         **removed: Never,
     ) -> None:
         refuse_removed(removed)
+        paper = PAPERS.get(policy, {}) if isinstance(policy, str) else {}
+        base = paper.get("base", base) if base == "topk" else base
+        memory = paper.get("memory", memory) if memory == "auto" else memory
+        granularity = (
+            paper.get("granularity", granularity) if granularity == "auto" else granularity
+        )
+        cf_range = paper.get("cf_range", cf_range) if cf_range == CF_RANGE else cf_range
         accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
         require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
         sync, remembered = sync or EveryStep(), memory_from(memory)

@@ -37,7 +37,8 @@ class MemoryChoice:
         self._base = base
         chosen = options if isinstance(options, Momentum) else Momentum()
         self._lag = chosen.lag
-        self._lag_of_base(2.0)  # a compressor of the user's own is found out here
+        # A compressor of the user's own is found out here.
+        checks.fraction("the compressor's momentum_lag(2)", base.at(inf).momentum_lag(2.0))
         self._masking = float(base.masking)  # the smallest CF
         if isinstance(chosen.masking, bool):
             self._masking = 1.0 if chosen.masking else inf
