@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -156,12 +155,17 @@ EVERY_STEP = st.builds(
     ),
     st.one_of(st.just({}), _one("memory", MEMORIES)),
 )
+LOCAL = st.builds(
+    LocalSteps,
+    st.sampled_from([2, 3, "auto"]),
+    overlap=st.sampled_from([None, 0, 1]),
+    outer_momentum=st.sampled_from([0.0, 0.9]),
+)
 SYNCHRONISED = st.one_of(
     EVERY_STEP,
     EVERY_STEP,
     _one("exchange", _made(ParameterServer, down_cf=[1, 5, 50], own_memory=[True])),
-    _one("sync", _made(partial(LocalSteps, 2), overlap=[0, 1], outer_momentum=[0.9])),
-    _one("sync", _made(partial(LocalSteps, "auto"), overlap=[0, 1], outer_momentum=[0.9])),
+    _one("sync", LOCAL),
     _one("sync", st.builds(Delayed, st.sampled_from([1, 2, 3]))),
     _one("sync", _made(Gossip, topology=["ring", "complete", "one_peer"], consensus_step=[0.2])),
 )
