@@ -403,7 +403,7 @@ def _refused(rank: int) -> list[str]:
 def test_what_does_not_go_with_local_steps_is_refused() -> None:
     for told in run_ranks(2, _refused):
         names = ("hooks must", "memory must", "memory must", "memory must", "outer_momentum=1.0")
-        names += ("overlap=4", "steps must", "steps='many'")
+        names += ("overlap=4", "steps=1", "steps='many'")
         assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 8
 
 
