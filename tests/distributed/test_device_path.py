@@ -181,6 +181,7 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
     compressor.attach(model, optimizer=optimizer)
     session: Any = compressor._session
     begin, reduce = session.controller.begin_step, session.reduce
+    gather = session.exchange.gather_objects
 
     def begin_step() -> None:  # the statistics of two steps before are on the host by now
         with _disable_current_modes():
@@ -190,7 +191,14 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
         with _NoReading():
             return reduce(bucket)
 
+    def gather_objects(own: Any) -> list[Any]:
+        # Before a dense step that follows compressed ones: which tensors the ranks' optimizers
+        # keep, which may differ. This waits.
+        with _disable_current_modes():
+            return gather(own)
+
     session.controller.begin_step, session.reduce = begin_step, watched
+    session.exchange.gather_objects = gather_objects
     conclude = LocalStepsSync.conclude
 
     def watched_step(self: LocalStepsSync, due: int | None = None) -> None:
