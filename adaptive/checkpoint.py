@@ -24,7 +24,7 @@ from policies.state import read, require
 log = logging.getLogger("adaptive")
 
 FORMS = ("auto", "rank", "gathered")
-"""What `AdaptiveCompressor(checkpoint=...)` takes."""
+"""What `AdaptiveCompressor.state_dict(checkpoint=...)` takes."""
 
 VERSION = 16
 

@@ -87,7 +87,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     """What is kept of each parameter of a model.
 
     model: is not kept alive. residual_dtype: see `ModelParameter`.
-    as_they_are: names of parameters whose gradients are exchanged as by DDP without a hook (see
+    as_they_are: parameters, by name, whose gradients are exchanged as by DDP without a hook (see
     `travel_as_they_are`); nothing is kept of these.
     """
 
@@ -98,7 +98,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     ) -> None:
         super().__init__()
         self._model = weakref.ref(model)
-        self.as_they_are: list[str] = []
+        self.as_they_are: dict[str, Tensor] = {}
         sparse = _with_sparse_gradients(model.module)
         # DDP looks parameters of the outermost module up as ".name", so never ignores those.
         ignored = model.parameters_to_ignore
@@ -107,7 +107,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
                 continue
             name = name.replace(COMPILED, "")
             if p.is_complex() or p in sparse:
-                self.as_they_are.append(name)
+                self.as_they_are[name] = p
             else:
                 self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 

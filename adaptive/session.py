@@ -222,12 +222,14 @@ class Session:
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """ValueError if one is of another model, or the way to synchronise cannot go with them."""
-        strange = [o for o in optimizers if not self._watch.is_ours(o)]
-        if strange and len(self._parameters):
-            raise ValueError(
-                f"optimizer must be one of the model's parameters, got a "
-                f"{type(strange[0]).__name__} with none of those that the ranks exchange"
-            )
+        exchanged = {*self._parameters, *self._parameters.as_they_are.values()}
+        for each in optimizers:
+            owned = {p for group in each.param_groups for p in group["params"]}
+            if exchanged and exchanged.isdisjoint(owned):
+                raise ValueError(
+                    f"optimizer must be one of the model's parameters, got a "
+                    f"{type(each).__name__} with none of those that the ranks exchange"
+                )
         sync = self.settings.sync
         if sync.lets_ranks_differ and (names := ", ".join(self._parameters.as_they_are)):
             raise ValueError(

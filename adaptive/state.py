@@ -24,7 +24,7 @@ ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "synchronisat
 HINTS = {
     "world_size": "; adaptive.reshard_states makes states for another number of ranks",
     "rank": "; each rank loads its own state. Where a checkpoint is rank 0's for all, save it with "
-    "AdaptiveCompressor(checkpoint='gathered')",
+    "state_dict(checkpoint='gathered')",
 }
 """What to do where a state is of another one of these."""
 

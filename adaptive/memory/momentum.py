@@ -165,10 +165,9 @@ class MomentumMemory(Residual):
     ) -> tuple[Tensor | None, MomentumRule]:
         """The velocity after a step, if there is momentum, and the rule by which it has moved."""
         full = self.rule(parameter)
-        # Where another rank was the first to use the parameter, its first step is not this one. On
-        # a device a poisoned first step leaves a velocity of zeros, and the next is the first.
-        began = parameter.started and not isinstance(poisoned, Tensor)
-        fresh = not (began or parameter.stepped or self.has_buffer(parameter))
+        # SGD's first step, which it does not dampen, is over on all ranks or on none. A backward
+        # whose step was left out is none.
+        fresh = not (parameter.stepped or self.has_buffer(parameter))
         if not full.momentum:
             return None, full
         if parameter.velocity is None:

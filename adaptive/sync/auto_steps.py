@@ -31,19 +31,32 @@ from adaptive.sync.own_step import OwnStepSync
 from policies import state as saved
 
 
+class _Together(OwnStepSync):
+    """Ranks that exchange in every step. left: what they have stepped with until they met; they go
+    back to its anchor with the next step, if that has not come yet."""
+
+    left: LocalStepsSync | None = None
+
+    def alike(self) -> Iterable[tuple[str, Tensor]]:
+        return super().alike() if self.left is None else self.left.alike()
+
+
 class AutoStepsSync(Synchroniser):
     """One synchroniser or the other, both of one model. Begins with an exchange in every step."""
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
         self._choice = choice
-        self._now: OwnStepSync | LocalStepsSync = OwnStepSync(averager)
-        self._left: LocalStepsSync | None = None  # the ranks go back to its anchor with a step
+        self._now: _Together | LocalStepsSync = _Together(averager)
         self._updates: list[Any] = []  # parameters whose residuals move them with a step
 
     @property
     def apart(self) -> bool:  # type: ignore[override]
         return isinstance(self._now, LocalStepsSync)
+
+    @property
+    def _left(self) -> LocalStepsSync | None:
+        return self._now.left if isinstance(self._now, _Together) else None
 
     # -- a backward --
 
@@ -100,7 +113,8 @@ class AutoStepsSync(Synchroniser):
                 residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
             else:
                 residual.mul_(1 / lr if lr > 0 else 0.0)
-        self._now, self._left = OwnStepSync(self.averager), local
+        self._now = _Together(self.averager)
+        self._now.left = local
 
     @torch.no_grad()
     def _conclude(self, local: LocalStepsSync, due: int | None = None) -> None:
@@ -116,9 +130,9 @@ class AutoStepsSync(Synchroniser):
 
     def _end_meeting(self) -> None:
         """The ranks stand alike now, if they were to with the next step."""
-        if self._left is not None:
-            self._conclude(self._left)
-            self._left = None
+        if isinstance(self._now, _Together) and self._now.left is not None:
+            self._conclude(self._now.left)
+            self._now.left = None
 
     def end_backward(self) -> None:
         self._now.end_backward()
@@ -154,7 +168,7 @@ class AutoStepsSync(Synchroniser):
         self._now.settle()
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        return (self._left or self._now).alike()
+        return self._now.alike()
 
     def averaged(self) -> AbstractContextManager[None]:
         self._stand()
@@ -195,8 +209,10 @@ class AutoStepsSync(Synchroniser):
             check_local_state(state, parameters, apart=bool(state.get("anchors")))
 
         def load(state: Mapping[str, Any]) -> None:
-            self._left, self._updates = None, []
-            if isinstance(self._now, LocalStepsSync):
+            self._updates = []
+            if isinstance(self._now, _Together):
+                self._now.left = None
+            else:
                 self._now.load_state_dict(state)
                 self._now.every = self.averager.controller.local_steps
 
@@ -215,5 +231,5 @@ class AutoStepsSync(Synchroniser):
             self._now = LocalStepsSync(averager, self._choice, averager.controller.local_steps)
         else:
             averager.memory.choose(averager.optimizers, self._choice)
-            self._now = OwnStepSync(averager)
+            self._now = _Together(averager)
         averager.use_memory()

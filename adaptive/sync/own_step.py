@@ -69,8 +69,7 @@ class OwnStepSync(EveryStepSync):
         def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
             gradients, sum_of_flags = (future.value() for future in futures.value())
             flag = bool(sum_of_flags) if is_host(sum_of_flags.device) else sum_of_flags[0] > 0
-            if not gradients.is_sparse:
-                fill_if(flag, gradients, nan)
+            fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
             stream.keep(sum_of_flags, flag)
             return gradients
 

@@ -130,8 +130,8 @@ class _Soak:
         whole = kind < 0.9 or (kind < 0.95 and self.rank == step % 2)
         self.module.poisoned = 0.5 < kind < 0.52 and self.rank == step % 2
         self._backward(step, whole)
-        self.module.poisoned = False
-        self._count_sent()
+        healthy, self.module.poisoned = not self.module.poisoned, False
+        self._count_sent(healthy)
         if all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.model.parameters()):
             self.optimizer.step()
         else:
@@ -157,16 +157,23 @@ class _Soak:
         with sync or nullcontext():
             self.loss(step, whole).backward()
 
-    def _count_sent(self) -> None:
-        """Where gradients are not finite nothing was sent, and they are lost."""
-        for name, p in self.module.named_parameters():
-            if p.grad is not None and bool(p.grad.isfinite().all()):
-                gradient = self.gradients.get(name)
-                if gradient is not None:
-                    total = self.total.setdefault(name, torch.zeros_like(gradient))
-                    total += gradient / (1 - self.momentum)
-                sent = self.sent.setdefault(name, torch.zeros_like(p.grad.flatten()))
-                sent += p.grad.flatten() * dist.get_world_size()
+    def _count_sent(self, healthy: bool) -> None:
+        """healthy: this rank's own gradients are finite. Where another's are not, nothing is sent,
+        and what this rank has accumulated goes with later steps. Only what a dense step alone would
+        have sent is lost: with momentum its velocity."""
+        grads = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+        lost: dict[str, Any] = {}
+        if healthy and not finite and self.compressor.cf == 1:
+            memory = self.compressor.state_dict()["memory"] if self.momentum else {}
+            lost = {n: memory.get(n, {}).get("velocity", g) for n, g in self.gradients.items()}
+        for name, gradient in self.gradients.items() if healthy else ():
+            if bool(gradient.any()):
+                total = self.total.setdefault(name, torch.zeros_like(gradient))
+                total += gradient / (1 - self.momentum) - lost.get(name, 0)
+        for name, grad in grads.items() if finite else ():
+            sent = self.sent.setdefault(name, torch.zeros_like(grad.flatten()))
+            sent += grad.flatten() * dist.get_world_size()
         self.gradients = {}
 
     def imbalance(self) -> float:

@@ -175,7 +175,7 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         (
             "optimizer type",
             (
-                "TypeError: optimizer must be a torch.optim.Optimizer or None, got",
+                "TypeError: optimizer must be a torch.optim.Optimizer, several of them, or None",
                 "RuntimeError: rank 1 failed to set up: TypeError: optimizer must be",
             ),
         ),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from adaptive import AdaptiveCompressor, Delayed, Fixed, LocalSteps, Momentum
+from adaptive import AdaptiveCompressor, Delayed, Fixed, Momentum, Residual
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
@@ -66,13 +66,13 @@ class Training:
         self.held = flat_parameters(self.model)
 
     def anchor(self) -> Tensor:
-        anchors = self.compressor.state_dict()["local"]["anchors"]
+        anchors = self.compressor.state_dict()["sync"]["anchors"]
         return torch.cat([anchors[name] for name, _ in self.model.module.named_parameters()])
 
     def under_way(self) -> Tensor:
         """What this rank has sent that no mean has taken the place of yet."""
         sent = {n: torch.zeros(p.numel()) for n, p in self.model.module.named_parameters()}
-        for bucket in self.compressor.state_dict()["local"]["arrived"].values():
+        for bucket in self.compressor.state_dict()["sync"]["arrived"].values():
             for name, own in bucket["then"].items():
                 sent[name] = sent[name] + own
         return torch.cat(list(sent.values()))
@@ -163,7 +163,7 @@ def _compressed(rank: int, delay: int, options: dict[str, Any]) -> dict[str, Any
         "own": flat_parameters(run.model),
         "under_way": run.under_way(),
         "began": run.began,
-        "in_flight": len(run.compressor.state_dict()["local"]["arrived"]),
+        "in_flight": len(run.compressor.state_dict()["sync"]["arrived"]),
         "payload": run.compressor.summary().payload_bytes,
         "gathered": sum(nbytes for name, nbytes in called if name == "all_gather_single"),
     }
@@ -215,13 +215,13 @@ def _mean(tensors: Any) -> Tensor:
 
 def _resumed(rank: int, delay: int, stop: int, path: str) -> list[dict[str, Any]]:
     def run() -> Run:
-        return Run(Fixed(cf=8), "topk", "auto", delay=delay)
+        return Run(Fixed(cf=8), "topk", "auto", sync=Delayed(delay))
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 20)
     stopped.train(rank, 0, stop)
     state = stopped.state()
-    assert bool(state["compressor"]["local"]["arrived"]) == (delay > 1)
+    assert bool(state["compressor"]["sync"]["arrived"]) == (delay > 1)
     torch.save(state, f"{path}/{rank}")
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, stop, 20)
@@ -283,40 +283,28 @@ def test_a_rank_recovers_from_a_step_that_is_not_finite(delay: int, on_device: b
     assert good["united"].isfinite().all()
 
 
-def _none(rank: int) -> list[Tensor]:
-    """Parameters at the end without a delay, and with one of 0."""
-    ends = []
-    for options in ({}, {"sync": Delayed(0)}):
-        run = Run(Scripted([8.0, 1.0]), "topk", "auto", **options)
-        run.train(rank, 0, 8)
-        state = run.compressor.state_dict()
-        ends += [flat_parameters(run.model), state]
-    return ends
-
-
 def _refused(rank: int) -> list[str]:
     told = []
     for options in (
-        {"sync": LocalSteps(4)},
-        {"outer_momentum": 0.9},
-        {"overlap": 1},
         {"memory": Momentum(clip_norm=1.0)},
+        {"memory": Residual(clip_norm=1.0)},
         {"memory": "updates"},
         {"exchange": "sharded"},
         {"base": "powersgd"},
-        {"sync": Delayed(-1)},
-        {"sync": Delayed(1.5)},
     ):
         try:
-            AdaptiveCompressor(**{**options, "policy": "fixed", "sync": Delayed(2)})
+            AdaptiveCompressor(**{"policy": "fixed", "sync": Delayed(2), **options})
+        except ValueError as error:
+            told.append(str(error))
+    for steps in (0, 1.5):
+        try:
+            Delayed(steps)
         except (TypeError, ValueError) as error:
             told.append(str(error))
     run = Training(rank, "sgd", 2, [8.0])
     run.train(4)
     state = run.compressor.state_dict()
-    for delay in (0, 3):
-        other = Training(rank, "sgd", delay, [8.0])
-        other.train(1)
+    for other in (Run(Fixed(cf=8), "topk", "auto"), Training(rank, "sgd", 3, [8.0])):
         try:
             other.compressor.load_state_dict(state)
         except ValueError as error:
@@ -324,16 +312,11 @@ def _refused(rank: int) -> list[str]:
     return told
 
 
-def _none_and_refused(rank: int) -> tuple[list[Any], list[str]]:
-    return _none(rank), _refused(rank)
-
-
-def test_no_delay_changes_nothing_and_what_does_not_go_with_one_is_refused() -> None:
-    names = ("local_steps must be 1", "outer_momentum must be 0", "overlap", "clip_norm must be")
-    names += ("memory must be", "exchange must be of one collective", "base must be sent in one")
-    names += ("delay", "delay", "state: ", "state: delay is 2, expected 3")
-    for (plain, of_plain, none, of_none), told in run_ranks(2, _none_and_refused):
-        assert torch.equal(plain, none)
-        assert same(of_plain, of_none)
+def test_what_does_not_go_with_a_delay_is_refused() -> None:
+    names = ("memory must be", "memory must have", "memory must be", "exchange must be of one coll")
+    names += ("base must be sent in one", "steps=0", "steps=1.5")
+    names += ("state: ", "state: synchronisation is ")
+    for told in run_ranks(2, _refused):
         for text, name in zip(told, names, strict=True):
             assert text.startswith(name), text
+        assert told[-1].endswith("'Delayed(steps=2)', expected 'Delayed(steps=3)'")

@@ -35,7 +35,10 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
         (Warmup(steps=3), ["CF 16 since step 3: ", "the schedule has CF 16"]),
         (Accordion(interval=4), ["since step", "numbers of the rule: critical 1"]),
         (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "epsilon 0.3"]),
-        (Goodput(opening=2), ["since step", "progress a second", " a step instead of "]),
+        (
+            Goodput(opening=2),
+            ["since step", "progress a second", "dense was not timed", "rule: candidate"],
+        ),
     ],
     ids=lambda v: v.name if isinstance(v, Policy) else "",
 )

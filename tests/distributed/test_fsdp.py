@@ -16,7 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from adaptive import Accordion, AdaptiveCompressor, MemoryTimeline, Residual, reshard_states
+from adaptive import (
+    Accordion,
+    AdaptiveCompressor,
+    LocalSteps,
+    MemoryTimeline,
+    Residual,
+    reshard_states,
+)
 from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, listen, same, small_net
@@ -471,7 +478,12 @@ def _decisions(rank: int) -> list[list[float]]:
     for policy in ("goodput", "gravac"):
         timeline = MemoryTimeline()
         run = Run(
-            "adamw", policy=policy, timeline=timeline, link="1mbit", debug=1, exchange="all_gather"
+            "adamw",
+            policy=policy,
+            timeline=timeline,
+            network="1mbit",
+            debug=1,
+            exchange="all_gather",
         )
         cfs = []
         for step in range(12):
@@ -654,7 +666,7 @@ def _refused(rank: int) -> list[str]:
         lambda: attach(sharded(mesh["shard"]), None),
         lambda: attach(sharded(mesh), mesh),
         lambda: attach(sharded(world), mesh),
-        lambda: attach(sharded(mesh["shard"]), mesh, local_steps=4),
+        lambda: attach(sharded(mesh["shard"]), mesh, sync=LocalSteps(4)),
         lambda: attach(sharded(mesh["shard"]), mesh, hooks={4.0: _hook}),
         lambda: attach(sharded(mesh["shard"]), mesh, debug=rank),
         lambda: train(HALF),

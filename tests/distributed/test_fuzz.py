@@ -22,12 +22,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import (
     Accordion,
     AdaptiveCompressor,
+    Delayed,
     Fixed,
     Goodput,
+    Gossip,
     GraVAC,
+    LocalSteps,
+    Momentum,
     Network,
+    ParameterServer,
     Policy,
+    Residual,
     Schedule,
+    Updates,
     Warmup,
 )
 from compressors import compressor_names
@@ -109,31 +116,60 @@ POLICIES = ["fixed"] * 3 + ["schedule"] * 3 + ["warmup", "goodput", "goodput", "
 POLICIES += ["accordion", "accordion by layer", "dense", "dense"]
 
 
-def _some(kind: dict[str, Any], **chances: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of the arguments, each with its values."""
+def _some(**chances: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of the arguments, each with one of its values."""
     optional = {name: st.sampled_from(values) for name, values in chances.items()}
-    return st.fixed_dictionaries({k: st.just(v) for k, v in kind.items()}, optional=optional)
+    return st.fixed_dictionaries({}, optional=optional)
 
 
-EVERY_STEP = _some(
-    {},
-    exchange=["all_gather", "sharded", "voted_indices", "all_reduce"],
-    memory=["residual", "momentum", "updates", "none"],
-    rungs=[None, {2: "bf16"}, {4: "int8"}],
-    residual_dtype=[torch.bfloat16],
-    momentum_lag=[0.1, 1.0],
-    clip_norm=[0.1, 100.0],
-    debug=[1],
+def _made(of: Any, **chances: list[Any]) -> st.SearchStrategy[Any]:
+    """An option with some of its settings; None where these do not go together."""
+
+    def make(settings: dict[str, Any]) -> Any:
+        try:
+            return of(**settings)
+        except ValueError:
+            return None
+
+    return _some(**chances).map(make).filter(lambda made: made is not None)
+
+
+def _one(argument: str, options: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({argument: options})
+
+
+NORMS = [0.1, 100.0]
+HALF = [torch.bfloat16]
+MEMORIES = st.one_of(
+    st.sampled_from(["residual", "momentum", "updates", "none"]),
+    _made(Residual, dtype=HALF, clip_norm=NORMS),
+    _made(Momentum, lag=[0.1, 1.0], masking=[True, False, 20.0], clip_norm=NORMS),
+    _made(Updates, dtype=HALF),
+)
+EVERY_STEP = st.builds(
+    lambda some, memory: {**some, **memory},
+    _some(
+        exchange=["all_gather", "sharded", "voted_indices", "all_reduce"],
+        rungs=[None, {2: "bf16"}, {4: "int8"}],
+        debug=[1],
+    ),
+    st.one_of(st.just({}), _one("memory", MEMORIES)),
+)
+LOCAL = st.builds(
+    LocalSteps,
+    st.sampled_from([2, 3, "auto"]),
+    overlap=st.sampled_from([None, 0, 1]),
+    outer_momentum=st.sampled_from([0.0, 0.9]),
 )
 SYNCHRONISED = st.one_of(
     EVERY_STEP,
     EVERY_STEP,
-    _some({"exchange": "sharded"}, down_cf=[1, 5, 50], server_memory=[True]),
-    _some({}, local_steps=[2, 3, "auto"], overlap=[0, 1], outer_momentum=[0.9]),
-    _some({}, delay=[1, 2, 3]),
-    _some({"exchange": "gossip"}, topology=["ring", "complete", "one_peer"]),
+    _one("exchange", _made(ParameterServer, down_cf=[1, 5, 50], own_memory=[True])),
+    _one("sync", LOCAL),
+    _one("sync", st.builds(Delayed, st.sampled_from([1, 2, 3]))),
+    _one("sync", _made(Gossip, topology=["ring", "complete", "one_peer"], consensus_step=[0.2])),
 )
-SHARED = _some({}, granularity=["layer", "bucket"], dense_below=[1, 10, 100])
+SHARED = _some(granularity=["layer", "bucket"], dense_below=[1, 10, 100])
 BASES = ["topk"] * 8 + ["topk+fp32", "dgc+bf16", *compressor_names()]
 
 
@@ -175,7 +211,6 @@ class Job:
                 drawn["cf_range"],
                 policy=_policy(drawn["policy"], *drawn["cf_range"]),
                 network=Network(clock=self.clock),
-                checkpoint="gathered" if drawn["gathered"] else "rank",
                 **drawn["options"],
             ).attach(self.model, optimizer=self.optimizers)
 
@@ -205,7 +240,7 @@ class Job:
         assert self.compressor is not None
         file = io.BytesIO()
         own = [optimizer.state_dict() for optimizer in self.optimizers]
-        compressed = self.compressor.state_dict()
+        compressed = self.compressor.state_dict("gathered" if self.drawn["gathered"] else "rank")
         torch.save({"c": compressed, "m": self.net.state_dict(), "o": own}, file)
         return file.getvalue()
 
@@ -294,8 +329,7 @@ def _run(rank: int, drawn: dict[str, Any]) -> dict[str, Any]:
 
 def _check(drawn: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     first, options = ranks[0], drawn["options"]
-    apart = options.get("local_steps", 1) != 1 or "delay" in options
-    apart = apart or options.get("exchange") == "gossip"
+    apart = "sync" in options
     for each in ranks:
         assert all(bool(flat.isfinite().all()) for flat in each["flat"]), "not finite"
         assert torch.equal(each["averaged"], first["averaged"]), "the ranks' means differ"
@@ -315,10 +349,15 @@ def _check(drawn: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         _check_balance(drawn, ranks)
 
 
+EXACT = (None, "all_gather", "sharded", "voted_indices", "all_reduce", ParameterServer())
+"""Exchanges whose errors all wait in residuals."""
+
+
 def _check_balance(drawn: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     """Of SGD without momentum, what was sent and what waits is all that there was."""
     options, exact = drawn["options"], drawn["dtype"] in (torch.float32, torch.float64)
-    lossy = {"clip_norm", "residual_dtype", "down_cf", "server_memory"} & options.keys()
+    lossy = options.get("memory") not in (None, "residual", Residual())
+    lossy = lossy or options.get("exchange") not in EXACT
     if drawn["optimizer"] != "sgd" or lossy or not exact or drawn["gathered"]:
         return
     if ranks[0]["memory"] != "residual" or drawn["base"] in ("bf16", "fp16"):

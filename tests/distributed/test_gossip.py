@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive.exchange.topology import named
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from adaptive import AdaptiveCompressor, Gossip
+from adaptive.sync.topology import named
 from compressors.kernels import blocks
 from runs.simulate.ranks import run_ranks as simulate
 from tests.distributed.processes import run_ranks
@@ -53,9 +53,7 @@ def _train(
     model = DDP(small_net())
     steps = OPTIMIZERS[optimizer](model)
     start = flat_parameters(model)
-    compressor = AdaptiveCompressor(base, (8, 8), exchange="gossip", debug=5, **options).attach(
-        model, optimizer=steps
-    )
+    compressor = AdaptiveCompressor(base, (8, 8), debug=5, **options).attach(model, optimizer=steps)
     sent, moved, before, plain = 0, torch.zeros_like(start), start, dist.ProcessGroup.send
 
     def counting(group: Any, tensors: list[Tensor], *args: Any) -> Any:
@@ -87,7 +85,7 @@ def _train(
     finally:
         dist.ProcessGroup.send = plain
     summary, explained = compressor.summary(), compressor.explain()
-    local = compressor.state_dict()["local"]
+    sync = compressor.state_dict()["sync"]
     compressor.detach()
     return {
         "start": start,
@@ -95,8 +93,8 @@ def _train(
         "own": own,
         "mean": mean,
         "united": flat_parameters(model),
-        "offset": _flat(local["offset"], model),
-        "kept": _flat(local["kept"], model) if local["kept"] else None,
+        "offset": _flat(sync["offset"], model),
+        "kept": _flat(sync["kept"], model) if sync["kept"] else None,
         "sent": sent,
         "summary": summary,
         "explained": explained,
@@ -142,7 +140,7 @@ def _reference(ranks: int, optimizer: str, gossip: str, topology: str) -> list[T
 def test_uncompressed_it_is_what_replicas_do_that_mix(
     gossip: str, topology: str, optimizer: str, ranks: int
 ) -> None:
-    options = {"gossip": gossip, "topology": topology, "network": "10gbit"}
+    options = {"sync": Gossip(topology, gossip), "network": "10gbit"}
     found = run_ranks(ranks, _train, optimizer, "none", options)
     own = _reference(ranks, optimizer, gossip, topology)
     mean = torch.stack(own).mean(0)
@@ -205,9 +203,8 @@ def _check_invariants(
 def test_compressed_the_mean_moves_by_the_mean_step_and_bytes_are_those_of_isend(
     gossip: str, topology: str, ranks: int, on_device: bool
 ) -> None:
-    options: dict[str, Any] = {"gossip": gossip, "topology": topology}
-    if gossip in ("deepsqueeze", "choco-sgd"):
-        options["consensus_step"] = 0.4
+    step = 0.4 if gossip in ("deepsqueeze", "choco-sgd") else None
+    options = {"sync": Gossip(topology, gossip, step)}
     found = run_ranks(ranks, _train, "adamw", BASES[gossip], options, on_device)
     _check_invariants(gossip, topology, found)
 
@@ -223,7 +220,7 @@ def test_compressed_the_mean_moves_by_the_mean_step_and_bytes_are_those_of_isend
 def test_a_rank_that_leaves_a_step_out_does_not_keep_others_waiting(
     gossip: str, base: str, ranks: int
 ) -> None:
-    options = {"gossip": gossip, "leaves_out": STEPS // 2}
+    options = {"sync": Gossip(algorithm=gossip), "leaves_out": STEPS // 2}
     found = run_ranks(ranks, _train, "sgd", base, options)
     _check_invariants(gossip, "ring", found)
 
@@ -237,7 +234,7 @@ def _plain(rank: int) -> Tensor:
 
 
 def test_with_all_as_neighbours_deepsqueeze_at_cf_1_is_all_reduce() -> None:
-    options = {"gossip": "deepsqueeze", "topology": "complete"}
+    options = {"sync": Gossip("complete", "deepsqueeze")}
     dense = run_ranks(4, _plain)
     for mine, theirs in zip(run_ranks(4, _train, "sgd", "none", options), dense, strict=True):
         torch.testing.assert_close(mine["own"], theirs, rtol=0, atol=1e-12)
@@ -248,7 +245,7 @@ def test_with_all_as_neighbours_deepsqueeze_at_cf_1_is_all_reduce() -> None:
     [("deepsqueeze", "topk"), pytest.param("dcd-psgd", "qsgd", marks=pytest.mark.long)],
 )
 def test_simulated_ranks_do_what_processes_do(gossip: str, base: str) -> None:
-    options = {"gossip": gossip, "topology": "exponential"}
+    options = {"sync": Gossip("exponential", gossip)}
     real = run_ranks(4, _train, "adamw", base, options)
     simulated = simulate(4, lambda rank, _: _train_simulated(rank, base, options))
     for mine, theirs in zip(simulated, real, strict=True):
@@ -258,9 +255,7 @@ def test_simulated_ranks_do_what_processes_do(gossip: str, base: str) -> None:
 def _train_simulated(rank: int, base: str, options: dict[str, Any]) -> Tensor:
     model = DDP(small_net())
     optimizer = OPTIMIZERS["adamw"](model)
-    AdaptiveCompressor(base, (8, 8), exchange="gossip", **options).attach(
-        model, optimizer=optimizer
-    )
+    AdaptiveCompressor(base, (8, 8), **options).attach(model, optimizer=optimizer)
     for step in range(STEPS):
         _step(model, optimizer, step, rank)
     return flat_parameters(model)
@@ -273,16 +268,14 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
     def new() -> tuple[DDP, Optimizer, AdaptiveCompressor]:
         model = DDP(small_net())
         optimizer = OPTIMIZERS["adamw"](model)
-        compressor = AdaptiveCompressor(
-            base, (8, 8), sync=Gossip(algorithm=gossip), checkpoint=form
-        )
+        compressor = AdaptiveCompressor(base, (8, 8), sync=Gossip(algorithm=gossip))
         return model, optimizer, compressor.attach(model, optimizer=optimizer)
 
     model, optimizer, compressor = new()
     for step in range(STEPS):
         if step == STEPS // 2:
             saved: list[Any] = [
-                compressor.state_dict(),  # first: with "gathered" it moves parameters
+                compressor.state_dict(form),  # first: with "gathered" it moves parameters
                 model.module.state_dict(),
                 optimizer.state_dict(),
             ]
@@ -292,7 +285,7 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
                 lambda v: v.clone() if isinstance(v, Tensor) else v, saved
             )
         _step(model, optimizer, step, rank)
-    straight, end = flat_parameters(model), compressor.state_dict("rank")["local"]
+    straight, end = flat_parameters(model), compressor.state_dict("rank")["sync"]
     compressor.close()
     model, optimizer, compressor = new()
     for step in range(2):  # is thrown away, and something is under way
@@ -302,7 +295,7 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
     compressor.load_state_dict(saved[0])
     for step in range(STEPS // 2, STEPS):
         _step(model, optimizer, step, rank)
-    found = compressor.state_dict("rank")["local"]
+    found = compressor.state_dict("rank")["sync"]
     problem = ""
     try:
         AdaptiveCompressor(base, (8, 8), sync=Gossip(algorithm=gossip)).attach(

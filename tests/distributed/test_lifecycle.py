@@ -17,11 +17,10 @@ from adaptive import (
     AdaptiveCompressor,
     Event,
     Fixed,
-    Momentum,
+    Residual,
     StepRecord,
     Timeline,
 )
-from adaptive.exchange import link
 from policies import DENSE
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
@@ -63,7 +62,7 @@ def _detached(rank: int, options: dict[str, Any]) -> tuple[float, float]:
     return deviations[0], deviations[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": Momentum(clip_norm=0.001)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory": Residual(clip_norm=0.001)}], ids=str)
 def test_after_detach_the_residual_is_sent_once_and_then_all_is_dense(options: dict) -> None:
     for first, second in run_ranks(2, _detached, options):
         assert first > 1e-6  # what the residual held
@@ -232,7 +231,6 @@ def test_a_refused_state_changes_nothing() -> None:
 
 def _threads_left(rank: int) -> int:
     """Threads of emulated links once as many compressors as there were are gone."""
-    link.IDLE = 0.05
     model = DDP(small_net())
     for step in range(4):
         compressor = AdaptiveCompressor("topk", (2, 100), policy="fixed", network="1gbit").attach(

@@ -24,6 +24,7 @@ from adaptive import (
     MemoryTimeline,
     Momentum,
     Network,
+    Residual,
 )
 from adaptive.sizes import are_updates
 from compressors.kernels import blocks
@@ -61,10 +62,8 @@ def _train(
 ) -> dict[str, Any]:
     model = DDP(small_net(), bucket_cap_mb=bucket_mb)
     steps = OPTIMIZERS[optimizer](model)
-    options = {**options, "sync": LocalSteps(EVERY, overlap=0), "debug": 1}
-    compressor = AdaptiveCompressor(policy=Scripted(cfs), cf_range=(1, 64), **options).attach(
-        model, optimizer=steps
-    )
+    compressor = AdaptiveCompressor(policy=Scripted(cfs), cf_range=(1, 64), debug=1, **options)
+    compressor.attach(model, optimizer=steps)
     for step in range(STEPS):
         steps.zero_grad()
         _loss(model, step, rank).backward()
@@ -73,10 +72,10 @@ def _train(
     with compressor.averaged():
         averaged = flat_parameters(model)
     own = flat_parameters(model)
-    assert options.get("overlap") or torch.equal(own, before)
+    assert options["sync"].overlap or torch.equal(own, before)
     summary, state = compressor.summary(), compressor.state_dict()
     compressor.detach()
-    anchors, kept = state["local"]["anchors"], state["memory"]
+    anchors, kept = state["sync"]["anchors"], state["memory"]
     names = [name for name, _ in model.module.named_parameters()]
     rest = [kept.get(name, {}).get("residual", torch.zeros(())) for name in names]
     return {
@@ -134,7 +133,7 @@ def _reference(
 def test_uncompressed_it_is_what_replicas_and_an_outer_sgd_do(
     optimizer: str, outer: tuple[float, float], overlap: int
 ) -> None:
-    options = {"outer_lr": outer[0], "outer_momentum": outer[1], "overlap": overlap}
+    options = {"sync": LocalSteps(EVERY, *outer, overlap)}
     found = run_ranks(2, _train, optimizer, [1.0], options, 25 if overlap else 0.004)
     anchor, *own = _reference(2, optimizer, *outer, overlap)
     for rank, mine in enumerate(found):
@@ -150,7 +149,7 @@ def test_uncompressed_it_is_what_replicas_and_an_outer_sgd_do(
 def test_compressed_ranks_end_alike_and_bytes_are_counted(
     ranks: int, exchange: str, overlap: int
 ) -> None:
-    options = {"exchange": exchange, "overlap": overlap}
+    options = {"exchange": exchange, "sync": LocalSteps(EVERY, overlap=overlap)}
     found = run_ranks(ranks, _train, "adamw", [8.0, 1.0, 16.0], options, 0.004)
     mean = torch.stack([each["own"] - each["rest"] for each in found]).mean(0)
     for each in found:
@@ -215,7 +214,7 @@ def _spoilt(rank: int, on_device: bool, overlap: int) -> list[Tensor]:
     anchors = []
     for step in range(2 * EVERY + 1 + overlap):
         if step in (0, EVERY + 1 + overlap):
-            kept = compressor.state_dict()["local"]["anchors"]
+            kept = compressor.state_dict()["sync"]["anchors"]
             anchors.append(torch.cat(list(kept.values())))
         optimizer.zero_grad()
         _loss(model, step, rank).backward()
@@ -226,7 +225,7 @@ def _spoilt(rank: int, on_device: bool, overlap: int) -> list[Tensor]:
             optimizer.state.clear()
         optimizer.step()
     assert flat_parameters(model).isfinite().all()
-    kept = compressor.state_dict()["local"]["anchors"]
+    kept = compressor.state_dict()["sync"]["anchors"]
     return [*anchors, torch.cat(list(kept.values()))]
 
 
@@ -285,7 +284,7 @@ def _left_out(rank: int) -> tuple[Tensor, list[str]]:
         _loss(model, step, rank).backward()
         if rank == 0 or step != 2 * EVERY - 1:
             optimizer.step()
-    anchors = compressor.state_dict()["local"]["anchors"]
+    anchors = compressor.state_dict()["sync"]["anchors"]
     return torch.cat(list(anchors.values())), told
 
 
@@ -357,13 +356,13 @@ def _forget_times(state: dict[str, Any]) -> None:
 def _resumed(rank: int, overlap: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     def run() -> Run:
         policy = Scripted([4.0, 1.0, 16.0])
-        return Run(policy, "topk", "auto", local_steps=3, overlap=overlap)
+        return Run(policy, "topk", "auto", sync=LocalSteps(3, overlap=overlap))
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 21)
     stopped.train(rank, 0, 11)
     state = stopped.state()
-    assert bool(state["compressor"]["local"]["arrived"]) == (overlap > 0)
+    assert bool(state["compressor"]["sync"]["arrived"]) == (overlap > 0)
     torch.save(state, f"{path}/{rank}")
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, 11, 21)
@@ -387,13 +386,15 @@ def _refused(rank: int) -> list[str]:
         {"hooks": {4: bf16_compress_hook}},
         {"memory": Momentum(clip_norm=1.0)},
         {"memory": "momentum"},
-        {"outer_momentum": 1.0},
-        {"overlap": 4},
-        {"local_steps": 1, "overlap": 1},
-        {"sync": LocalSteps(0)},
+        {"memory": Residual(dtype=torch.bfloat16)},
     ):
         try:
-            AdaptiveCompressor(**{**options, "policy": "fixed", "sync": LocalSteps(4)})
+            AdaptiveCompressor(policy="fixed", sync=LocalSteps(4), **options)
+        except ValueError as error:
+            told.append(str(error))
+    for given in ({"outer_momentum": 1.0}, {"overlap": 4}, {"steps": 1}, {"steps": "many"}):
+        try:
+            LocalSteps(**{"steps": 4, **given})
         except ValueError as error:
             told.append(str(error))
     return told
@@ -401,9 +402,9 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_does_not_go_with_local_steps_is_refused() -> None:
     for told in run_ranks(2, _refused):
-        names = ("hooks", "clip_norm", "memory", "outer_momentum", "overlap=4", "overlap=1")
-        names += ("local_steps",)
-        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 7
+        names = ("hooks must", "memory must", "memory must", "memory must", "outer_momentum=1.0")
+        names += ("overlap=4", "steps=1", "steps='many'")
+        assert [text.startswith(name) for text, name in zip(told, names, strict=True)] == [True] * 8
 
 
 def _by_hand(rank: int, optimizers: int) -> tuple[Tensor, list[str]]:
@@ -475,7 +476,7 @@ def _half(rank: int) -> dict[str, Any]:
         x, y = batch(step, rank, torch.bfloat16)
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
-    anchors = compressor.state_dict()["local"]["anchors"]
+    anchors = compressor.state_dict()["sync"]["anchors"]
     compressor.detach()
     united = flat_parameters(model)
     return {"united": united, "dtypes": {united.dtype, *(a.dtype for a in anchors.values())}}
@@ -512,15 +513,15 @@ def _parting(rank: int, cfs: list[float], strided: bool, overlap: int) -> dict[s
         """This rank's share of the mean of all: its parameters less what it has still to send, and
         in place of what it has sent what is to arrive for that."""
         state, held = compressor.state_dict(), []
-        rate = 1.0 if state["local"]["anchors"] else optimizer.param_groups[0]["lr"]
-        under_way = state["local"]["arrived"].values()
+        rate = 1.0 if state["sync"]["anchors"] else optimizer.param_groups[0]["lr"]
+        under_way = state["sync"]["arrived"].values()
         arrived.append(len(under_way))
         for name, p in model.module.named_parameters():
             rest = state["memory"].get(name, {}).get("residual")
             own = p.detach().clone()
             for bucket in (each for each in under_way if name in each["mean"]):
                 to_come = (
-                    state["local"]["anchors"][name] - bucket["mean"][name] - bucket["then"][name]
+                    state["sync"]["anchors"][name] - bucket["mean"][name] - bucket["then"][name]
                 )
                 own += to_come.view_as(p)
             if rest is not None and rate == 1.0:
@@ -536,7 +537,7 @@ def _parting(rank: int, cfs: list[float], strided: bool, overlap: int) -> dict[s
             optimizer.param_groups[0]["lr"] = 0.002
         if step >= 17:
             found.append(holds())
-            apart.append(bool(compressor.state_dict()["local"]["anchors"]))
+            apart.append(bool(compressor.state_dict()["sync"]["anchors"]))
         optimizer.zero_grad()
         (_loss(model, step, rank) * (1.0 if step < 17 else 0.0)).backward()
         optimizer.step()
@@ -575,7 +576,8 @@ def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool, over
 def _resumed_apart(rank: int, stop: int, path: str) -> list[dict[str, Any]]:
     def run() -> Run:
         policy = Scripted([4.0, 1.0, 16.0], local_steps=CHANGING)
-        return Run(policy, "topk", "auto", memory="updates", local_steps="auto", overlap=stop % 3)
+        sync = LocalSteps("auto", overlap=stop % 3)
+        return Run(policy, "topk", "auto", memory="updates", sync=sync)
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 30)
@@ -675,10 +677,9 @@ def _not_auto(rank: int) -> list[str]:
         {"policy": "gravac"},
         {"memory": "residual"},
         {"policy": "goodput", "hooks": {40.0: bf16_compress_hook}},
-        {"sync": LocalSteps("many")},
     ):
         try:
-            AdaptiveCompressor(**{**options, "sync": LocalSteps("auto")})
+            AdaptiveCompressor(sync=LocalSteps("auto"), **options)
         except ValueError as error:
             told.append(str(error))
     model = DDP(small_net())
@@ -703,17 +704,16 @@ def _not_auto(rank: int) -> list[str]:
 
 def test_what_does_not_go_with_auto_is_refused_or_told() -> None:
     first, second = run_ranks(2, _not_auto)
-    policy, memory, hooks, word, warning, planned = first
+    policy, memory, hooks, warning, planned = first
     assert "'gravac'" in policy
-    assert memory.startswith("memory must be 'auto' or 'updates' with local_steps='auto'")
-    assert hooks.startswith("hooks must be empty with local_steps='auto'")
-    assert word == "local_steps='many': must be a whole number >= 1 or 'auto'"
-    assert "local_steps='auto' needs memory 'updates'" in warning
+    assert memory.startswith("memory must be 'auto' or 'updates' with sync=LocalSteps(")
+    assert hooks.startswith("hooks must be empty with sync=LocalSteps(")
+    assert "LocalSteps('auto') needs memory 'updates'" in warning
     assert (
         planned
         == "policy 'scripted' plans 3 local steps: it must be one of 1, 2, 4, 8, 16, 32, or 0"
     )
-    assert [second[i] for i in (0, 1, 2, 3, 5)] == [first[i] for i in (0, 1, 2, 3, 5)]
+    assert [second[i] for i in (0, 1, 2, 4)] == [first[i] for i in (0, 1, 2, 4)]
 
 
 def _detached(rank: int, optimizer_name: str, local_steps: int | str) -> list[Tensor]:
@@ -864,7 +864,7 @@ def _odd_ones(rank: int) -> list[str]:
         optimizer.step()
     told.append(" ".join(messages))
     trained = Run(
-        Scripted([8.0], local_steps=[2]), "topk", "auto", local_steps="auto", memory="updates"
+        Scripted([8.0], local_steps=[2]), "topk", "auto", sync=LocalSteps("auto"), memory="updates"
     )
     trained.train(rank, 0, 7)
     state = trained.compressor.state_dict()

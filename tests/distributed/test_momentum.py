@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Momentum
+from adaptive import AdaptiveCompressor, Momentum, Residual
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, small_net, waiting
 
@@ -153,7 +153,7 @@ def _clipped(rank: int, cf: float) -> tuple[list[float], list[float]]:
     model = DDP(small_net())
     policy = Scripted([cf])
     compressor = AdaptiveCompressor(
-        "topk", (1, 100), policy=policy, memory=Momentum(clip_norm=0.01)
+        "topk", (1, 100), policy=policy, memory=Residual(clip_norm=0.01)
     )
     compressor.attach(model)
     before = [float(g.norm()) for g in local_gradients(model, 0, rank).values()]

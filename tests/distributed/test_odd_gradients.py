@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Delayed, LocalSteps, Momentum
+from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted
 from tests.unit.in_one_process import Given
@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "local steps": {"sync": LocalSteps(2)},
     "outer momentum": {"sync": LocalSteps(2, outer_momentum=0.9, overlap=1)},
     "delay": {"sync": Delayed(2)},
-    "gossip": {"exchange": "gossip"},
+    "gossip": {"sync": Gossip()},
     "updates": {"memory": "updates"},
 }
 
@@ -70,7 +70,7 @@ def test_all_ranks_train_on_and_stay_together(mode: str, value: float) -> None:
 
 
 def _one_rank_asks(rank: int) -> str:
-    """Masking is for momentum correction, which AdamW has not; only rank 1 asks for it."""
+    """Momentum correction, which AdamW has not, is asked for by rank 1 only."""
     model = DDP(Given([(8, 12)]))
     asks = {"memory": Momentum(masking=True)} if rank else {}
     compressor = AdaptiveCompressor("topk", **asks)  # type: ignore[arg-type]
@@ -81,15 +81,15 @@ def _one_rank_asks(rank: int) -> str:
 
 def test_a_setting_that_only_one_rank_has_is_refused_on_every_rank() -> None:
     other, own = run_ranks(2, _one_rank_asks)
-    assert own.startswith("masking=True: needs momentum correction")
-    assert "rank 1 failed to set up: ValueError: masking=True" in other
+    assert own.startswith("memory='momentum' needs an SGD of torch's with momentum")
+    assert "rank 1 failed to set up: ValueError: memory='momentum' needs" in other
 
 
 def _last_step_left_out(rank: int, then: str) -> torch.Tensor:
     """A script that skips steps whose gradients are not finite, on one rank and with gossip."""
     model = DDP(Given([(8, 12)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compressor = AdaptiveCompressor("none", exchange="gossip").attach(model, optimizer=optimizer)
+    compressor = AdaptiveCompressor("none", sync=Gossip()).attach(model, optimizer=optimizer)
     for step in range(3):
         model([torch.full((8, 12), float(rank))]).backward()
         if not rank or step < 2:

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, Goodput, GraVAC, MemoryTimeline, Network, Policy
+from adaptive import (
+    Accordion,
+    AdaptiveCompressor,
+    Goodput,
+    GraVAC,
+    MemoryTimeline,
+    Network,
+    ParameterServer,
+    Policy,
+)
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, flat_parameters, loss_of, same, small_net
 
@@ -29,7 +38,12 @@ class Run:
     """A training run that can be stopped into a state and started from one."""
 
     def __init__(
-        self, policy: Policy, base: str, exchange: str, static_graph: bool = False, **options: Any
+        self,
+        policy: Policy,
+        base: str,
+        exchange: str | ParameterServer,
+        static_graph: bool = False,
+        **options: Any,
     ) -> None:
         net = small_net(torch.float32)
         self.model = DDP(net, bucket_cap_mb=0.002, static_graph=static_graph)

@@ -28,8 +28,9 @@ from adaptive import (
     Summary,
     Warmup,
 )
-from adaptive.config import GRANULARITIES, MEMORIES
+from adaptive.config import GRANULARITIES
 from adaptive.exchange.choice import EXCHANGES
+from adaptive.memory.options import NAMED
 from compressors import compressor_names
 from policies import policy_names
 from runs.simulate.ranks import WorkerError
@@ -63,7 +64,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 BASES = (*compressor_names(), "topk+fp32", "dgc+qsgd", "redsync+bf16")
 CHOICES = (
     tuple(POLICIES),
-    [name for name in MEMORIES if name != "auto"],
+    [name for name in NAMED if name != "auto"],
     EXCHANGES,
     [name for name in GRANULARITIES if name != "auto"],
 )

@@ -193,7 +193,7 @@ def _refused(rank: int) -> dict[str, Any]:
     dist.all_gather_object(ours, flat_parameters(run.model))
     told["alike"] = torch.equal(*ours)
     if rank:
-        run.compressor._session._failed = (4, RuntimeError("lost"))
+        run.compressor._session._averager.failed = (4, RuntimeError("lost"))
     try:
         run.compressor.state_dict("gathered")
         told["saving"] = "saved"
@@ -206,7 +206,7 @@ def test_what_one_rank_cannot_load_no_rank_loads() -> None:
     both = run_ranks(2, _refused)
     expected = {
         "one rank's own is bad": "base is 'randomk'",
-        "one rank has rank 0's own": "AdaptiveCompressor(checkpoint='gathered')",
+        "one rank has rank 0's own": "state_dict(checkpoint='gathered')",
         "a pointer": "rank 0's state_dict() holds",
         "bad and gathered": "base is 'randomk'",
         "nothing": "'version' is missing",
@@ -278,13 +278,13 @@ def _of_any_optimizer(rank: int) -> list[bool]:
         model = DDP(small_net(torch.float32))
         optimizer = make(model.parameters())
         compressor = AdaptiveCompressor(
-            "topk", (2, 100), policy=Scripted([5.0]), sync=LocalSteps(3), checkpoint="gathered"
+            "topk", (2, 100), policy=Scripted([5.0]), sync=LocalSteps(3)
         ).attach(model, optimizer=optimizer)
         for step in range(4):
             optimizer.zero_grad()
             loss_of(model, step, rank).backward()
             optimizer.step()
-        [gathered] = _of_rank_0(compressor.state_dict())
+        [gathered] = _of_rank_0(compressor.state_dict("gathered"))
         [of_rank_0] = _of_rank_0(optimizer.state_dict()["state"])
         agreed = deepcopy(optimizer.state_dict()["state"])
         for p in model.parameters():
@@ -348,6 +348,6 @@ def test_a_gathered_state_fits_another_number_of_ranks_by_itself() -> None:
         assert found["told"] == ["the state of 2 ranks is resharded for 1"]
 
 
-def test_the_option_is_checked() -> None:
+def test_the_form_is_checked() -> None:
     with pytest.raises(ValueError, match="checkpoint"):
-        AdaptiveCompressor(checkpoint="all")
+        AdaptiveCompressor().state_dict("all")

@@ -71,7 +71,7 @@ def test_what_means_lose_waits_with_the_server(ranks: int, down_cf: float | None
 
 def _resumed(rank: int, path: str) -> tuple[list[Tensor], list[dict[str, Any]], str]:
     def run() -> Run:
-        return Run(Fixed(cf=8), "topk", "sharded", server_memory=True)
+        return Run(Fixed(cf=8), "topk", ParameterServer(own_memory=True))
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 16)
@@ -82,7 +82,7 @@ def _resumed(rank: int, path: str) -> tuple[list[Tensor], list[dict[str, Any]], 
     both = (straight, resumed)
     told = ""
     try:
-        AdaptiveCompressor(exchange="all_gather", server_memory=True)
+        ParameterServer(down_cf=1, own_memory=True)
     except ValueError as error:
         told = str(error)
     states = [each.compressor.state_dict() for each in both]
@@ -94,4 +94,4 @@ def test_the_servers_memory_is_saved(tmp_path: Path) -> None:
         assert torch.equal(*parameters)
         assert same(*states)
         assert states[0]["server"]
-        assert told.startswith("server_memory must be False unless exchange is 'sharded'")
+        assert told.startswith("own_memory=True: needs means that are compressed")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Momentum
+from adaptive import AdaptiveCompressor, Momentum, Residual
+from adaptive.statistics import requested
+from adaptive.statistics.shadow import ShadowLadder
 from policies import StepReport
 from runs.tasks import make_task
 from tests.distributed.processes import run_ranks
@@ -35,8 +38,9 @@ def _reports(
         model.parameters(), lr=0.01, momentum=momentum, nesterov=nesterov, weight_decay=0.01
     )
     policy = Watching([cf])
+    memory = Momentum(masking=25) if momentum else Residual()
     AdaptiveCompressor(
-        "topk+fp32", (1, 100), policy=policy, memory=Momentum(masking=25), granularity=granularity
+        "topk+fp32", (1, 100), policy=policy, memory=memory, granularity=granularity
     ).attach(model, optimizer=optimizer)
     for step in range(10):
         optimizer.zero_grad()
@@ -77,9 +81,8 @@ def _real_task(
     model = DDP(task.build_model())
     optimizer = task.optimizer(model)
     policy = Watching([cf])
-    compressor = AdaptiveCompressor(
-        base, (10, 1000), policy=policy, granularity=granularity, shadow_sample=sample
-    )
+    requested.ShadowLadder = partial(ShadowLadder, share=sample)
+    compressor = AdaptiveCompressor(base, (10, 1000), policy=policy, granularity=granularity)
     compressor.attach(model, optimizer=optimizer)
     for step in range(steps):
         optimizer.zero_grad()

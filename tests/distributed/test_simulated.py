@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Goodput, GraVAC, LinkSpec, MemoryTimeline, Network
+from adaptive import (
+    AdaptiveCompressor,
+    Goodput,
+    GraVAC,
+    LinkSpec,
+    LocalSteps,
+    MemoryTimeline,
+    Network,
+)
 from runs.modelled_clock import ModelledClock
 from runs.simulate.group import ring_sum
 from runs.simulate.ranks import WorkerError
@@ -31,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sharded": {"exchange": "sharded", "cfs": [4.0, 1.0, 9.0]},
     "votes": {"exchange": "voted_indices", "cfs": [4.0, 1.0, 9.0]},
     "powersgd": {"base": "powersgd", "cfs": [1.0, 3.0, 6.0], "memory": "residual"},
-    "local steps": {"local_steps": 3, "cfs": [4.0, 1.0], "exchange": "sharded"},
+    "local steps": {"sync": LocalSteps(3), "cfs": [4.0, 1.0], "exchange": "sharded"},
     "sums on the wire": {"base": "fp16", "cfs": [2.0], "exchange": "all_reduce"},
 }
 

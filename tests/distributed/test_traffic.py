@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, MemoryTimeline
+from adaptive import AdaptiveCompressor, MemoryTimeline, ParameterServer
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
 from tests.quick import quick
@@ -28,12 +28,11 @@ class Announced(Scripted):
 def _count(
     rank: int,
     base: str,
-    exchange: str,
+    exchange: str | ParameterServer,
     cfs: list[float],
     probe: list[float],
     granularity: str,
     cap: float,
-    down_cf: float | None = None,
 ) -> dict[str, Any]:
     model = DDP(small_net(torch.float32), bucket_cap_mb=cap)
     timeline = MemoryTimeline()
@@ -42,7 +41,6 @@ def _count(
         (2, 100),
         policy=Announced(cfs, tuple(probe)),
         exchange=exchange,
-        down_cf=down_cf,
         timeline=timeline,
         granularity=granularity,
     ).attach(model)
@@ -133,7 +131,8 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(
 @pytest.mark.parametrize("down_cf", [1.0, 5.0, None])
 def test_means_travel_back_at_a_cf_of_their_own(down_cf: float | None) -> None:
     """Bytes are those of the collectives, as many as were forecast."""
-    results = run_ranks(2, _count, "topk+fp32", "sharded", [10.0], [], "layer", 25, down_cf)
+    server = ParameterServer(down_cf)
+    results = run_ranks(2, _count, "topk+fp32", server, [10.0], [], "layer", 25)
     for result in results:
         counted = result["counted"]
         assert result["payload"] == sum(counted[name] for name in COLLECTIVES)

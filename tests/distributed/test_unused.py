@@ -20,7 +20,7 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
         "topk",
         (1, 100),
         policy=Scripted(cfs),
-        memory=Momentum(masking=False),
+        memory=Momentum(masking=False) if momentum else "residual",
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     compressor.attach(model, optimizer=optimizer)

@@ -105,7 +105,7 @@ class Training:
         self.compressor = None
         self.clip = clip
         if policy is not None:
-            options = {**options, "cf_range": (1, 100), "network": Network(clock=Clock())}
+            options = {"cf_range": (1, 100), "network": Network(clock=Clock()), **options}
             self.compressor = AdaptiveCompressor(policy=policy, **options)
             self.compressor.attach(self.model, optimizer=self.optimizer)
 

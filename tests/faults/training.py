@@ -29,6 +29,7 @@ from adaptive import (
     AdaptiveCompressor,
     Delayed,
     Fixed,
+    Gossip,
     LocalSteps,
     MemoryTimeline,
     Momentum,
@@ -52,7 +53,7 @@ SYNCHRONISERS: dict[str, dict[str, Any]] = {
     "local steps": {"sync": LocalSteps(2)},
     "local steps, overlapped": {"sync": LocalSteps(3, outer_momentum=0.5, overlap=1)},
     "delay": {"sync": Delayed(1)},
-    "gossip": {"exchange": "gossip"},
+    "gossip": {"sync": Gossip()},
 }
 """How the ranks keep their models together: settings by name."""
 
