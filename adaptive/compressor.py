@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive import checkpoint as forms
@@ -33,6 +32,7 @@ from adaptive.exchange.link import LinkSpec, Network, network_from
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import Memory, memory_from
+from adaptive.replicas import Replica
 from adaptive.session import Session
 from adaptive.summary import Summary
 from adaptive.sync.options import EveryStep, Synchronisation
@@ -45,8 +45,6 @@ from policies.words import named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from adaptive.integrations.fsdp import ShardedReplica
 
 
 class AdaptiveCompressor:
@@ -232,7 +230,7 @@ class AdaptiveCompressor:
 
     def _start(
         self,
-        model: DistributedDataParallel | ShardedReplica,
+        model: Replica,
         group: dist.ProcessGroup,
         inside: Unwrapped,
         scaler: GradScaler | None,
@@ -262,8 +260,9 @@ class AdaptiveCompressor:
             return ""
 
         agree(check_arguments, group if everyone is None else everyone)
-        of = model, optimizers, scaler, everyone, samples_per_step
-        self._session = Session(self._settings, group, *of)
+        self._session = Session(
+            self._settings, group, model, optimizers, scaler, everyone, samples_per_step
+        )
         self._framework_form = "gathered" if inside.by_framework else "rank"
 
     def detach(self) -> None:
@@ -324,30 +323,30 @@ class AdaptiveCompressor:
 
     def summary(self) -> Summary:
         """What was sent so far; prints as a headline and a table."""
-        return self._running().summary()
+        return self.running().summary()
 
     def explain(self, detail: bool = False) -> str:
         """The present state in words: whether compression is worth it here, and the CF and why.
         detail: and the numbers of the policy's rule."""
-        return self._running().explain(detail)
+        return self.running().explain(detail)
 
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On
         every rank."""
-        self._running().controller.flush()
+        self.running().controller.flush()
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters, for evaluation and
         for saving. With local steps and gossip they differ, and it is a collective, as large as a
         dense step; else the model holds it anyway."""
-        return self._running().averaged()
+        return self.running().averaged()
 
     def discard(self) -> None:
         """Call this instead of `optimizer.step()` where the gradients of a backward are thrown
         away (a loss spike). The memory forgets all that it holds, what was left of steps before
         included (with updates the optimizer's moments, too, which have seen the spike). On every
         rank; no collective."""
-        self._running().discard()
+        self.running().discard()
 
     def close(self) -> None:
         """At the end of training: take in the last step and close the timeline. Steps after this
@@ -359,7 +358,7 @@ class AdaptiveCompressor:
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work for one bucket; returns a future of the mean gradient."""
-        return self._running().reduce(bucket)
+        return self.running().reduce(bucket)
 
     def state_dict(self, checkpoint: str = "auto") -> dict[str, Any]:
         """What is to be saved, on every rank, between steps: policy, statistics, residuals, totals,
@@ -381,7 +380,7 @@ class AdaptiveCompressor:
         compressed as one. To the bit it does so if as many throwaway backwards come before
         `load_state_dict` (as `runs train --resume` does)."""
         form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
-        return forms.save(self._running(), self._framework_form if form == "auto" else form)
+        return forms.save(self.running(), self._framework_form if form == "auto" else form)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()` of any form, on every rank (a collective): from this rank's
@@ -395,9 +394,10 @@ class AdaptiveCompressor:
         finite. An injected clock must go on from where it stood; the real one does not, and the
         interval is not timed."""
         same_clock = self._settings.network.clock is not time.perf_counter
-        forms.load(self._running(), state, same_clock)
+        forms.load(self.running(), state, same_clock)
 
-    def _running(self) -> Session:
+    def running(self) -> Session:
+        """The session at work. RuntimeError before `attach`."""
         if self._session is None:
             raise RuntimeError("the compressor knows no model: attach(model) first")
         return self._session

@@ -9,22 +9,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
 from adaptive.hook import HookRung
+from adaptive.memory.model_memory import MemoryChoice
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
-
-if TYPE_CHECKING:
-    from adaptive.memory.model_memory import MemoryChoice
 
 GRANULARITIES = ("auto", "layer", "bucket")
 
@@ -39,9 +37,9 @@ PAPERS: dict[str, dict[str, Any]] = {
         "cf_range": (1.0, 10.0),
     },
 }
-"""What the name of a paper's policy also sets, where an argument is left at its default: compression
-tensor by tensor, values in 32 bits, plain error feedback, and Accordion's two settings, top-k 99%
-and 10%."""
+"""What the name of a paper's policy also sets, where an argument is left at its default.
+Compression is tensor by tensor, values travel in 32 bits, and error feedback is plain. Accordion's
+two settings are top-k 99% and 10%."""
 
 INSTEAD = {
     "local_steps": "sync=LocalSteps(8)",

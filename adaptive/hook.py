@@ -12,7 +12,7 @@ classes themselves, and rejects strings.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive.agreement import PYTHON_REDUCER
-
-if TYPE_CHECKING:
-    from adaptive.compressor import AdaptiveCompressor
-    from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange
+from adaptive.replicas import Attached
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -46,7 +44,7 @@ class Attachment:
     """The hook's state on one model. Copies and pickles of the model leave the compressor
     behind."""
 
-    compressor: "AdaptiveCompressor | None" = None
+    compressor: Attached | None = None
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if self.compressor is None:
@@ -113,7 +111,7 @@ def send_through(
     cf: float,
     bucket: dist.GradBucket,
     scale: Tensor | None,
-    exchange: "Exchange",
+    exchange: Exchange,
     work: Tensor,
 ) -> Future[Tensor]:
     """What a foreign hook at `cf` makes of `work`, the bucket's gradients or a wider copy of them.

@@ -9,14 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from adaptive.integrations.fsdp import ShardedReplica
+from adaptive.replicas import Replica
 
 COMPILED = "_orig_mod."
 """What torch.compile puts before the names of a module's parameters; a state fits with and without.
@@ -93,7 +90,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     def __init__(
         self,
-        model: DistributedDataParallel | ShardedReplica,
+        model: Replica,
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -116,7 +113,9 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         if param in self:
             return self[param]
         model = self._model()
-        names = {p: name for name, p in model.module.named_parameters()} if model else {}
+        names: dict[Tensor, str] = (
+            {p: name for name, p in model.module.named_parameters()} if model else {}
+        )
         raise RuntimeError(
             f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
             f"be reduced when the compressor was attached: freeze parameters before DDP(model)"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,15 @@ from adaptive.config import Settings, whole_buckets
 from adaptive.controller import TOO_SMALL, Controller
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
-from adaptive.exchange.link import EmulatedLink, measure_link
+from adaptive.exchange.link import EmulatedLink
+from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameters
+from adaptive.replicas import Replica
 from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import SavedPart, check_state, load_parts, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
@@ -45,9 +47,6 @@ from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from policies import DENSE
 from policies import state as saved
-
-if TYPE_CHECKING:
-    from adaptive.integrations.fsdp import ShardedReplica
 
 log = logging.getLogger("adaptive")
 
@@ -84,7 +83,7 @@ class Session:
         self,
         settings: Settings,
         group: dist.ProcessGroup,
-        model: DistributedDataParallel | ShardedReplica,
+        model: Replica,
         optimizers: Sequence[Optimizer] = (),
         scaler: GradScaler | None = None,
         everyone: dist.ProcessGroup | None = None,
@@ -516,7 +515,7 @@ class Session:
         return self._sizes.supported(cf)
 
     @property
-    def model(self) -> DistributedDataParallel | ShardedReplica | None:
+    def model(self) -> Replica | None:
         """None once it is garbage."""
         return self._model()
 

@@ -12,18 +12,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
-
-if TYPE_CHECKING:
-    from adaptive.exchange.collectives import Arriving, Exchange
-
-PROBE_BYTES = 1 << 18
-PROBES = 5
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -44,29 +37,6 @@ class LinkCost:
     def seconds(self, messages: int, nbytes: float) -> float:
         """Seconds in which a rank sends `messages` one after the other, `nbytes` in all."""
         return messages * self.alpha + nbytes / self.beta
-
-
-def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:
-    """Time a few small and larger all-gathers. A collective; the result is alike on all ranks."""
-
-    def seconds(nbytes: int) -> float:
-        payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        times = []
-        for _ in range(PROBES):
-            began = clock()
-            exchange.all_gather(payload).wait()
-            if device.type == "cuda":  # until here only its stream waits
-                torch.cuda.synchronize(device)
-            times.append(clock() - began)
-        return median(times)
-
-    seconds(8)  # the first one sets connections up
-    measured = torch.tensor([seconds(8), seconds(PROBE_BYTES)], dtype=torch.float64, device=device)
-    small, large = (exchange.sum_later(measured).wait() / exchange.ranks).tolist()
-    exchange.take_traffic()  # not part of any step
-    hops = max(1, exchange.world_size - 1)
-    slope = (large - small) / (hops * PROBE_BYTES)
-    return LinkCost(max(0.0, small / hops), 1 / slope if slope > 0 else inf)
 
 
 @dataclass(frozen=True)
@@ -181,6 +151,14 @@ def network_from(given: Any) -> Network:
     return Network(given)
 
 
+class Waited(Protocol):
+    """A finished or running collective, such as a future of torch's."""
+
+    def wait(self) -> Tensor:
+        """What it has brought."""
+        ...
+
+
 class EmulatedLink:
     """Holds back finished collectives until a link of `spec` could have carried their bytes, one
     after the other. A thread waits for each, so that backward goes on."""
@@ -189,9 +167,7 @@ class EmulatedLink:
         self.spec = spec
         self._free_at = 0.0
 
-    def hold(
-        self, done: Future[Tensor] | Arriving, wire_bytes: float, device: torch.device
-    ) -> Future[Tensor]:
+    def hold(self, done: Waited, wire_bytes: float, device: torch.device) -> Future[Tensor]:
         """A future that completes with `done`'s value, which is on `device`, but no sooner than the
         link allows."""
         start = max(time.monotonic(), self._free_at)

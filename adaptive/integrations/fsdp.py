@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from adaptive.config import Settings
 from adaptive.parameters import largest_shard, local
+from adaptive.replicas import Attached, Exchanging
 from adaptive.sync.options import EveryStep
-
-if TYPE_CHECKING:
-    from adaptive.compressor import AdaptiveCompressor
-    from adaptive.session import Session
 
 _ATTRIBUTE = "_adaptive_replica"
 
@@ -124,7 +121,7 @@ class ShardedReplica:
         self.process_group = mesh.get_group(0)
         self.everyone = _group_of(mesh)
         self.find_unused_parameters = False  # a backward has left a parameter out
-        self.compressor: AdaptiveCompressor | None = None
+        self.compressor: Attached | None = None
         self._units = list(_units(root))
         managed = {p for unit in self._units for p in unit.parameters}
         self.parameters_to_ignore = {
@@ -184,9 +181,9 @@ class ShardedReplica:
 
         return exchange_between_replicas
 
-    def _session(self) -> Session:
+    def _session(self) -> Exchanging:
         assert self.compressor is not None
-        return self.compressor._running()
+        return self.compressor.running()
 
     def _forward_begins(self, *_: Any) -> None:
         self._buckets = 0  # a backward that raised has not ended

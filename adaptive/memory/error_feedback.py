@@ -10,18 +10,16 @@ residual counts as filled until the ranks have agreed that a dense step has empt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
 from policies.state import Stateful
-
-if TYPE_CHECKING:
-    from adaptive.exchange.collectives import Exchange
-    from adaptive.memory.momentum import MomentumRule
 
 
 class NoMemory:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from adaptive.memory.handover import Group
-from adaptive.memory.momentum import MomentumRule
+from adaptive.memory.momentum_rule import MomentumRule
 from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host, takes_triton
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adaptive.bucket import Bucket, Part
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.memory.momentum import MomentumRule
+from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameter
 from adaptive.state import check_like
 from adaptive.statistics.samples import (

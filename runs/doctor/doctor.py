@@ -34,7 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptive import AdaptiveCompressor
 from adaptive.config import Settings, with_ladder
 from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.link import LinkCost, measure_link, new_future
+from adaptive.exchange.link import LinkCost, new_future
+from adaptive.exchange.measure import measure_link
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import NAMED
 from adaptive.session import Session
@@ -182,7 +183,7 @@ def look_at(
     steps: at least 25. tell: is called with the verdict on rank 0.
     RuntimeError unless the compressor is attached to a DDP model; ValueError for a base that is no
     sparsifier, and for local steps."""
-    model = None if compressor.detached else compressor._running().model
+    model = None if compressor.detached else compressor.running().model
     settings = compressor._settings
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError("the doctor looks at a DDP model: attach(model) first")

@@ -22,14 +22,6 @@ INTEGRATIONS = "adaptive.integrations."
 """Modules that users of a framework load."""
 
 CIRCULAR = {
-    ("adaptive.bucket", "adaptive.memory.error_feedback"),
-    ("adaptive.config", "adaptive.memory.model_memory"),
-    ("adaptive.exchange.link", "adaptive.exchange.collectives"),
-    ("adaptive.hook", "adaptive.compressor"),
-    ("adaptive.integrations.fsdp", "adaptive.compressor"),
-    ("adaptive.integrations.fsdp", "adaptive.session"),
-    ("adaptive.memory.error_feedback", "adaptive.memory.momentum"),
-    ("adaptive.parameters", "adaptive.integrations.fsdp"),
     ("compressors.kernels.blocks", "compressors.kernels.triton_flags"),
 }
 """Imports that still close a circle, each (file, what it imports). Without them there is none."""
