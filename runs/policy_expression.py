@@ -250,7 +250,7 @@ def _named(name: str, text: str) -> Callable[..., Policy]:
         raise UntrustedPolicyError(
             f"policy: the run's folder names {_shown(text)}, and what a folder names is not "
             f"imported, since that would run its code; accepted, if you trust {name[:SHOWN]}: "
-            f"--policy {again} on the command line (beside --resume, or of replay)"
+            f"--policy {again} on the command line (beside --resume)"
         )
     try:
         found = getattr(import_module(module), last)

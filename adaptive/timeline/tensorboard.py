@@ -46,7 +46,7 @@ class TensorBoardTimeline(ThinnedTimeline):
         which stays open.
     interval: write scalars every this many steps; None: every step, but no more than 10 a second. A
         step with another CF than the one before is always written, and so is the one before it.
-    records: also write the whole record of every step, so that `python -m runs report` and `replay`
+    records: also write the whole record of every step, so that `python -m runs report`
         can read the folder. It takes some 0.5 kB a step, and as long as a JSONLTimeline.
     ImportError, naming the extra to install, without the tensorboard package.
     """

@@ -25,9 +25,6 @@ HARRIS_SETTINGS = ("dense", "topk@50", "topk@500", "dgc@50", "dgc@500")
 TRIALS = 30
 EVALUATIONS = 10
 """In a trial, unless --eval-every says otherwise."""
-REPLAYS, KEPT = 1000, 8
-"""Screened on a record, and handed to real runs, unless the command says otherwise."""
-
 STUDY_FILE = "study.db"
 
 ACCEPTED = {
@@ -65,9 +62,6 @@ examples:
       a random search of 60 runs over learning rate and clipping, and the best of each
   python -m runs tune --setting dense --setting topk@100 --setting "gravac:epsilon=0.3" --search lr
       the same with settings of your own (as compare's contenders) and Optuna's sampler
-  python -m runs train --policy goodput --link 100mbit --log-dir logs/recorded
-  python -m runs tune --proxy replay --timeline logs/recorded --link 100mbit --trials 8
-      {REPLAYS} settings on the record first, then the best of them for real
   torchrun --nproc-per-node 4 -m runs tune --trials 20
 
 The same options find the same study: Ctrl-C gives up the trial under way (exit code 130), the same
@@ -111,24 +105,8 @@ class Searching:
     """Optuna's storage, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/study.db)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Screening:
-    """Screening on a recorded timeline."""
-
-    proxy: Annotated[str | None, one_of("replay")] = None
-    """Replay many settings of the policy on --timeline first, by modelled compression throughput: a
-    proxy, a replay has no quality."""
-    timeline: Annotated[str | None, metavar("LOGDIR")] = None
-    """Log folder or timeline.jsonl."""
-    replays: Count | None = None
-    """Settings to replay (1000)."""
-    keep: Count | None = None
-    """For real runs (8)."""
-
-
 OPTIONS = {
     "search": options(Searching),
-    "screening": options(Screening),
     "training": options(Training, without=("seed",)),
     "optimizer": options(Optimizing),
     "compression": options(Compressing),

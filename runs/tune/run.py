@@ -32,7 +32,6 @@ from runs.result import save_result, title
 from runs.train import Outcome, train
 from runs.tune import study as book
 from runs.tune.report import make_report, make_summary, nothing_found
-from runs.tune.screen import Record, read, screen
 from runs.tune.storage import BEAT, needed
 from runs.tune.tuning import Objective, Tuning, make_tunings
 from runs.worker import join, output
@@ -62,18 +61,16 @@ def tune(given: dict[str, Any]) -> int:
                 f"{started}, or leave it out"
             )
     tunings = make_tunings(given)
-    records = []
     for tuning in tunings.values():  # have all errors before the first worker starts
         check(tuning.config())
         check_writable(tuning.folder)
-        records.append(None if tuning.timeline is None else read(tuning))
     as_json = bool(given.get("json", False))
     out = sys.stderr if as_json else sys.stdout
     results: dict[str, dict[str, Any]] = {}
     code, interrupt = 0, None
-    for (label, tuning), record in zip(tunings.items(), records, strict=True):
+    for label, tuning in tunings.items():
         with needed(tuning.url):
-            study = _begin(label, tuning, record, out) if rank == 0 else None
+            study = _begin(label, tuning, out) if rank == 0 else None
             if started is not None:
                 interrupt = interrupt or join(
                     tuning.config().threads, rank, int(started), "env://"
@@ -102,8 +99,8 @@ def tune(given: dict[str, Any]) -> int:
     return code
 
 
-def _begin(label: str, tuning: Tuning, record: Record | None, out: TextIO) -> optuna.Study:
-    """The study, settings screened on the record. No folder without a storage."""
+def _begin(label: str, tuning: Tuning, out: TextIO) -> optuna.Study:
+    """The study. No folder without a storage."""
     if tuning.storage is None:
         tuning.folder.mkdir(parents=True, exist_ok=True)
     study = book.open_study(tuning)
@@ -120,8 +117,6 @@ def _begin(label: str, tuning: Tuning, record: Record | None, out: TextIO) -> op
         file=out,
         flush=True,
     )
-    if record is not None:
-        screen(tuning, record, study, out)
     return study
 
 

@@ -23,15 +23,12 @@ from runs.tune.options import (
     ACCEPTED,
     EVALUATIONS,
     HARRIS_SETTINGS,
-    KEPT,
     OBJECTIVES,
-    REPLAYS,
     STUDY_FILE,
     TRIALS,
 )
 from runs.tune.space import BY_POLICY, HARRIS, ON_REQUEST, Parameter, Value, search, setting
 
-SCREENING = ("timeline", "replays", "keep")
 OF_ONE_RUN = ("log_dir", "seed", "checkpoint_every", "json")
 """Entries of a run's configuration that are no part of what is tuned."""
 
@@ -113,8 +110,7 @@ class Tuning:
     """The settings of `python -m runs tune`.
 
     common: train's options, the same for all trials. seeds: each trial trains with all of them.
-    trials: wanted in all, by all processes. storage: None for a file in the folder. timeline: the
-    record to try so many `replays` on first, of which the best `keep` go to real runs.
+    trials: wanted in all, by all processes. storage: None for a file in the folder.
     """
 
     common: dict[str, Any]
@@ -126,9 +122,6 @@ class Tuning:
     plan_seed: int
     pruner: str
     storage: str | None = field(repr=False)  # it may have a password
-    timeline: str | None
-    replays: int
-    keep: int
     folder: Path = Path(".")
     name: str = ""
 
@@ -212,7 +205,6 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
         "pruner": _pruner(given.pop("pruner", None), objective, plan),
         "seeds": tuple(dict.fromkeys(given.pop("seeds", (0,)))),
         "storage": given.pop("storage", None),
-        **_screening(given),
     }
     if "policy" not in given:
         given["policy"] = _policy(given, [*(wanted or ()), *also])
@@ -290,20 +282,6 @@ def _objective(given: dict[str, Any], quality_alone: bool) -> Objective:
     if name not in TASKS:
         raise UsageError(f"--task {name!r} is unknown; accepted: {', '.join(TASKS)}")
     return Objective(names, target, network, TASKS[name].quality_name, TASKS[name].higher_is_better)
-
-
-def _screening(given: dict[str, Any]) -> dict[str, Any]:
-    proxy = given.pop("proxy", None)
-    asked: dict[str, Any] = {name: given.pop(name) for name in SCREENING if name in given}
-    if proxy is None:
-        for name, value in asked.items():
-            raise UsageError(f"--{name} {value}: needs --proxy replay")
-    elif "timeline" not in asked:
-        raise UsageError(
-            "--proxy replay: needs --timeline, the log folder of a run; one with gains of all CFs "
-            "is made by: python -m runs train --policy goodput"
-        )
-    return {"timeline": None, "replays": REPLAYS, "keep": KEPT, **asked}
 
 
 def _folder(task: str, what: Any) -> Path:

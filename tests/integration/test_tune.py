@@ -246,42 +246,6 @@ def test_a_pruned_trial_stops_on_all_ranks_and_the_same_processes_go_on(
     assert not list(case.tuning.folder.glob("runs/*/checkpoint"))
 
 
-# -- screening on a record -----------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_best_on_a_record_go_to_real_runs(
-    shared: tuple[Case, list[Command]],
-    text: Path,
-    tmp_path: Path,
-    capfd: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[int] = []
-    monkeypatch.setattr("runs.tune.run.launch", lambda *_: started.append(1) or 1)
-    record = shared[0].tuning.config({}, number=1).folder
-    case = Case(tmp_path / "study", data=str(text), trials=5, also=["lr"], **SHORT)
-    screen = ["--proxy", "replay", "--timeline", str(record), "--replays", "40", "--keep", "3"]
-    assert main(["tune", *case.words, *screen]) == 1  # no worker ever starts
-    out = capfd.readouterr().out
-    assert "screened 40 settings" in out
-    assert "a proxy: modelled compression throughput" in out
-    assert "a replay tells nothing of lr" in out
-    assert "steady-state gains were not recorded" in out
-    found = json.loads((case.tuning.folder / "screen.json").read_text())["found"]
-    promised = [one["t_comp"] for one in found]
-    assert promised == sorted(promised, reverse=True)
-    queued = [trial.system_attrs["fixed_params"] for trial in case.study.trials]
-    assert queued == [one["values"] for one in found[: len(queued)]]
-    assert 1 <= len(queued) <= 3
-    assert "lr" not in queued[0]
-
-    main(["tune", *case.words, *screen])
-    assert "screened" not in capfd.readouterr().out  # once is enough
-    assert len(case.study.trials) == len(queued)
-    assert len(started) == 2
-
-
 # -- what cannot be done -------------------------------------------------------------------------
 
 BAD = {
@@ -310,10 +274,6 @@ BAD = {
     "--setting nothing": ["--setting nothing", "dense", "topk"],
     "--setting topk@50 --setting topk@50": ["--setting topk@50", "twice"],
     "--setting topk@50 --base dgc": ["--setting topk@50", "--base dgc", "one of the two"],
-    "--timeline x": ["--timeline x", "--proxy replay"],
-    "--proxy replay": ["--timeline", "train --policy goodput"],
-    "--proxy replay --timeline /nowhere": ["--timeline: /nowhere", "log folder"],
-    "--proxy replay --timeline /nowhere --search lr": ["--proxy replay", "margin"],
     "--storage nothing://": ["--storage nothing://", "sqlite:///"],
     "--task x": ["--task 'x'", "cifar10"],
     "--log-dir /dev/null/x": ["--log-dir", "/dev/null", "folder"],
@@ -344,5 +304,5 @@ def test_help_has_the_grammar(capfd: Any) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--help"])
     out = capfd.readouterr().out
-    for part in ("NAME=LOW..HIGH", "--proxy", "--plan random --trials 60", "logs/tune-TASK"):
+    for part in ("NAME=LOW..HIGH", "--plan random --trials 60", "logs/tune-TASK"):
         assert part in out

@@ -33,7 +33,6 @@ from runs.policy_expression import policy_name, written_arguments
 from runs.tune.options import ACCEPTED, HARRIS_SETTINGS
 from runs.tune.report import importances, knee, make_report, make_snippet, pareto_front
 from runs.tune.run import answering
-from runs.tune.screen import draw
 from runs.tune.space import BY_POLICY, ON_REQUEST, Parameter, search
 from runs.tune.storage import RETRY
 from runs.tune.study import (
@@ -66,14 +65,14 @@ def test_what_is_drawn_lies_in_the_space_and_makes_a_run(
 ) -> None:
     policy, name = what
     [parameter] = search([name], policy, steps, lr)
-    (value,) = draw([parameter], seed).values()
     one = parameter.distribution
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
+    value = parameter.value(study.ask({name: one}).params[name])
     if isinstance(one, CategoricalDistribution):
         assert value in one.choices
     else:
         assert one.low <= float(value) <= one.high
         assert isinstance(value, int) == isinstance(one, IntDistribution)
-    assert draw([parameter], seed) == {name: value}
     assert parameter.value(value) == value
     written = "Schedule({0: 10})" if policy == "schedule" else policy
     config = make_config({"policy": written, name: value, "log_dir": "x"})
