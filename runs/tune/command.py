@@ -78,7 +78,7 @@ OPTIONS = {
     "policy": options(PolicyArguments),
     "output": options(
         Keeping,
-        without=("checkpoint_every", "densities"),
+        without=("checkpoint_every",),
         told={
             "log_dir": "where the files go (logs/tune-TASK-OPTIONS)",
             "eval_every": "measure quality on held-out data every N steps (a 10th of them)",

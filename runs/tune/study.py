@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,8 @@ class Tuning:
 
 def tune(given: dict[str, Any]) -> int:
     """The study, and its report; returns the exit code."""
+    if "RANK" in os.environ:
+        raise UsageError("tune starts its own workers; accepted: without torchrun")
     given = dict(given)
     trials, anyway = given.pop("trials", TRIALS), given.pop("anyway", False)
     as_json, storage = bool(given.pop("json", False)), given.pop("storage", None)

@@ -133,6 +133,11 @@ def test_it_says_first_that_there_is_nothing_to_tune(
     assert trained == ["text"] * 4
 
 
+def test_it_is_not_for_torchrun(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert_refused(capfd, "tune", parts=["starts its own workers", "torchrun"])
+
+
 BAD = {
     "--objective speed": ["--objective speed", "quality, bytes"],
     "--objective bytes": ["--objective bytes", "--target"],
