@@ -31,7 +31,6 @@ from runs.policy_expression import (
     EXAMPLE,
     Typed,
     UntrustedPolicyError,
-    canonical,
     policy_from,
     with_arguments,
 )
@@ -266,25 +265,3 @@ def test_arguments_are_written_into_a_policy() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             with_arguments(text, given)
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ({"policy": "gravac", "epsilon": 0.5, "window": 5}, "GraVAC(epsilon=0.5, window=5)"),
-        ({"policy": "accordion", "per_layer": True}, "Accordion(per_layer=True)"),
-        ({"policy": "warmup", "warmup_steps": 5}, "Warmup(steps=5)"),
-        ({"policy": "schedule", "schedule": ["0:1", "9:10.5"]}, "Schedule(pieces={0: 1, 9: 10.5})"),
-        ({"policy": "fixed", "cf": 10.0, "probe": [20.0]}, "Fixed(cf=10, probe=(20,))"),
-        ({"policy": "expression", "expression": EXAMPLE}, canonical(EXAMPLE)),
-        ({"policy": "expression", "expression": "Fixed(cf=20)"}, "Fixed(cf=20)"),
-        ({"policy": "off"}, "off"),
-        ({}, "goodput"),
-    ],
-)
-def test_configurations_with_entries_of_policies_are_read(before: dict[str, Any], now: str) -> None:
-    unset = dict.fromkeys(("epsilon", "eta", "margin", "share", "schedule", "expression"))
-    config = TrainConfig.from_json({"log_dir": "x", **unset, **before})
-    assert config.policy == now
-    assert (config.cf_range == (10, 1000)) == ("expression" in before)  # those had the default
-    assert TrainConfig.from_json(json.loads(json.dumps(config.as_json()))) == config
