@@ -16,11 +16,7 @@ from runs.pipes import outlive_readers
 COMMANDS = {
     "train": ("runs.cli", "train a model with adaptive gradient compression on several workers"),
     "compare": ("runs.compare.command", "train with several contenders in turn, and compare them"),
-    "tune": (
-        "runs.tune.command",
-        "search for the best settings with Optuna, or on a recorded timeline",
-    ),
-    "replay": ("runs.replay.command", "run a policy over a recorded timeline, without training"),
+    "tune": ("runs.tune.command", "search for the best settings with Optuna"),
     "netlab": (
         "runs.netlab.command",
         "run a command or a script over real slow links on this machine",

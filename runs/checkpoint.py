@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adaptive import reshard_states
-from runs.config import TrainConfig, as_today, write_text
+from runs.config import TrainConfig, write_text
 from runs.files import not_a_link, open_regular, read_json, whole_file
 from runs.parser import UsageError
 
@@ -39,7 +39,7 @@ _CONTENTS = ("step", "model", "optimizer", "compressor", "rng")
 
 _FREE = (
     *("log_dir", "data", "workers", "steps", "threads", "eval_every", "checkpoint_every", "json"),
-    *("simulated", "densities", "command"),
+    *("simulated", "command"),
 )
 """Entries of a configuration that may be others when a run goes on; the rest is its identity."""
 
@@ -121,12 +121,8 @@ class Checkpoint:
         if missing:
             return f"is no state of a run: {', '.join(missing)} missing"
         expected = _identity(self.config, self.step, rank, self.world_size)
-        try:
-            saved = as_today(state["run"])
-        except (ValueError, TypeError) as error:
-            return f"is no state of a run: {error}"
         for name, ours in expected.items():
-            theirs = saved.get(name, ours)  # an option may be newer than the file
+            theirs = state["run"].get(name)
             if theirs != ours:
                 return f"is of another run or step: its {name} is {theirs!r}, expected {ours!r}"
         name = not_finite(state)

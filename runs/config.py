@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from sys import float_info
@@ -13,7 +12,6 @@ from typing import Any
 from runs.fields import Fields, Limits
 from runs.files import read_json, whole_file
 from runs.parser import words_of
-from runs.policy_expression import with_arguments
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
 
 CONFIG_FILE = "config.json"
@@ -92,7 +90,7 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
         numbers are not negative."""
         if not isinstance(saved, dict):
             raise ValueError("must be a JSON object")
-        saved = as_today(saved) | ({} if folder is None else {"log_dir": str(folder)})
+        saved = {**saved, **({} if folder is None else {"log_dir": str(folder)})}
         unknown = sorted(set(saved) - {option.name for option in fields(cls)} - {"command"})
         if unknown:
             raise ValueError(f"unknown entries {unknown}")
@@ -114,29 +112,6 @@ def load_config(folder: Path) -> TrainConfig | None:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-_ARGUMENTS = (
-    *("epsilon", "omega", "window", "scaling", "gain", "cf", "probe", "eta", "interval", "epoch"),
-    *("per_layer", "warmup_steps", "margin", "power", "share", "schedule", "expression"),
-)
-"""Of policies, which once had entries of their own in a configuration."""
-
-
-def as_today(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration as it would be saved today: with the policy's arguments in `policy`.
-    ValueError if they are none of its."""
-    made = {name: value for name, value in saved.items() if name not in _ARGUMENTS}
-    given = {name: saved[name] for name in _ARGUMENTS if saved.get(name) is not None}
-    if not given:
-        return made
-    policy = str(given.pop("expression", made.get("policy", TrainConfig.policy)))
-    if saved.get("expression") is not None and made.get("cf_range") is None:
-        made["cf_range"] = [10.0, 1000.0]  # also for Fixed and Schedule, which now have their own
-    if "schedule" in given:
-        steps = (str(piece).split(":", 1) for piece in given.pop("schedule"))
-        given["pieces"] = {int(step): float(cf) for step, cf in steps}
-    return {**made, "policy": with_arguments(policy, given)}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from math import isfinite
 from typing import Any, TextIO
 
@@ -26,7 +25,6 @@ from adaptive.timeline.recorder import SafeTimeline
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
-from runs.densities import Densities
 from runs.hparams import end_session, start_run
 from runs.parser import UsageError
 from runs.policy_expression import policy_name, written_arguments
@@ -182,11 +180,6 @@ class Logbook(Timeline):
         if done < self.config.steps:
             more = "".join(f", {other} {value:.4g}" for other, value in (beside or {}).items())
             self.announce(f"step {done}: held-out {name} {quality:.4g}{more}")
-
-    def histograms(self, densities: Densities) -> None:
-        """Histograms of a step's gradients."""
-        found = asdict(densities)
-        self._line({"step": found.pop("step"), "densities": found})
 
     def ended(self, why: str) -> None:
         """The run ends before its last step, as it should."""

@@ -188,11 +188,6 @@ def check_optimizer(config: TrainConfig) -> None:
         raise UsageError(f"--warmup {config.warmup}: must be less than --steps, {config.steps}")
     if config.patience and not config.eval_every:
         raise UsageError(f"--patience {config.patience}: needs --eval-every, the steps between two")
-    if config.densities and config.local_steps not in (None, 1):
-        raise UsageError(
-            f"--densities {config.densities}: is for gradients that are exchanged in every step; "
-            f"got --local-steps {config.local_steps}"
-        )
     if config.clip_grad == 0:
         raise UsageError("--clip-grad 0: must be > 0")
 

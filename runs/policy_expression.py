@@ -161,15 +161,6 @@ def with_arguments(text: str, given: Mapping[str, Any]) -> str:
     return canonical(type(text)(ast.unparse(call)))
 
 
-def in_python(text: str) -> tuple[str, list[str]]:
-    """How a script writes it, and the classes that it has to import for that."""
-    if is_name(text):
-        return f'"{text}"', []
-    calls = (node.func for node in ast.walk(_parsed(text)) if isinstance(node, ast.Call))
-    ours = {ast.unparse(each) for each in calls} & {*_NAMES}
-    return text, sorted({each.partition(".")[0] for each in ours})
-
-
 def value_of(words: Sequence[str]) -> Any:
     """What words stand for as an argument of a policy: on is True, several are a tuple."""
     if len(words) != 1:
@@ -250,7 +241,7 @@ def _named(name: str, text: str) -> Callable[..., Policy]:
         raise UntrustedPolicyError(
             f"policy: the run's folder names {_shown(text)}, and what a folder names is not "
             f"imported, since that would run its code; accepted, if you trust {name[:SHOWN]}: "
-            f"--policy {again} on the command line (beside --resume, or of replay)"
+            f"--policy {again} on the command line (beside --resume)"
         )
     try:
         found = getattr(import_module(module), last)

@@ -19,7 +19,6 @@ from typing import Any
 from adaptive import Event, Header, StepRecord
 from adaptive.timeline.records import VERSION
 from runs.config import write_text
-from runs.densities import Densities
 from runs.fields import EXACT, Fields, Limits, abridged
 from runs.files import (
     Damage,
@@ -294,13 +293,11 @@ def stretches(recorded: Recorded) -> list[Stretch]:
 @dataclass(frozen=True)
 class Metrics:
     """A run's own numbers, from metrics.jsonl. trained: steps done. evaluations: (steps done,
-    quality) in order, nan for what was not finite. damage: as in `Recorded`. densities: in order of
-    their steps."""
+    quality) in order, nan for what was not finite. damage: as in `Recorded`."""
 
     trained: int
     evaluations: tuple[tuple[int, float], ...]
     damage: str = ""
-    densities: tuple[Densities, ...] = ()
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -311,26 +308,18 @@ def read_metrics(path: Path) -> Metrics:
         return Metrics(0, ())
     damage, trained = Damage(path), 0
     evaluations: list[tuple[int, float]] = []
-    densities: dict[int, Densities] = {}
     for line, value in json_lines(path, damage=damage):
         try:
             done = _step_of(value) + 1
             if "quality" in value:
                 evaluations.append((done, _FIELDS.read(float, value["quality"], "quality")))
-            if "densities" in value:
-                densities[done - 1] = _densities(done - 1, value["densities"])
             trained = max(trained, done)
         except ValueError as error:
             damage.add(line, f"not a metric: {error}")
     if trained:
         damage.warn()
     ordered = tuple(sorted(evaluations, key=lambda pair: pair[0]))
-    by_step = tuple(densities[step] for step in sorted(densities))
-    return Metrics(trained, ordered, damage.text, by_step)
-
-
-def _densities(step: int, value: Any) -> Densities:
-    return _FIELDS.read(Densities, {**value, "step": step} if isinstance(value, dict) else value)
+    return Metrics(trained, ordered, damage.text)
 
 
 def _step_of(value: dict[str, Any]) -> int:

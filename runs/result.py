@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
 from typing import Any, TextIO
@@ -277,7 +278,10 @@ def ending(
         parts += [f"  CF history{rounds}{note}", _history(result["cf_history"])]
         parts += [f"  summary of one worker{note}", indent(summary.table(), "    ")]
     parts += [faint(f"  note: {note}") for note in notes]
-    parts += [f"files in {config.log_dir}; to look at them: tensorboard --logdir {config.log_dir}"]
+    look = f"a page of them: python -m runs report {config.log_dir}"
+    if find_spec("tensorboard") is not None:
+        look += f", or tensorboard --logdir {config.log_dir}"
+    parts += [f"files in {config.log_dir}; {look}"]
     if outcome.interrupted and outcome.saved_at == outcome.steps_done:
         parts += [
             f"interrupted after {outcome.steps_done} of {config.steps} steps and saved; go on "

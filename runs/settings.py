@@ -218,9 +218,6 @@ class Keeping:
     """Measure quality on held-out data every N steps (0: at the end only)."""
     checkpoint_every: Whole = 0
     """Save a checkpoint every N steps and at the end (0: only when interrupted)."""
-    densities: Whole = 0
-    """Every N steps, keep histograms of the gradient before and after compression, for `report` (0:
-    never)."""
     json: bool = False
     """Print the result as JSON on stdout, all else on stderr."""
 

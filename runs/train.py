@@ -105,13 +105,11 @@ def train(
         began = time.perf_counter()
         local = trainer.loss()
         vote.cast(local.item(), interrupt is not None and interrupt.requested)
-        found = trainer.descend(local)
+        trainer.descend(local)
         loss, stop = vote.count()
         keeper.watch(loss)
         if logbook is not None:
             logbook.trained(trainer.step, loss, trainer.stopwatch.pace)
-            if found is not None:
-                logbook.histograms(found)
         spent = time.perf_counter() - began
         seconds += spent
         trainer.took(spent)

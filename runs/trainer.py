@@ -7,7 +7,6 @@ classes themselves.
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import replace
 from math import nan, sqrt
 from statistics import median
@@ -16,7 +15,6 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -35,7 +33,7 @@ from runs.build import (
     make_optimizer,
 )
 from runs.config import TrainConfig
-from runs.densities import Densities, density
+from runs.papers.early_stopping import EarlyStopping
 from runs.tasks import Task, trainable
 
 RANK, START = 4, 2
@@ -100,37 +98,28 @@ class Trainer:
         batch = self.task.batch(self.step, self.rank, self.world_size)
         return self.task.loss(self.model, batch)
 
-    def descend(self, loss: torch.Tensor) -> Densities | None:
-        """Backward, with the exchange in it, and the optimizer's step; histograms of its gradients
-        on rank 0, if the configuration asks for them in this step."""
+    def descend(self, loss: torch.Tensor) -> None:
+        """Backward, with the exchange in it, and the optimizer's step."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.lr * lr_factor(self._config, self.step)
-        found = self._backward(loss)
+        self._backward(loss)
         if self._config.clip_grad is not None:
             clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return found
 
-    def _backward(self, loss: torch.Tensor) -> Densities | None:
-        """The backward pass that exchanges. If this rank's gradient is to be known before, there is
-        another one: `torch.autograd.grad` does not set off DDP's hook, which has a bucket at a
-        time, and compresses it."""
-        every, limit = self._config.densities, self._config.clip_local
-        parameters = trainable(self.model)
-        watched = self.rank == 0 and every > 0 and (self.step + 1) % every == 0
-        if not watched and limit is None:
-            loss.backward()
-            return None
-        own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    def _backward(self, loss: torch.Tensor) -> None:
+        """The backward pass that exchanges. To clip this rank's whole gradient before, its norm
+        takes another one: `torch.autograd.grad` does not set off DDP's hook, which has a bucket at
+        a time, and compresses it."""
+        limit = self._config.clip_local
         if limit is not None:
+            parameters = trainable(self.model)
+            own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
             norm = torch.stack([part.norm() for part in own if part is not None]).norm()
             loss = loss * (limit / sqrt(self.world_size) / norm).clamp(max=1.0)
         loss.backward()
-        if not watched:
-            return None
-        return Densities(self.step, density(own), density(p.grad for p in parameters))
 
     def measured(self) -> AbstractContextManager[None]:
         """A context in which the model is the one whose quality counts, the mean of all ranks'."""
@@ -189,8 +178,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.compressor is not None:
             self.compressor.load_state_dict(state["compressor"])
-        if "early" in state:  # not in checkpoints of older versions
-            self.early.load_state_dict(state["early"])
+        self.early.load_state_dict(state["early"])
         self.stopwatch.pace.load_state_dict(state["pace"])
         if state["rng"] is not None:
             torch.set_rng_state(state["rng"])
@@ -214,66 +202,6 @@ class PlainStopwatch:
             return
         self._times.append(seconds)
         self.pace.add(median(self._times))
-
-
-class EarlyStopping:
-    """This stops a run whose quality has not become better in `patience` evaluations in a row, and
-    keeps the model that had the best one (Prechelt 1998). A patience of 0 does neither.
-
-    Rank 0 evaluates, so rank 0 notes, and the others hear from it. stopped: on all ranks, whether
-    the run is to end. best, step: the best quality, and after how many steps; on rank 0, which also
-    has the model.
-    """
-
-    def __init__(self, patience: int, higher_is_better: bool) -> None:
-        self.patience = patience
-        self.stopped = False
-        self.best: float | None = None
-        self.step = 0
-        self._sign = 1 if higher_is_better else -1
-        self._since = 0  # evaluations since the best one
-        self._model: dict[str, Any] = {}
-
-    def note(self, step: int, quality: float, model: nn.Module) -> None:
-        """The model's quality after so many steps. One that is not a number is no better."""
-        if not self.patience:
-            return
-        if self.best is None or self._sign * (quality - self.best) > 0:
-            self.best, self.step, self._since = quality, step, 0
-            self._model = deepcopy(model.state_dict())
-        else:
-            self._since += 1
-
-    def agree(self) -> None:
-        """Tell all ranks whether it stops: a collective, unless the patience is 0."""
-        if self.patience:
-            said = [self._since]
-            dist.broadcast_object_list(said, src=0)
-            self._since = said[0]
-            self.stopped = self._since >= self.patience
-
-    def take_best(self, step: int, model: nn.Module) -> float | None:
-        """Give the model, which has done so many steps, the weights of the best one; the quality
-        that it has then, or None if it is the best itself."""
-        if self.best is None or self.step == step:
-            return None
-        model.load_state_dict(self._model)
-        return self.best
-
-    def why(self) -> str:
-        """Why it has stopped, in words; "" if it has not."""
-        if not self.stopped:
-            return ""
-        times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations in a row"
-        return f"{times} brought nothing better than that after step {self.step}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "step": self.step, "since": self._since, "model": self._model}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.step, self._since = state["best"], state["step"], state["since"]
-        self._model = state["model"]
-        self.stopped = 0 < self.patience <= self._since
 
 
 def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import UseAppendAction
 
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
-from runs.compare.suites import SUITES, Plan
 from runs.config import TrainConfig
 from runs.netlab.lab import Lab
 from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
 from runs.options import check_modelled, check_sends
+from runs.papers.suites import SUITES, Plan
 from runs.parser import UsageError, options
 from runs.report.command import BANDWIDTHS, parse_networks
 from runs.settings import Keeping, Modelling, Optimizing, Training
@@ -55,10 +55,7 @@ comparison in the same way.
 The modelled seconds of a step are compute + compression (both measured) + latency + bytes x 8 /
 rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to target" the
 first evaluation that is at least as good as the end of the dense run of the same seed, or as it was
-after --goal-step steps ("never": none was); "when 1st" the quality at the moment at which the
-fastest contender is through.
-"explored" are steps sent while a policy was finding out, at another CF than the one it then stayed
-at, and "MB so" the bytes of these steps.
+after --goal-step steps ("never": none was).
 
 files in the log folder: compare.json, table.txt, time.png, quality.png, and each
 run's own in runs/."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 
+from runs.report.looks import looks
 from runs.report.rows import Row
 from runs.report.run import Run
 from runs.style import GREY, RUNS, log_axis, picture
@@ -14,33 +15,32 @@ PLOT_FILE = "quality.png"
 TIME_FILE = "time.png"
 
 
-def draw_quality(rows: Sequence[Row], folder: Path, title: str, dense: str, seconds: str) -> None:
+def draw_quality(rows: Sequence[Row], folder: Path, title: str, seconds: str) -> None:
     """Write both PNGs: a line for each run, a colour for each contender, a dot at the end.
     ImportError without matplotlib.
 
-    dense: the contender that is drawn in grey, behind the others. seconds: what they are, in words.
+    Dense contenders are grey, behind the others. seconds: what they are, in words.
     """
-    _draw(rows, folder / TIME_FILE, title, dense, seconds, Run.seconds_by)
+    _draw(rows, folder / TIME_FILE, title, seconds, Run.seconds_by)
     by_bytes = "MB sent by a worker"
-    _draw(rows, folder / PLOT_FILE, title, dense, by_bytes, lambda r, done: 1e-6 * r.sent_by(done))
+    _draw(rows, folder / PLOT_FILE, title, by_bytes, lambda r, done: 1e-6 * r.sent_by(done))
 
 
 def _draw(
     rows: Sequence[Row],
     path: Path,
     title: str,
-    dense: str,
     across: str,
     place: Callable[[Run, int], float],
 ) -> None:
     """place: of an evaluation after so many steps, on the horizontal axis; nan: nowhere."""
-    others = [row.label for row in rows if row.label != dense]
-    colours = {label: RUNS[i % len(RUNS)] for i, label in enumerate(others)}
+    found = looks([run for row in rows for run in row.runs])
     with picture(path, title, across=across) as (axes,):
         places: list[float] = []
-        for row in sorted(rows, key=lambda one: one.label in colours):
-            colour = colours.get(row.label, GREY)
-            how = {"color": colour, "linewidth": 1.4 if row.label in colours else 2.4}
+        for row in sorted(rows, key=lambda one: found[one.run.name][0] is not None):
+            number = found[row.run.name][0]
+            colour = GREY if number is None else RUNS[number % len(RUNS)]
+            how = {"color": colour, "linewidth": 2.4 if number is None else 1.4}
             for i, run in enumerate(row.runs):
                 points = [(place(run, done), quality) for done, quality in run.evaluations]
                 points = [point for point in points if isfinite(sum(point))]

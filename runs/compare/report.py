@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite, nan
+from math import nan
 from typing import Any
 
 from rich.console import RenderableType
 
-from adaptive import LinkSpec
 from runs.compare.options import Comparison
 from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
-from runs.compare.suite_table import suite_json, suite_notes, suite_table
 from runs.config import TrainConfig, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
+from runs.papers.suite_table import suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.progress import cf_name
 from runs.records import Stretch
@@ -55,7 +54,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
         if rows:
             clock = "measured" if first.fixed_clock is None else "modelled"
             seconds = f"seconds of training, {clock}, {_network(first)}"
-            draw_quality(rows, comparison.folder, heading, dense or "", seconds)
+            draw_quality(rows, comparison.folder, heading, seconds)
     except ImportError:
         notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
     plan, suite, above = comparison.plan, {}, list[RenderableType]()
@@ -111,7 +110,7 @@ def read_rows(comparison: Comparison) -> tuple[list[Row], str | None]:
             rows.append(Row(contender.label, runs))
         if dense is None and is_dense(configs[0]):
             dense = contender.label
-    return side_by_side(rows, dense, comparison.networks, comparison.goal_step), dense
+    return side_by_side(rows, dense, comparison.goal_step), dense
 
 
 def _read(comparison: Comparison, config: TrainConfig) -> Run:
@@ -124,27 +123,18 @@ def _read(comparison: Comparison, config: TrainConfig) -> Run:
     return modelled(replace(run, config=own), comparison.networks, comparison.model_mb)
 
 
-def side_by_side(
-    rows: Sequence[Row], dense: str | None, networks: Sequence[LinkSpec], goal_step: int | None
-) -> list[Row]:
+def side_by_side(rows: Sequence[Row], dense: str | None, goal_step: int | None) -> list[Row]:
     """The rows, each run with what it is compared by: the quality of the dense run of its own seed,
-    after `goal_step` steps or at its end, and on each network the moment at which the first run of
-    its seed is through (which one that has diverged never is)."""
+    after `goal_step` steps or at its end."""
     goals = {
         run.seed: run.quality if goal_step is None else run.quality_after(goal_step)
         for row in rows
         for run in row.runs
         if row.label == dense
     }
-    everyone = [run for row in rows for run in row.runs if not run.ending.diverged]
-
-    def first(seed: int, network: LinkSpec) -> float:
-        ends = (run.modelled_in_all(network) for run in everyone if run.seed == seed)
-        return min(filter(isfinite, ends), default=nan)
 
     def placed(run: Run) -> Run:
-        limits = {network: first(run.seed, network) for network in networks}
-        return replace(run, goal=goals.get(run.seed, nan), limits=limits)
+        return replace(run, goal=goals.get(run.seed, nan))
 
     return [Row(row.label, tuple(map(placed, row.runs))) for row in rows]
 

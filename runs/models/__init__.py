@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from runs.models.gpt import ByteGPT
-from runs.models.lstm import ByteLSTM, WordLSTM
-from runs.models.resnet import Bottleneck, ResNet
-from runs.models.vgg import VGG, VGG11, VGG16
+from runs.models.lstm import ByteLSTM
+from runs.papers.resnet import Bottleneck, ResNet
+from runs.papers.vgg import VGG, VGG11, VGG16
+from runs.papers.word_lstm import WordLSTM
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     # Of bytes.

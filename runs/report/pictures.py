@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,12 @@ from policies import DENSE
 from runs import dashboard
 from runs.dashboard.thin import Switch
 from runs.dashboard.timeline import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series, timeline
-from runs.densities import edges
 from runs.files import known
-from runs.progress import cf_name
+from runs.report.looks import looks
 from runs.report.run import Run
 
 DETAIL = 4
 """Times as many points as a screen of the dashboard, which would ask for more at a zoom."""
-
-BUCKETS, STRETCHES = 240, 12
-"""Points of a gain's curve, each the mean of the steps in it: of one that was sent, and of one of
-the shadow ladder, where single steps say little."""
 
 LOG_FROM = 2.5
 """Qualities whose largest is so many times the least are drawn on a logarithmic axis."""
@@ -49,8 +43,8 @@ _Place = Callable[[Run, int], float]
 
 @dataclass(frozen=True)
 class Pictures:
-    """Everything that a page draws. charts: by name, as "gains RUN" and "densities RUN". quality:
-    names of charts and what can be said of them in words, in the order of the page."""
+    """Everything that a page draws. charts: by name. quality: names of charts and
+    what can be said of them in words, in the order of the page."""
 
     charts: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -72,15 +66,6 @@ def make_pictures(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> tuple[Pi
         some.sort(key=lambda run: not run.is_dense)  # first, and so behind the others
         charts[f"quality {task}"] = _quality(some, networks, look)
         quality.append((f"quality {task}", _told(some)))
-    for run in runs:
-        if lines := _gains(run):
-            charts[f"gains {run.name}"] = {
-                "xs": [{"title": "step", "log": False}],
-                "lines": lines,
-                "y": {"title": "gain", "log": False, "low": 0, "high": 1},
-            }
-        if run.densities:
-            charts[f"densities {run.name}"] = _densities(run)
     drawn = [row for run in runs if (row := _timeline(run)) is not None]
     if not quality:
         notes.append("no run was evaluated: no quality to draw")
@@ -100,22 +85,6 @@ def scripts() -> str:
 
 
 # -- quality -----------------------------------------------------------------------------------
-
-
-def looks(runs: Sequence[Run]) -> dict[str, tuple[int | None, int]]:
-    """Colour (None: that of dense) and dash of each run by its name: one colour for all runs of the
-    same settings, a dash for each."""
-    kinds: dict[object, list[Run]] = {}
-    for run in runs:
-        kind = replace(run.config, seed=0, log_dir="", json=False) if run.config else run.name
-        kinds.setdefault(kind, []).append(run)
-    found: dict[str, tuple[int | None, int]] = {}
-    coloured, grey = count(), count()
-    for alike in kinds.values():
-        colour = None if alike[0].is_dense else next(coloured)
-        for i, run in enumerate(alike):
-            found[run.name] = colour, next(grey) if colour is None else i
-    return found
 
 
 def _quality(
@@ -168,85 +137,6 @@ def _told(runs: Sequence[Run]) -> str:
     better = "higher" if run.higher_is_better else "lower"
     ends = "; ".join(f"{run.name} ends at {run.quality:.4g}" for run in runs)
     return f"Held-out {run.quality_name} ({better} is better): {ends}"
-
-
-# -- gains -------------------------------------------------------------------------------------
-
-
-def _gains(run: Run) -> list[dict[str, Any]]:
-    """The part of the gradient that got through at each CF that was sent or probed; dashed: that
-    would at each, if it were sent all the time, from the shadow ladder. Both by the definition that
-    the policy decides on."""
-    found: dict[tuple[float, int], list[tuple[int, float, float]]] = {}
-    for record in run.records:
-        report = record.report
-        measured = {cf: report.gain(cf, run.gain_kind) for cf in report.measurements}
-        if isfinite(record.gain):
-            measured[report.cf] = record.gain  # what decides, as the policy averages it
-        ladder, whole = report.steady_gain, 1.0
-        if run.gain_kind == "signal":
-            ladder, whole = report.peers, report.peers_total
-        for dash, gains, of in ((0, measured, 1.0), (1, ladder, whole)):
-            for cf, gain in gains.items():
-                if isfinite(gain) and isfinite(of) and cf != DENSE:
-                    found.setdefault((cf, dash), []).append((report.step, gain, of))
-    return [
-        {
-            "name": f"CF {cf_name(cf)}{', if sent all the time' if dash else ''}",
-            "cf": cf,
-            "dash": dash,
-            **curve(points, run.trained, STRETCHES if dash else BUCKETS),
-        }
-        for (cf, dash), points in sorted(found.items())
-    ]
-
-
-def curve(
-    points: Sequence[tuple[int, float, float]], trained: int, most: int
-) -> dict[str, list[Any]]:
-    """Ratios of means over at most `most` stretches of a run, with gaps where nothing is known.
-    points: (step, numerator, denominator)."""
-    each = -(-trained // most)
-    sums: dict[int, list[float]] = {}
-    for step, part, whole in points:
-        total = sums.setdefault(step // each, [0.0, 0.0, 0.0, 0.0])
-        for i, value in enumerate((step, part, whole, 1)):
-            total[i] += value
-    x: list[float | None] = []
-    y: list[float | None] = []
-    last = min(sums)
-    for at, (place, part, whole, many) in sorted(sums.items()):
-        gap = [None] if at > last + 1 else []
-        x += [*gap, float(f"{place / many:.5g}")]
-        y += [*gap, float(f"{min(1.0, max(0.0, part / whole)):.5g}") if whole > 0 else None]
-        last = at
-    return {"x": [x], "y": y}
-
-
-# -- densities ---------------------------------------------------------------------------------
-
-
-def _densities(run: Run) -> dict[str, Any]:
-    """Histograms of the magnitudes of gradient values in the last step that has some (Harris 2020),
-    negative and positive ones together."""
-    found, at = run.densities[-1], edges()
-    lines = []
-    for name, run_colour, one in (("before", None, found.before), ("after", 0, found.after)):
-        counts = [a + b for a, b in zip(one.negative, one.positive, strict=True)]
-        lines.append(
-            {
-                "name": f"{name} compression, {one.zeros / max(1, one.values):.1%} of them 0",
-                "run": run_colour,
-                "dash": 0,
-                "x": [_rounded((a * b) ** 0.5 for a, b in pairwise(at))],
-                "y": [count / one.values if count else None for count in counts],
-            }
-        )
-    return {
-        "xs": [{"title": "magnitude", "log": True}],
-        "lines": lines,
-        "y": {"title": f"share of gradient values, step {found.step}", "log": True},
-    }
 
 
 # -- the dashboard's rows ----------------------------------------------------------------------
@@ -304,7 +194,3 @@ def _timeline(run: Run) -> dict[str, Any] | None:
 
 def _known(values: Any) -> list[float | None]:
     return [known(value) for value in values]
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]

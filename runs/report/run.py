@@ -16,7 +16,6 @@ from adaptive.pace import Pace
 from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
-from runs.densities import Densities
 from runs.logbook import emulated, gain_kind
 from runs.options import HOOK_OPTIONS
 from runs.parser import shown
@@ -74,11 +73,10 @@ class Run:
     name: unique among those beside it. config: None if only the timeline is there. trained: steps
     done, as far as the files tell. evaluations: (steps done, quality) in order, nan for what was
     not finite. slices: its turns in a comparison. damage: what was left out of its files, in
-    sentences. densities: of gradients, in order of their steps.
+    sentences.
 
     What it is compared by: modelled: when each step would have ended, by network (empty without
-    records). goal: the quality to be reached, nan if there is none. limits: by network, the seconds
-    after which its quality counts.
+    records). goal: the quality to be reached, nan if there is none.
     """
 
     name: str
@@ -90,10 +88,8 @@ class Run:
     slices: tuple[Slice, ...] = ()
     ending: Ending = Ending()
     damage: tuple[str, ...] = ()
-    densities: tuple[Densities, ...] = ()
     modelled: Mapping[LinkSpec, Sequence[float]] = field(default_factory=dict)
     goal: float = nan
-    limits: Mapping[LinkSpec, float] = field(default_factory=dict)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -188,12 +184,6 @@ class Run:
         known = [q for done, q in self.evaluations if done <= steps and isfinite(q)]
         return known[-1] if known else nan
 
-    def quality_when_first(self, network: LinkSpec) -> float:
-        """Of the last evaluation that was due by `limits`, as modelled; nan if there was none."""
-        ends, limit = self.modelled.get(network, ()), self.limits.get(network, nan)
-        due = [done for done, _ in self.evaluations if self.at(ends, done) <= limit]
-        return self.quality_after(max(due, default=0))
-
     def steps_to(self, quality: float) -> float:
         """Steps done at the first evaluation that is at least as good; inf if there was none, nan
         if nothing was evaluated or no quality is asked for."""
@@ -248,11 +238,6 @@ class Run:
         if self.config is None or not self.config.netlab or not self.slices:
             return nan
         return sum(part.interface_bytes for part in self.slices)
-
-    @cached_property
-    def explored(self) -> list[float]:
-        """Bytes that a worker sent in each step that explored."""
-        return exploration(self.records)
 
     def sent_by(self, done: int) -> float:
         """Bytes that a worker had sent after so many steps; nan if it is not known."""
@@ -358,23 +343,6 @@ class Run:
         elif self.evaluations and not isfinite(self.quality):
             notes.append("its last evaluation was not finite")
         return notes
-
-
-def exploration(records: Sequence[StepRecord]) -> list[float]:
-    """Bytes of each step that explored, the last one first: that was sent while the policy was
-    still finding out (its status says so), at another CF than the one that it then stayed at.
-
-    A policy whose status does not speak of it has none."""
-    spent: list[float] = []
-    stayed_at = nan  # of what comes after the last step nothing is known
-    for i in reversed(range(len(records))):
-        before, sent = records[max(0, i - 1)].status, records[i].report
-        # A status is that after its step, so it tells of the next one.
-        if before.get("exploring") != 1:
-            stayed_at = sent.cf
-        elif sent.cf != stayed_at:
-            spent.append(sent.wire_bytes)
-    return spent
 
 
 def _title_of(header: Header | None) -> str:

@@ -120,7 +120,6 @@ def _read_run(place: Place, smooth: int) -> Run:
         slices,
         ending,
         tuple(damage for damage in (recorded.damage, metrics.damage) if damage),
-        metrics.densities,
     )
 
 

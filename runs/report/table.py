@@ -30,13 +30,9 @@ READING = {
     "and checkpoints; measured seconds and the verdict are made of the same",
     "scaling eff.": "T_N / (N T_1), T in samples/s, by the time of one worker that was given "
     "(--one-worker-seconds) or is modelled",
-    "explored": "steps sent while the policy was finding out, at another CF than the one that it "
-    "then stayed at; MB so: what a worker sent in them",
     TARGET: "until the first evaluation that is at least as good; never: none was",
     "modelled s": "compute + compression (measured) + latency + bytes x 8 / rate, nothing "
     "overlaps; all: the whole run",
-    "when 1st": "quality at the last evaluation before the moment at which the fastest contender "
-    "is through, by the modelled seconds",
 }
 """What columns mean that have this in their heads."""
 
@@ -75,17 +71,15 @@ def columns(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[Column]:
         Column(("wire_factor",), "wire factor", lambda run: run.wire_factor, 3),
         Column(("steps_per_second",), "steps/s", lambda run: run.steps_per_second, 3),
         Column(("scaling_efficiency",), "scaling eff.", lambda run: run.scaling_efficiency, 3),
-        Column(("explored", "steps"), "explored", lambda run: _explored(run, len), 1),
-        Column(("explored", "bytes_sent"), "MB so", lambda run: _explored(run, sum), 4, MEGA),
         Column(("to_target", "steps"), "steps", lambda run: run.steps_to_goal, 1, group=TARGET),
         Column(("to_target", "bytes_sent"), "MB", _at_goal(Run.sent_by), 4, MEGA, TARGET),
-        *(column for network in networks for column in _modelled(network, quality)),
+        *(column for network in networks for column in _modelled(network)),
         Column(("seconds",), "all", lambda run: run.seconds_by(run.trained), group="measured s"),
         Column(("to_target", "seconds"), TARGET, _at_goal(Run.seconds_by), group="measured s"),
     ]
 
 
-def _modelled(network: LinkSpec, quality: str) -> list[Column]:
+def _modelled(network: LinkSpec) -> list[Column]:
     name, group = str(network), f"{network}: modelled s"
     to_target = _at_goal(partial(Run.modelled_by, network=network))
     return [
@@ -93,21 +87,11 @@ def _modelled(network: LinkSpec, quality: str) -> list[Column]:
             ("modelled_seconds", name), "all", lambda run: run.modelled_in_all(network), group=group
         ),
         Column(("to_target", "modelled_seconds", name), TARGET, to_target, group=group),
-        Column(
-            ("quality_when_first", name),
-            f"{quality} when 1st",
-            lambda run: run.quality_when_first(network),
-            group=group,
-        ),
     ]
 
 
 def _beside(name: str) -> Callable[[Run], float]:
     return lambda run: run.beside.get(name, nan)
-
-
-def _explored(run: Run, count: Callable[[list[float]], float]) -> float:
-    return count(run.explored) if run.records else nan
 
 
 def _at_goal(spent: Callable[[Run, int], float]) -> Callable[[Run], float]:
@@ -149,7 +133,7 @@ def make_text(
     names, before = [], ""
     for column in found:
         above = f"{column.group}\n".replace(": ", ":\n") if column.group != before else ""
-        names.append(above.lstrip("\n") + column.name.replace(" when", "\nwhen"))
+        names.append(above.lstrip("\n") + column.name)
         before = column.group
     parts: list[RenderableType] = []
     timed = [column.group.endswith(" s") for column in found]

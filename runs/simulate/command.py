@@ -39,7 +39,7 @@ examples:
       how quality goes at one CF, here without error feedback; no network: only compute takes time
   python -m runs simulate --resume logs/sim16 --steps 600
 
-A run leaves the files that train leaves: report, replay and TensorBoard read them alike. Memory
+A run leaves the files that train leaves: report and TensorBoard read them alike. Memory
 grows with the workers, by a replica and what its compressor keeps. Ctrl-C stops after the step
 and saves a checkpoint (exit code 130); a second Ctrl-C ends at once. Wrong options end with exit
 code 2, a failed worker with 1."""

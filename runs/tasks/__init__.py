@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from runs.papers.images import Cifar10Task, Cifar100Task, FashionMnistTask
+from runs.papers.words import WordsTask
 from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
-from runs.tasks.images import Cifar10Task, Cifar100Task, FashionMnistTask
 from runs.tasks.text import TextTask
-from runs.tasks.words import WordsTask
 
 TASKS: dict[str, type[Task]] = {
     "text": TextTask,

@@ -1,1 +1,1 @@
-"""`python -m runs tune`: a search for the settings that train best."""
+"""`python -m runs tune`: a search for the settings that train best, by Optuna."""

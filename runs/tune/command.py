@@ -1,30 +1,101 @@
-"""The tune command."""
+"""The tune command: its options, and what it does."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.needs import check_installed
-from runs.parser import fail
-from runs.tune.options import HELP, OPTIONS
+from runs.option_types import Count, Number, Texts, Whole, Wholes, metavar, one_of
+from runs.parser import options
+from runs.settings import Compressing, Keeping, Modelling, Optimizing, PolicyArguments, Training
 
-__all__ = ["HELP", "OPTIONS", "main"]
+SAMPLERS = ("tpe", "random")
+PRUNERS = ("median", "hyperband", "none")
+
+HELP = """\
+Search for the settings that train best, with Optuna. Every trial is a real run of all workers.
+
+examples:
+  python -m runs tune --link 100mbit --trials 20
+      GraVAC's epsilon and omega: the Pareto front of final quality and bytes sent
+  python -m runs tune --link 100mbit --search epsilon=0.1..0.9 lr=0.1..2 base=topk,dgc
+      in these ranges, and of these names
+  python -m runs tune --policy goodput --objective quality seconds --link 100mbit
+      Goodput's margin and power: quality and measured seconds
+  python -m runs tune --link 100mbit --objective seconds --target 8.5
+      the least time to perplexity 8.5; trials that fall behind are stopped early
+  python -m runs tune --base topk --cf 50 --search lr clip_grad --sampler random --trials 60
+      Harris's procedure (2020): a random search for one compression setting
+
+What is searched is written NAME, NAME=LOW..HIGH or NAME=A,B,C. NAME is an argument of the policy or
+an option of train. A name alone takes the usual range, which epsilon, omega, window, eta, interval,
+cf, margin, power, lr, clip_grad and clip_norm have.
+
+The first trial runs with the policy's own defaults. If its dense steps hardly wait for the network,
+tune says so and ends: there is nothing to tune for. --anyway goes on.
+
+The same command goes on where it was interrupted (Ctrl-C, exit code 130). Several commands can
+share a study by --storage. Optuna prunes studies of one objective only. Failed trials are recorded,
+and do not stop the study; the exit code is 1 if all of them failed.
+
+To look at a study: optuna-dashboard sqlite:///LOGDIR/study.db, or optuna.visualization."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searching:
+    """What to search for."""
+
+    trials: Count | None = None
+    """Finished ones in all, by all processes (30)."""
+    objective: Annotated[Texts | None, metavar("WHAT ...")] = None
+    """Of quality, bytes, seconds (quality bytes; with --target seconds)."""
+    target: Number | None = None
+    """Count bytes or seconds until held-out quality is as good as this."""
+    search: Annotated[Texts | None, metavar("S ...")] = None
+    """Search these, see above (epsilon omega; of another policy than gravac its own)."""
+    sampler: Annotated[str | None, one_of(*SAMPLERS)] = None
+    """Optuna's (tpe)."""
+    sampler_seed: Whole | None = None
+    """Of the sampler (0)."""
+    pruner: Annotated[str | None, one_of(*PRUNERS)] = None
+    """Optuna's: stop trials whose quality falls behind (median; with several objectives none)."""
+    seeds: Wholes | None = None
+    """Training seeds: a trial's values are means over them (0)."""
+    storage: Annotated[str | None, metavar("URL")] = None
+    """Optuna's, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/study.db)."""
+    anyway: bool = False
+    """Go on although there is nothing to tune for."""
+
+
+OPTIONS = {
+    "search": options(Searching),
+    "training": options(Training, without=("seed",)),
+    "optimizer": options(Optimizing),
+    "compression": options(Compressing),
+    "policy": options(PolicyArguments),
+    "output": options(
+        Keeping,
+        without=("checkpoint_every",),
+        told={
+            "log_dir": "where the files go (logs/tune-TASK-OPTIONS)",
+            "eval_every": "measure quality on held-out data every N steps (a 10th of them)",
+        },
+    ),
+    "modelling": options(Modelling, without=("model_mb", "server", "one_worker_seconds")),
+}
 
 
 def main(given: dict[str, Any]) -> int:
-    """Run the study, or one for each setting; returns the exit code."""
+    """Run the study; returns the exit code."""
     check_installed("tune")
     # torch and optuna are imported late, so that help need not wait for them.
-    from runs.tune.run import tune
-    from runs.tune.storage import LostStorageError
+    from runs.tune.study import tune
 
     try:
         return tune(given)
-    except LostStorageError as error:
-        fail("python -m runs tune", error)
-        return 1
     except KeyboardInterrupt:
         print(GOES_ON, file=sys.stderr)
         return INTERRUPTED

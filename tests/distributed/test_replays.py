@@ -1,7 +1,12 @@
-"""A record of a real run is enough to repeat every decision of its policy to the bit."""
+"""A record of a real run is enough to repeat every decision of its policy to the bit:
+`examples/replay_policy.py` does it."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +15,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, JSONLTimeline
-from policies import Accordion, Context, Goodput, GraVAC, Plan, Policy
+from examples.replay_policy import replay
+from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy
 from runs.records import Recorded, read_records
-from runs.replay.costs import RecordedCosts
-from runs.replay.make import recorded_layers
-from runs.replay.replay import replay
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
 
@@ -57,19 +60,6 @@ def _train(rank: int, policy: Policy, link: str, path: str) -> list[Plan]:
     return plans
 
 
-def _context(recorded: Recorded) -> Context:
-    header = recorded.header
-    assert header is not None
-    return Context(
-        header.cf_range,
-        header.world_size,
-        lambda cf: header.supported.get(cf, cf),
-        assumed=header.assumed,
-        wire_bytes=RecordedCosts(recorded.steps, header).computed,
-        layers=recorded_layers(header),
-    )
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Plan], Recorded]]:
     folder = tmp_path_factory.mktemp("replays")
@@ -83,15 +73,39 @@ def test_every_plan_comes_again(
 ) -> None:
     plans, record = recorded[name]
     assert len(record.steps) == len(plans) == STEPS
-    policy = POLICIES[name]()
-    policy.start(_context(record))
-    replayed = replay(policy, record)
-    assert list(replayed.plans) == plans
-    assert list(replayed.events) == record.events
-    assert (replayed.sums, replayed.guessed) == (0, 0)
-    assert replayed.identical
-    if name != "bytes":
-        assert len({plan.send for plan in plans}) > 1, "a policy that never moved proves nothing"
+    assert replay(POLICIES[name](), record) == (plans, "")
+    assert len({plan.send for plan in plans}) > 1, "a policy that never moved proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "asked"),
+    [
+        ("gravac", Fixed(77), "step 0: .* a step at CF 77"),
+        ("gravac", Goodput(gain="error_fed"), "steady-state gain of CF"),
+        ("accordion", Accordion(interval=7, eta=0.2), "a sum of the gradients of other steps"),
+        ("goodput", Fixed(4, probe=(50,)), "step 0: .* the gain of CF 50"),
+    ],
+)
+def test_it_ends_where_the_policy_asks_for_what_was_not_measured(
+    name: str, policy: Policy, asked: str, recorded: dict[str, tuple[list[Plan], Recorded]]
+) -> None:
+    plans, end = replay(policy, recorded[name][1])
+    assert len(plans) < STEPS
+    assert re.search(asked, end), end
+
+
+def test_the_command_says_the_reasons_of_the_record(
+    recorded: dict[str, tuple[list[Plan], Recorded]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "replays0" / "gravac"
+    script = Path(__file__).parents[2] / "examples" / "replay_policy.py"
+    words = [sys.executable, str(script), str(path), "GraVAC(window=6, dense_window=3, cooldown=4)"]
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    said = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+    *reasons, last = said.splitlines()
+    assert last == f"{STEPS} of {STEPS} steps; the record is followed whole"
+    _, record = recorded["gravac"]
+    assert reasons == [f"step {event.step}: {event.reason}" for event in record.events]
 
 
 def test_the_header_tells_what_the_record_rests_on(

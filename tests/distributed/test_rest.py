@@ -13,12 +13,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, JSONLTimeline, Network
+from examples.replay_policy import replay
 from policies import DENSE, Goodput, Plan
 from runs.modelled_clock import ModelledClock
 from runs.records import read_records
-from runs.replay.make import make_config_for, start_policy
-from runs.replay.replay import replay
-from runs.replay.source import read_source
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, same, small_net
 
@@ -100,7 +98,4 @@ def test_ranks_rest_together_and_a_resumed_run_rests_on(optimizer: str, tmp_path
     sent = {plan.skip_gains: r.report.statistics_bytes for plan, r in zip(plans, recorded.steps)}  # noqa: B905
     assert 0 < sent[True] < sent[False]
     with patch.multiple("policies.goodput", **TURN):
-        source = read_source(str(tmp_path / "whole0.jsonl"))
-        again = replay(start_policy(make_config_for(source, {}), source), source.recorded)
-    assert again.identical
-    assert list(again.plans) == plans
+        assert replay(Goodput(), recorded) == (plans, "")

@@ -19,12 +19,6 @@ from runs.config import TrainConfig
 from tests.integration.commands import assert_refused
 
 STEPS = 12
-POLICIES = {
-    "recorded": [],
-    "gravac": ["--policy", "GraVAC(window=3)"],
-    "goodput": ["--policy", "goodput"],
-    "accordion": ["--policy", "Accordion(interval=4)"],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -139,16 +133,6 @@ def test_a_report_of_a_hostile_timeline(name: str, tmp_path: Path, capfd: Any) -
     assert "<script>" not in page  # ours have a type
 
 
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_replay_of_a_hostile_timeline(name: str, policy: str, tmp_path: Path, capfd: Any) -> None:
-    folder = _folder(tmp_path / "run", HOSTILE[name])
-    assert main(["replay", str(folder), *POLICIES[policy], "--json"]) == 0
-    out, _ = capfd.readouterr()
-    assert json.loads(out)["steps"] >= 1
-
-
 @pytest.mark.parametrize(
     "name", ["candidate -5", "step 2^53", "1e100 bytes", "1e100 seconds", "names of markup"]
 )
@@ -183,10 +167,9 @@ BROKEN: dict[str, bytes | str] = {
 }
 
 
-@pytest.mark.parametrize("command", ["report", "replay", "tune"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_no_timeline_is_one_line(
-    name: str, command: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = _folder(tmp_path / "run", [])
@@ -201,25 +184,18 @@ def test_what_is_no_timeline_is_one_line(
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    before = ["--proxy", "replay", "--timeline"] if command == "tune" else []
-    assert_refused(capfd, command, *before, folder, parts=[str(folder)])
+    assert_refused(capfd, "report", folder, parts=[str(folder)])
 
 
-@pytest.mark.parametrize("command", ["report", "replay"])
 @pytest.mark.parametrize("name", ["config.json", "result.json", "metrics.jsonl", "slices.jsonl"])
-def test_what_lies_beside_may_be_no_file_either(
-    name: str, command: str, tmp_path: Path, capfd: Any
-) -> None:
-    if command == "replay" and name != "config.json":
-        return  # which reads no other
+def test_what_lies_beside_may_be_no_file_either(name: str, tmp_path: Path, capfd: Any) -> None:
     folder = _folder(tmp_path / "run", _lines())
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    assert_refused(capfd, command, folder, parts=[f"{folder / name}", "regular file"])
+    assert_refused(capfd, "report", folder, parts=[f"{folder / name}", "regular file"])
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("command", ["report", "replay"])
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -237,37 +213,32 @@ def test_what_lies_beside_may_be_no_file_either(
     ids=lambda wrong: str(wrong)[:40],
 )
 def test_a_hostile_configuration_is_one_line_or_no_matter(
-    wrong: dict[str, Any], command: str, tmp_path: Path, capfd: Any
+    wrong: dict[str, Any], tmp_path: Path, capfd: Any
 ) -> None:
     folder = _folder(tmp_path / "run", _lines(), **wrong)
-    code = main([command, str(folder)])
+    code = main(["report", str(folder)])
     _, err = capfd.readouterr()
     assert code in (0, 2)
     assert code == 0 or (err.count("\n") == 1 and len(err) < 1000)
-    only = {"task", "base", "link"}  # that one of the commands has no use for
-    assert code == 2 or only & set(wrong)
 
 
 def test_what_a_file_says_does_not_steer_the_terminal(tmp_path: Path, capfd: Any) -> None:
-    folder = _folder(tmp_path / "run", _lines(), policy="expression", expression="\x1b[2J\x07.X()")
-    assert_refused(capfd, "replay", folder, parts=["--policy"])
     folder = _folder(tmp_path / "other", _lines(), task="\x1b[2Jx")
     assert main(["report", str(folder)]) == 2
     assert "\x1b" not in capfd.readouterr().err
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, capfd: Any) -> None:
-    """What a report or replay writes has known names, and a folder may hold links of those."""
+    """What a report writes has known names, and a folder may hold links of those."""
     folder = _folder(tmp_path / "run", _lines())
     (folder / "report").mkdir()
     mine = tmp_path / "mine"
     mine.write_text("precious")
     names = ["report.html", "report.html.tmp", "report.json.tmp"]
-    for name in [*(f"report/{name}" for name in names), "replay-gravac.png"]:
+    for name in [*(f"report/{name}" for name in names)]:
         (folder / name).symlink_to(mine)
     assert main(["report", str(folder)]) == 0
-    assert main(["replay", str(folder)]) == 0
     assert mine.read_text() == "precious"
-    for name in ("report/report.html", "replay-gravac.png"):
+    for name in ("report/report.html",):
         assert (folder / name).stat().st_size > 1000
         assert not (folder / name).is_symlink()

@@ -93,7 +93,7 @@ def test_a_comparison_as_one_page(comparison: Path, capfd: Any) -> None:
     assert result == json.loads((folder / "report.json").read_text())
     page = Page(folder / "report.html")
     _check_self_contained(page)
-    assert len(page.charts) == 2  # quality, and GraVAC's gains
+    assert len(page.charts) == 1  # quality
     assert [row["run"] for row in page.data["rows"]] == RUNS
     first = page.data["charts"]["quality text"]["xs"][0]["title"]
     assert first.startswith("seconds by a fixed clock")  # no link was emulated
@@ -114,7 +114,7 @@ def test_a_comparison_as_one_page(comparison: Path, capfd: Any) -> None:
     for row in result["rows"]:
         (run,), other = row["runs"], theirs[row["name"]]
         same = ("quality", "steps", "bytes_sent", "wire_factor", "steps_per_second")
-        same += ("explored", "modelled_seconds", "seconds", "to_target")
+        same += ("modelled_seconds", "seconds", "to_target")
         assert [row[key] for key in same] == [other[key] for key in same]
         assert run == {**other["runs"][0], "name": row["name"]}
         assert run["finished"]

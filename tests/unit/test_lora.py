@@ -17,8 +17,8 @@ from runs.checkpoint import save_checkpoint
 from runs.config import TrainConfig
 from runs.models import MODELS, make_model
 from runs.models.gpt import ByteGPT
-from runs.models.lora import SCALE, LowRankLinear, add_adapters
 from runs.options import make_config
+from runs.papers.lora import SCALE, LowRankLinear, add_adapters
 from runs.parser import UsageError
 from runs.simulate.ranks import run_ranks
 

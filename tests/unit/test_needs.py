@@ -90,18 +90,6 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch, ca
     )
 
 
-def test_a_picture_that_was_asked_for_needs_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["replay", str(tmp_path), "--plot", "picture.png"]) == 2
-    said = capfd.readouterr().err
-    assert said == (
-        "python -m runs replay: error: --plot picture.png: needs matplotlib, which is not "
-        "installed: pip install '.[plots]'\n"
-    )
-
-
 def test_what_is_looked_for_is_what_the_extras_install() -> None:
     for extra, names in EXTRAS.items():
         listed = PROJECT["project"]["optional-dependencies"][extra]

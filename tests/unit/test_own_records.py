@@ -1,4 +1,5 @@
-"""The record of a script of one's own is all that `report` and `replay` need."""
+"""The record of a script of one's own is all that `report` and
+`examples/replay_policy.py` need."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ from adaptive import (
     TopK,
     Warmup,
 )
+from examples.replay_policy import replay
 from runs.__main__ import main
 from runs.modelled_clock import ModelledClock
+from runs.policy_expression import UntrustedPolicyError, policy_from
+from runs.records import read_records
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates
 
@@ -71,17 +75,6 @@ def _recorded(folder: Path, policy: Any = None, base: Any = "topk") -> Path:
     return folder / "mine.jsonl"
 
 
-def _replayed(capsys: Any, *words: object) -> dict[str, Any]:
-    assert main(["replay", *map(str, words), "--json"]) == 0
-    captured = capsys.readouterr()
-    first = captured.err.splitlines()[0]
-    result = dict(json.loads(captured.out))
-    # The first line says what the rest is worth.
-    assert ("identical to the record" in first) == result["identical"]
-    assert all(what in first for what in result["beyond_measured"])
-    return result
-
-
 @pytest.mark.parametrize(
     ("policy", "base"),
     [
@@ -94,16 +87,14 @@ def test_a_record_alone_is_replayed_bit_for_bit(
     policy: Any, base: Any, tmp_path: Path, capsys: Any
 ) -> None:
     files = _recorded(tmp_path, policy, base)
-    result = _replayed(capsys, files)
-    assert result["identical"]
-    assert result["beyond_measured"] == []
-    assert Path(result["plot"]).is_file()
+    recorded = read_records(files)
+    assert recorded.header is not None
+    plans, end = replay(policy_from(recorded.header.expression), recorded)
+    assert (len(plans), end) == (STEPS, "")
+    told = [(r.report.step, p.reason) for p, r in zip(plans, recorded.steps, strict=True)]
+    assert [each for each in told if each[1]] == [(e.step, e.reason) for e in recorded.events]
     if policy is not _nested:
         return
-    other = _replayed(capsys, files, "--policy", "fixed", "--cf", 5000)
-    assert other["followed"] == 0
-    assert any("step times of CF 5000" in what for what in other["beyond_measured"])
-    assert any("gains above CF" in what for what in other["beyond_measured"])
     assert main(["report", str(files), "--out", str(tmp_path / "out"), "--json"]) == 0
     [row] = json.loads(capsys.readouterr().out)["rows"]
     assert "topk+int4, CF 10 to 100, 2 workers" in row["runs"][0]["title"]
@@ -111,9 +102,9 @@ def test_a_record_alone_is_replayed_bit_for_bit(
 
 def test_a_policy_of_ones_own_is_not_imported(tmp_path: Path, capsys: Any) -> None:
     files = _recorded(tmp_path, lambda: Every(steps=2))
-    assert main(["replay", str(files)]) == 2
-    error = capsys.readouterr().err
-    assert f"{Every.__module__}.Every(" in error
-    assert "is not imported" in error
-    assert _replayed(capsys, files, "--policy", "gravac")["steps"] == STEPS
+    header = read_records(files).header
+    assert header is not None
+    with pytest.raises(UntrustedPolicyError, match="is not imported") as refused:
+        policy_from(header.expression)
+    assert f"{Every.__module__}.Every(" in str(refused.value)
     assert main(["report", str(files), "--out", str(tmp_path / "out")]) == 0

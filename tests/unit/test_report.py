@@ -9,13 +9,12 @@ from math import inf, isnan, nan
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from adaptive import LinkSpec
 from runs.config import TrainConfig
 from runs.parser import UsageError
-from runs.report.pictures import Records, curve, looks, make_pictures, scripts
+from runs.report.looks import looks
+from runs.report.pictures import Records, make_pictures, scripts
 from runs.report.rows import Row, Target, choose_targets, link_notes, modelled, own_networks
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
@@ -27,27 +26,6 @@ NETWORKS = (LinkSpec.parse("1mbit"),)
 
 
 # -- the series --------------------------------------------------------------------------------
-
-
-@given(
-    values=st.dictionaries(st.integers(0, 999), st.floats(0, 1), min_size=1, max_size=300),
-    most=st.integers(1, 50),
-)
-def test_curves_have_few_points_as_large_as_the_values(values: dict[int, float], most: int) -> None:
-    points = [(step, 2 * value, 2.0) for step, value in sorted(values.items())]
-    found = curve(points, max(values) + 1, most)
-    (places,), heights = found["x"], [y for y in found["y"] if y is not None]
-    assert [x is None for x in places] == [y is None for y in found["y"]]
-    assert len(heights) <= most
-    steps = [x for x in places if x is not None]
-    assert steps == sorted(steps)
-    least, largest = min(values.values()), max(values.values())
-    assert least - 1e-4 <= min(heights) <= max(heights) <= largest + 1e-4
-
-
-def test_a_curve_has_a_gap_where_nothing_was_measured() -> None:
-    found = curve([(0, 0.5, 1.0), (1, 0.5, 1.0), (7, 0.25, 1.0), (8, 3.0, 2.0)], 9, 9)
-    assert found == {"x": [[0, 1, None, 7, 8]], "y": [0.5, 0.5, None, 0.25, 1.0]}
 
 
 def test_every_switch_of_a_long_run_is_kept() -> None:
@@ -239,6 +217,7 @@ def test_seeds_share_a_colour_and_settings_do_not() -> None:
     ]
     look = looks(runs)
     assert look == {"a": (0, 0), "b": (0, 1), "c": (1, 0), "d": (None, 0)}
+    assert looks(runs[::-1]) == look
 
 
 # -- reading -----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from adaptive import LinkSpec
 from runs.build import check_compression
 from runs.compare.contender import PRESETS
 from runs.compare.options import make_comparison
-from runs.compare.suite_table import suite_json, suite_notes, suite_table
-from runs.compare.suites import SUITES, Plan
 from runs.models import MODELS
+from runs.papers.suite_table import suite_json, suite_notes, suite_table
+from runs.papers.suites import SUITES, Plan
 from runs.parser import UsageError
 from runs.report.rows import Row
 from runs.report.run import Ending

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from runs import dashboard, style
-from runs.pages import render
 from runs.tables import faint, show, strong, table, text_of
 
 STRANGE = "[bold]x[/bold] :smile: <b>&amp; $x_{2}$"
@@ -38,16 +37,6 @@ def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     told = text_of(strong("verdict"), terminal=True)
     assert "\x1b[" in told
     assert re.sub(r"\x1b\[[\d;]*m", "", told) == "verdict"
-
-
-def test_pages_escape_what_they_are_given() -> None:
-    rows = [(["1", STRANGE], "", False)]
-    values = {"answer": [STRANGE], "snippet": None, "pictures": [], "head": ["trial"], "rows": rows}
-    values |= {"notes": [], "log_dir": "logs"}
-    page = render("tune.html", title=f"{STRANGE}\udcff", **values)
-    assert "<b>" not in page
-    assert page.count("&lt;b&gt;&amp;amp;") == 4
-    assert "?" in page  # a byte of a file name that is no text
 
 
 def test_pictures_have_the_palette_of_the_pages() -> None:

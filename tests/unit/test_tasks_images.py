@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runs.models import make_model
+from runs.papers.images import augment
 from runs.tasks import make_task
-from runs.tasks.images import augment
 
 
 def striped(count, channels, size, classes, seed):

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs.tasks import DataNotFoundError, imageset, make_task
-from runs.tasks.imageset import read_cifar10, read_cifar100, read_fashion_mnist, read_idx
+from runs.papers import imageset
+from runs.papers.imageset import read_cifar10, read_cifar100, read_fashion_mnist, read_idx
+from runs.tasks import DataNotFoundError, make_task
 
 PROTOCOLS = (0, 2, 4)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from runs.models import make_model
+from runs.papers.words import END, UNKNOWN, WordsTask, read_splits
 from runs.tasks import DataNotFoundError, make_task
-from runs.tasks.words import END, UNKNOWN, WordsTask, read_splits
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "off", "with", UNKNOWN, "it")
 

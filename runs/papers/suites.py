@@ -304,7 +304,7 @@ HARRIS = Suite(
     0.03,
     (
         "one learning rate for all, and with that less of what its tuning finds: "
-        "`tune --plan random` is its procedure",
+        "`tune --sampler random` is its procedure",
         "the paper's seconds are those of compression on one worker, ours those of a network and "
         "none of compression",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from runs.compare.suites import Column, Figure, Plan
+from runs.papers.suites import Column, Figure, Plan
 from runs.report.rows import UNKNOWN, Row, Spread
 from runs.report.run import Run
 from runs.tables import table

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runs.models import make_model
-from runs.models.lstm import WordLSTM
+from runs.papers.word_lstm import WordLSTM
 from runs.tasks.base import Batch, DataNotFoundError, Task, device_of, evaluating, unwrapped
 from runs.tasks.corpus import MAX_BYTES, TEST_NAMES, TRAIN_NAMES, VALID_NAMES, windows
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from runs.models import make_model
-from runs.tasks.base import Batch, Task, device_of, evaluating
-from runs.tasks.imageset import (
+from runs.papers.imageset import (
     Images,
     ImageSet,
     read_cifar10,
     read_cifar100,
     read_fashion_mnist,
 )
+from runs.tasks.base import Batch, Task, device_of, evaluating
 
 EVALUATED_IMAGES = 2000  # of the test set, unless all of it is asked for
 EVALUATION_BATCH = 64

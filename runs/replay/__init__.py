@@ -1,1 +1,0 @@
-"""`python -m runs replay`: what a policy would have chosen in a recorded run."""
