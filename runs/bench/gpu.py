@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, Updates
 from adaptive.exchange.pipeline import done_with
 from compressors import Compressor, make_compressor
 from compressors.base import kept
@@ -211,7 +211,7 @@ def _step_rows(rounds: int, device: torch.device, sizes: Sizes) -> list[Row]:
     cuda = device.type == "cuda"
     fixed = f"topk+int4 CF {CF:g}"
     ladder = f"{fixed}, shadow ladder"
-    half = partial(_attach, "topk+int4", Fixed(cf=CF), residual_dtype=torch.bfloat16)
+    half = partial(_attach, "topk+int4", Fixed(cf=CF), memory=Updates(dtype=torch.bfloat16))
     hooks: dict[str, Hook] = {
         "no hook": lambda ddp, optimizer: None,
         "base none": partial(_attach, "none", Fixed(cf=1)),

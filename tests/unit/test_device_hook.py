@@ -128,9 +128,7 @@ class Hook:
         self.parameters = _parameters(sizes, dtype)
         self.exchange = MetaExchange()
         whole = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
-        requested = RequestedStatistics(
-            policy, self.parameters, LADDER if ladder else (), whole, 1 / 64
-        )
+        requested = RequestedStatistics(policy, self.parameters, LADDER if ladder else (), whole)
         if memory == "updates":
             self.optimizer = optimizer([parameter.tensor for parameter in self.parameters])
             of = Parameters(self.parameters, unused)

@@ -57,7 +57,7 @@ def _operations(
     compressor.attach(model, optimizer=optimizer)
     session = compressor._session
     assert session is not None
-    reduce, counted = session._reduce, []
+    reduce, counted = session._sync.reduce, []
 
     def counting(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         started.clear()
@@ -66,7 +66,7 @@ def _operations(
         counted.append(operations.names + Counter(started))
         return done
 
-    session._reduce = counting  # type: ignore[method-assign]
+    session._sync.reduce = counting  # type: ignore[method-assign]
     for _ in range(7):
         model(torch.randn(4, width)).square().mean().backward()
         optimizer.step()

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from adaptive import AdaptiveCompressor, LocalSteps, Residual
+from adaptive import AdaptiveCompressor, LocalSteps, Updates
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import HookStream
 from compressors.kernels import blocks
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[str, list[float], dict[str, Any], Any, dict[str, Any]]] =
     "sketch": ("sketch", [8.0], {}, SGD, {}),
     "momentum": ("topk", [10.0, 10.0, 1.0, 1.0], {}, SGD, {"momentum": 0.9}),
     "updates": ("topk", [10.0, 1.0], {}, ADAMW, {}),
-    "half": ("topk", [10.0, 1.0], {"memory": Residual(dtype=torch.bfloat16)}, ADAMW, {}),
+    "half": ("topk", [10.0, 1.0], {"memory": Updates(dtype=torch.bfloat16)}, ADAMW, {}),
     "overlap": ("topk", [10.0], {"sync": LocalSteps(2, overlap=1)}, SGD, {}),
 }
 
@@ -128,7 +128,7 @@ def test_what_a_callback_uses_is_kept(case: str, lifetimes: Lifetimes) -> None:
     compressor = AdaptiveCompressor(base, (2, 1000), policy=ByStep(cfs), **options)
     compressor.attach(model, optimizer=chosen)
     session: Any = compressor._session
-    reduce = session._reduce
+    reduce = session._sync.reduce
 
     def watched(bucket: dist.GradBucket) -> Any:
         with lifetimes:
@@ -136,7 +136,7 @@ def test_what_a_callback_uses_is_kept(case: str, lifetimes: Lifetimes) -> None:
         lifetimes.hook_is_over()
         return done
 
-    session._reduce = watched
+    session._sync.reduce = watched
     for _ in range(6):
         model(torch.randn(4, 64)).square().mean().backward()
         chosen.step()
