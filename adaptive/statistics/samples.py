@@ -102,7 +102,9 @@ def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None
     (2, rows, sections), in one launch for all CFs; None where that cannot be."""
     if not takes_triton(a) or a.dtype != torch.float32 or not a.is_contiguous():
         return None
-    from compressors.kernels import triton_rows  # here, as Triton need not be installed
+    from compressors.kernels.triton import (
+        rows as triton_rows,  # here, as Triton need not be installed
+    )
 
     if sections.longest > triton_rows.LONGEST:
         return None

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import compressors
 from compressors import (
     DGC,
     QSGD,
@@ -36,6 +35,7 @@ from compressors import (
     kept,
     make_compressor,
     register,
+    registry,
 )
 from compressors.kernels.blocks import CODE_BLOCK
 from compressors.quantizers import Quantizer
@@ -416,7 +416,7 @@ def test_names():
 
 
 def test_register(monkeypatch):
-    monkeypatch.setattr(compressors, "_registry", dict(compressors._registry))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     register("mine", lambda: RandomK(seed=9))
     assert make_compressor("mine").seed == 9
     with pytest.raises(ValueError, match="'mine'"):

@@ -38,7 +38,7 @@ def _imports(module: str) -> set[str]:
     return found
 
 
-KERNELS = "compressors.kernels.triton_"
+KERNELS = "compressors.kernels.triton."
 """Modules that are loaded where a tensor is for them."""
 
 INTEGRATIONS = "adaptive.integrations."
