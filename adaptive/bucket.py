@@ -17,8 +17,8 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
 from compressors.base import Key, Payload
-from compressors.kernels import all_finite, judge, squared_norms
-from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh, is_host
+from compressors.kernels import all_finite, judge, kernels_for, squared_norms
+from compressors.kernels.blocks import Flag, fill_if, fresh
 from compressors.rounds import RoundsCompressor
 from policies import DENSE
 
@@ -158,8 +158,8 @@ class Bucket:
         tally."""
         grads = self.work.split([parameter.local.numel() for parameter in parameters])
         energies = squared_norms(grads)
-        on_host, largest = is_host(self.work.device), LARGEST[self.work.dtype]
-        overflows = on_host and not energies.sum() <= torch.finfo(self.work.dtype).max
+        kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
+        overflows = kernels.may_read and not energies.sum() <= torch.finfo(self.work.dtype).max
         if overflows and all_finite(self.work):
             self.work.clamp_(-largest, largest)
             energies = squared_norms(grads)
@@ -167,10 +167,9 @@ class Bucket:
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.poisoned = judge(energies, self.work, tally.at("grad"), tally.at("spoiled"))
-        if not on_host:  # nobody knows whether there is anything to cut
+        if not kernels.may_read:  # nobody knows whether there is anything to cut
             self.work.clamp_(-largest, largest)
-        known: Sequence[Scalar] = energies.tolist() if on_host else energies.unbind()
-        start = 0
+        start, known = 0, kernels.numbers(energies)
         for parameter, grad, energy in zip(parameters, grads, known, strict=True):
             stop = start + grad.numel()
             self.parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
@@ -194,7 +193,7 @@ def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor
     too_large = (energies > clip_norm**2) & energies.isfinite()
     factors = torch.where(too_large, clip_norm / energies.sqrt(), 1.0)
     for i, grad in enumerate(grads):
-        if not is_host(grad.device) or too_large[i]:
+        if not kernels_for(grad).may_read or too_large[i]:
             grad.mul_(factors[i])
     return torch.where(too_large, clip_norm**2, energies)
 

@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressors.kernels import add_and_norm, squared_norm
+from compressors.kernels import add_and_norm, kernels_for, squared_norm
 from compressors.kernels.blocks import (
     Flag,
     Scalar,
     check_same_length,
     either,
     energies,
-    is_host,
-    triton_for_flags,
 )
 
 MAX_NUMEL = 2**31 - 1
@@ -91,7 +89,7 @@ class Payload:
         if self.energies is None:
             return nan, nan, nan
         here = self.energies
-        return tuple(here.tolist() if is_host(here.device) else here.unbind())
+        return kernels_for(here).numbers(here)
 
     @property
     def nbytes(self) -> int:
@@ -262,8 +260,7 @@ class Compressor(ABC):
         flag: Flag = False
         for part in payload.parts:
             if part.is_floating_point() and part.numel():
-                first = part[0].isnan()
-                flag = either(flag, bool(first) if is_host(part.device) else first)
+                flag = either(flag, kernels_for(part).flag(part[0].isnan()))
         return flag
 
     def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
@@ -272,10 +269,9 @@ class Compressor(ABC):
         parts = [part for payload in payloads for part in payload.parts]
         numbers = [part[:1] for part in parts if part.is_floating_point() and part.numel()]
         own = type(self).is_poisoned is not Compressor.is_poisoned
-        if numbers and not own and not is_host(numbers[0].device):
+        if numbers and not own:
             first = torch.cat(numbers)  # as few operations for any number of payloads
-            triton = triton_for_flags(first)
-            return triton.any_nan(first) if triton else first.isnan().any()
+            return kernels_for(first).any_nan(first)
         for payload in payloads:
             flag = either(flag, self.is_poisoned(payload))
         return flag

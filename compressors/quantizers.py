@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload
-from compressors.kernels import blocks
+from compressors.kernels import blocks, fuses, kernels_for
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Coding,
@@ -28,7 +28,6 @@ from compressors.kernels.blocks import (
     check_same_length,
     scratch,
     scratch_like,
-    takes_triton,
     widened,
 )
 from compressors.kernels.host import block_norm
@@ -87,7 +86,7 @@ class Quantizer(Compressor):
     def read_all(
         self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
     ) -> list[Payload]:
-        if not takes_triton(data):
+        if not kernels_for(data).fused:
             return super().read_all(data, numel, cf, dtype, key)
         cf = self.supported(cf, numel)
         rows = base.split_rows(data, *self.forms[cf].layout(numel, dtype))
@@ -115,11 +114,11 @@ class Quantizer(Compressor):
         """Decode payloads of the same CF into `out`, or onto what is there, by one of Triton's
         kernels; False where it cannot, and nothing is done."""
         coding = self.form(payloads[0].cf).coding if payloads else None
-        if coding is None or void is True or not values.fuses(out):
+        if coding is None or void is True or not fuses(out):
             return False
         if any(payload.dtype != out.dtype for payload in payloads):
             return False
-        from compressors.kernels import triton_codec
+        from compressors.kernels.triton import codec as triton_codec
 
         coded = triton_codec.coded([payload.parts for payload in payloads], out.numel(), coding)
         triton_codec.write_values(out, coded, scale, add, void)
@@ -310,9 +309,9 @@ class Natural(OneFormat):
         return (offsets, codes), kept
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
-        if not values.fuses(x, add):
+        if not fuses(x, add):
             return None
-        from compressors.kernels import triton_codec
+        from compressors.kernels.triton import codec as triton_codec
 
         width = min(x.numel(), CODE_BLOCK)
         shape = (-(-x.numel() // width), width)  # as in `encode_whole`

@@ -11,14 +11,13 @@ from __future__ import annotations
 from hashlib import blake2b
 from math import gcd
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
-from compressors.kernels import add_and_norm, squared_norm
-from compressors.kernels.blocks import Scalar, energies, is_host
+from compressors.kernels import add_and_norm, kernels_at, squared_norm
+from compressors.kernels.blocks import Scalar, energies
 from compressors.wire.values import ValueFormat, make_values
 
 
@@ -132,14 +131,4 @@ def seeded_indices(seed: int, key: Key, numel: int, k: int, device: torch.device
     stride = int.from_bytes(digest[8:], "little") % numel
     while gcd(stride, numel) != 1:
         stride = (stride + 1) % numel
-    if not is_host(device):
-        return torch.arange(k, device=device).mul_(stride).add_(start).remainder_(numel)
-    indices = np.empty(k, np.uint32)  # by additions: products and remainders of all are slow
-    done = min(k, 1024)
-    indices[:done] = (np.arange(done) * stride + start) % numel
-    while done < k:  # the next ones are those so far, moved on by stride * done
-        more = indices[done : 2 * done]
-        np.add(indices[: more.size], np.uint32(stride * done % numel), out=more)
-        np.minimum(more, more - np.uint32(numel), out=more)  # below 0 wraps round to the top
-        done += more.size
-    return torch.from_numpy(indices.view(np.int32))
+    return kernels_at(device).progression(k, start, stride, numel, device)

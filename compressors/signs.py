@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compressors.base import Key
+from compressors.kernels import kernels_for
 from compressors.kernels.blocks import (
     Scalar,
     fill_up,
@@ -28,7 +29,7 @@ from compressors.kernels.blocks import (
 from compressors.kernels.host import block_norm
 from compressors.quantizers import OneFormat
 from compressors.wire import values
-from compressors.wire.packing import codes_nbytes, pack_bits, pack_codes, unpack_bits, unpack_codes
+from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
 from compressors.wire.values import Blocks, Layout, Parts
 
 
@@ -91,11 +92,11 @@ class OneBit(OneFormat):
         low, high = _drop_tiny(means).unbind()
         kept = torch.where(is_positive, high[:, None], low[:, None]).view(-1)[:count]
         parts = torch.stack([low, high - low], dim=1).view(-1)
-        return (parts, pack_bits(is_positive.view(-1)[:count])), kept
+        return (parts, kernels_for(x).pack_bits(is_positive.view(-1)[:count])), kept
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         means, packed = parts
-        unpack_bits(packed, out)
+        kernels_for(out).unpack_bits(packed, out)
         pairs = numbers_of_rows(means, out, self.column)
         for row, pair in zip(rows(out, self.column), pairs, strict=True):
             row.mul_(pair[:, 1:]).add_(pair[:, :1])
@@ -109,7 +110,7 @@ def _pack_signs(x: Tensor, packed: Tensor) -> Tensor:
     """Fill `packed` with the bits x >= 0 of a block on the host, and return them."""
     positive = scratch("positive", x.numel(), torch.bool, x.device)
     np.greater_equal(x.numpy(), 0, out=positive.numpy())
-    packed.copy_(pack_bits(positive))
+    packed.copy_(kernels_for(positive).pack_bits(positive))
     return positive.view(torch.uint8)  # copied faster than bool
 
 
@@ -153,11 +154,13 @@ class SignSGD(OneFormat):
         mean = torch.linalg.vector_norm(x, 1, dtype=torch.float64) / x.numel()
         scale = _drop_tiny(mean.to(x.dtype)).view(1)
         is_positive = x >= 0
-        return (scale, pack_bits(is_positive)), torch.where(is_positive, scale, -scale)
+        return (scale, kernels_for(x).pack_bits(is_positive)), torch.where(
+            is_positive, scale, -scale
+        )
 
     def decode_block(self, parts: Parts, out: Tensor) -> None:
         scale, packed = parts
-        unpack_bits(packed, out)
+        kernels_for(out).unpack_bits(packed, out)
         out.mul_(2 * scale).sub_(scale)
 
 

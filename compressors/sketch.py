@@ -22,19 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from math import nan
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from compressors import base
 from compressors.base import CorruptPayload, Key, Payload, kept
-from compressors.kernels import squared_norm, squared_norms
-from compressors.kernels.blocks import CACHE_BLOCK, Flag, block_bounds, energies, fill_if, is_host
-from compressors.kernels.host import Candidates
+from compressors.kernels import kernels_for, squared_norm, squared_norms
+from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if
 from compressors.rounds import (
     Report,
     Rounds,
@@ -181,11 +180,9 @@ class Sketch(RoundsCompressor):
         k, _, dense = self.budget(numel, cf)
         sent, values = base.split_bytes(data, (k, torch.int32), (k + dense, dtype))
         indices = sent.clamp(0, max(numel - 1, 0))
-        corrupt: Flag = (indices != sent).any()
-        if is_host(data.device):
-            if corrupt:
-                raise CorruptPayload(f"indices must be within [0, {numel})")
-            corrupt = False
+        corrupt = kernels_for(data).flag((indices != sent).any())
+        if corrupt is True:
+            raise CorruptPayload(f"indices must be within [0, {numel})")
         return Payload((indices, values), numel, cf, key, dtype=dtype, corrupt=corrupt)
 
     def indices(self, payload: Payload) -> Tensor | None:
@@ -219,7 +216,7 @@ class CountSketch:
 
     def table(self, x: Tensor) -> Tensor:
         """The sketch (rows x columns) of flat `x`."""
-        dtype = torch.float64 if is_host(x.device) else x.dtype
+        dtype = kernels_for(x).sum_dtype(x.dtype)
         sums = x.new_zeros(len(self.hashes), 2 * self.columns, dtype=dtype)
         for start, stop in block_bounds(x, CACHE_BLOCK):
             block = x[start:stop].to(dtype)
@@ -231,16 +228,7 @@ class CountSketch:
         """Positions (int32) of the `k` largest estimates of `numel`, the largest first, among equal
         ones the lower. `table` must be finite."""
         signed = torch.cat([table, -table], 1)
-        if not is_host(table.device):
-            estimates = self._estimates(signed, 0, numel)
-            return estimates.sort(descending=True, stable=True).indices[:k].int()
-        held = Candidates(k, 0.0)
-        for start in range(0, numel, CACHE_BLOCK):
-            block = self._estimates(signed, start, min(start + CACHE_BLOCK, numel)).numpy()
-            at = np.flatnonzero(held.compare(block, held.threshold))
-            held.extend((at + start).astype(np.int32), block.take(at))
-        indices, values = map(torch.from_numpy, held.largest())
-        return indices[values.argsort(descending=True, stable=True)]
+        return kernels_for(table).heaviest(partial(self._estimates, signed), k, numel)
 
     def _estimates(self, signed: Tensor, start: int, stop: int) -> Tensor:
         """Magnitudes of the estimates from `start` to `stop`."""
@@ -248,21 +236,10 @@ class CountSketch:
         return _median([row.index_select(0, slots) for row, slots in rows]).abs_()
 
     def _slots(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
-        """For each row the columns that the elements from `start` to `stop` go to. Products and
-        sums of signed integers wrap around as those of unsigned ones do."""
+        """For each row the columns that the elements from `start` to `stop` go to."""
         positions = torch.arange(start, stop, device=device)
         for factor, offset in self.hashes:
-            if is_host(device):  # NumPy multiplies three times as fast
-                array = positions.numpy().view(np.uint64) * np.uint64(factor % 2**64)
-                array += np.uint64(offset % 2**64)
-                array >>= np.uint64(32)
-                array *= np.uint64(2 * self.columns)
-                array >>= np.uint64(32)
-                yield torch.from_numpy(array.view(np.int64))
-                continue
-            hashed = torch.rsub(positions, offset, alpha=-factor)  # factor x position + offset
-            upper = hashed.bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
-            yield upper.mul_(self.columns).bitwise_right_shift_(31)  # no product reaches 2^63
+            yield kernels_for(positions).slots(positions, factor, offset, self.columns)
 
     @staticmethod
     def _hash(identity: object, row: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload, kept
-from compressors.kernels import kernels_for, squared_norm, squared_norms
+from compressors.kernels import fuses, kernels_for, squared_norm, squared_norms
 from compressors.kernels.blocks import (
     Coding,
     Flag,
@@ -26,16 +26,12 @@ from compressors.kernels.blocks import (
     check_same_length,
     either,
     energies,
-    is_host,
-    on_host,
-    takes_triton,
 )
-from compressors.kernels.device import take_present
 from compressors.wire.indices import choose_format
-from compressors.wire.values import ValueFormat, fuses, make_values
+from compressors.wire.values import ValueFormat, make_values
 
 if TYPE_CHECKING:
-    from compressors.kernels.triton_codec import Coded
+    from compressors.kernels.triton.codec import Coded
 
 
 @dataclass(frozen=True)
@@ -133,15 +129,15 @@ class Sparsifier(Compressor):
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
         if self._fuses(out, [payload]):
-            from compressors.kernels import triton_sparse
+            from compressors.kernels.triton import sparse as triton_sparse
 
             indices = payload.parts[0]
             coded = self._coded([payload], indices.numel())
             triton_sparse.add_sparse(out.detach(), indices, coded, scale)
             return
         indices, values = payload.parts[0], self._decoded(payload)
-        if not is_host(out.device) and not self.exact_count:
-            indices = indices.clamp(max=payload.numel - 1)  # slots that hold nothing add 0 there
+        if not self.exact_count:  # slots that hold nothing add 0 somewhere
+            indices = kernels_for(out).in_bounds(indices, payload.numel)
         out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
     def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
@@ -158,7 +154,7 @@ class Sparsifier(Compressor):
     def read_all(
         self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
     ) -> list[Payload]:
-        if not takes_triton(data):
+        if not kernels_for(data).fused:
             return super().read_all(data, numel, cf, dtype, key)
         k = kept(numel, cf)
         layout = self.values.layout(k, dtype)
@@ -181,7 +177,8 @@ class Sparsifier(Compressor):
         if void is True or not payloads or not self._fuses(out, payloads):
             super().write_mean(out, payloads, scale, void)
             return
-        from compressors.kernels import triton_codec, triton_sparse
+        from compressors.kernels.triton import codec as triton_codec
+        from compressors.kernels.triton import sparse as triton_sparse
 
         indices = triton_codec.as_rows([payload.parts[0] for payload in payloads])
         coded = self._coded(payloads, indices.shape[1])
@@ -221,17 +218,9 @@ class Sparsifier(Compressor):
             indices, unknown = self._unpacked(each, numel, cf * len(packed))
             corrupt = either(corrupt, unknown)
             lists.append(indices)
-        indices = torch.cat(lists).sort().values
-        if is_host(tensor.device):
-            indices = indices.unique_consecutive()
-            values = flat.index_select(0, indices)
-        else:
-            again = torch.zeros_like(indices, dtype=torch.bool)
-            again[1:] = indices[1:] == indices[:-1]
-            indices = indices.masked_fill(again, numel).sort().values
-            missing = max(0, kept(numel, cf) - indices.numel())
-            indices = torch.cat([indices, indices.new_full((missing,), numel)])
-            values = take_present(flat, indices)
+        kernels = kernels_for(flat)
+        indices = kernels.union(torch.cat(lists), kept(numel, cf), numel)
+        values = kernels.take_present(flat, indices)
         chosen = Selected(indices, values, squared_norm(tensor))
         return replace(self._payload(chosen, numel, cf, key), corrupt=corrupt)
 
@@ -244,9 +233,6 @@ class Sparsifier(Compressor):
         base.check_flat(tensor)
         cf, numel = base.check_cf(cf), tensor.numel()
         chosen = self.select(tensor.detach(), kept(numel, cf), add, key)
-        if is_host(tensor.device) and not on_host(tensor):  # selected as on a device
-            count = int((chosen.indices < numel).sum())
-            chosen = Selected(chosen.indices[:count], chosen.values[:count], chosen.total)
         return self._payload(chosen, numel, cf, key)
 
     def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
@@ -257,12 +243,12 @@ class Sparsifier(Compressor):
         coded, decoded = self.values.encode(slots, key) if fused is None else fused[:2]
         sent = None if self.values.lossless or decoded is None else decoded[:count]
         if fused is not None and isinstance(total, Tensor):
-            from compressors.kernels import triton_sparse
+            from compressors.kernels.triton import sparse as triton_sparse
 
             of = triton_sparse.sum_energies(total, fused.norms, count < numel)
         else:
             norms = squared_norms([values] if sent is None else [values, sent, values - sent])
-            inner, *rest = norms.tolist() if is_host(norms.device) else norms.unbind()
+            inner, *rest = kernels_for(norms).numbers(norms)
             energy, coding_error = rest or (inner, 0.0)
             left_out = base.projection_error(total, inner) if count < numel else 0.0
             of = energies(total, energy, coding_error + left_out, indices)
@@ -283,7 +269,7 @@ class Sparsifier(Compressor):
     def _coded(self, payloads: Sequence[Payload], count: int) -> Coded:
         """The values of payloads as kernels decode them: `count` of each, in full if they are known
         so."""
-        from compressors.kernels import triton_codec
+        from compressors.kernels.triton import codec as triton_codec
 
         known = self.values.coding
         sent = [payload.sent for payload in payloads if isinstance(payload, SparsePayload)]
@@ -301,9 +287,9 @@ class Sparsifier(Compressor):
             return payload.sent
         indices = payload.parts[0]
         values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
-        if is_host(values.device) or self.exact_count:
+        if self.exact_count:
             return values[: indices.numel()]
-        return values.masked_fill(indices >= payload.numel, 0)
+        return kernels_for(values).without_empty(values, indices, payload.numel)
 
 
 class TopK(Sparsifier):

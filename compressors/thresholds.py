@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compressors.base import Key
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected, is_host, on_host
+from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
 
@@ -152,7 +152,7 @@ class SIDCo(ThresholdSparsifier):
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 8)).double()
         wanted = k / tensor.numel() * sample.numel()
-        if is_host(sample.device):
+        if kernels_for(sample).may_read:
             with np.errstate(all="ignore"):
                 return float(fitted_threshold(np, sample.numpy(), wanted, self.distribution))
         found: Tensor = fitted_threshold(torch, sample, wanted, self.distribution)
@@ -238,10 +238,16 @@ class RedSync(Sparsifier):
     name = "redsync"
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        kernels, search = kernels_for(tensor), bisect if on_host(tensor) else bisect_at_once
+        kernels = kernels_for(tensor)
         if k == tensor.numel():
             return kernels.select_above(tensor, 0.0, k, add)
-        return kernels.select_by_count(tensor, k, add, search)
+        return kernels.select_by_count(tensor, k, add, _search)
+
+
+def _search(magnitudes: Any, mean: Any, k: int) -> Any:
+    """`bisect` for an array, `bisect_at_once` for a tensor."""
+    bisected = bisect if isinstance(magnitudes, np.ndarray) else bisect_at_once
+    return bisected(magnitudes, mean, k)
 
 
 def bisect(magnitudes: Array, mean: float, k: int) -> float:

@@ -27,7 +27,7 @@ from torch.futures import Future
 from adaptive.exchange.link import new_future
 from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
-from compressors.kernels.blocks import is_host
+from compressors.kernels import kernels_for
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class Pipeline:
     def _finish(self, running: _Running, future: Future[Tensor]) -> None:
         try:
             value, began = future.value(), self._timestamps()
-            used = () if is_host(value.device) else _locals_of(running.rounds)
+            used = () if kernels_for(value).may_read else _locals_of(running.rounds)
             try:
                 running.rounds.send(value)
             except StopIteration as stop:

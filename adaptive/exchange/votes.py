@@ -14,8 +14,8 @@ from adaptive.bucket import EXACT, shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds
 from compressors.base import Key, Payload, kept, split_bytes
-from compressors.kernels import all_finite, squared_norms
-from compressors.kernels.blocks import Flag, energies, fill_if, fresh, is_host
+from compressors.kernels import all_finite, kernels_for, squared_norms
+from compressors.kernels.blocks import Flag, energies, fill_if, fresh
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import Full, ValueFormat
 from policies import DENSE
@@ -158,6 +158,6 @@ def _rounded(payload: Payload, sent: Payload) -> Payload:
     """`sent` with its energies: the payload with values that coding has changed."""
     exact, values = payload.parts[-1], sent.parts[-1]
     norms = squared_norms([values, exact - values])
-    kept, lost = norms.tolist() if is_host(norms.device) else norms.unbind()
+    kept, lost = kernels_for(norms).numbers(norms)
     total, _, error = payload.scalars
     return replace(sent, energies=energies(total, kept, error + lost, values))

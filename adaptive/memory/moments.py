@@ -26,7 +26,7 @@ from adaptive.memory.momentum_rule import MomentumRule
 from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host, takes_triton
 
 if TYPE_CHECKING:
-    from compressors.kernels.triton_moments import Piece
+    from compressors.kernels.triton.moments import Piece
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -80,7 +80,9 @@ def enlarge(updates: Sequence[Tensor], moments: Sequence[Moments], ranks: int) -
     if not updates:
         return
     if all(map(_takes_triton, updates, moments)):
-        from compressors.kernels import triton_moments  # here, as Triton need not be installed
+        from compressors.kernels.triton import (
+            moments as triton_moments,  # here, as Triton need not be installed
+        )
 
         pieces = [_piece(u, m) for u, m in zip(updates, moments, strict=True)]
         triton_moments.enlarge(pieces, ranks, LEAST)
@@ -166,8 +168,8 @@ def _takes_triton(update: Tensor, moments: Moments) -> bool:
 
 
 def _piece(update: Tensor, moments: Moments) -> Piece:
-    """The same as `compressors.kernels.triton_moments` takes it."""
-    from compressors.kernels.triton_moments import Piece
+    """The same as `compressors.kernels.triton.moments` takes it."""
+    from compressors.kernels.triton.moments import Piece
 
     step = moments.state["step"]
     beta1 = _decay_of_mean(moments.group["betas"][0], moments.share)

@@ -100,7 +100,9 @@ def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None
     sections), in one launch of a Triton kernel; None without Triton or for long sections."""
     if not takes_triton(a) or a.dtype != torch.float32 or not a.is_contiguous():
         return None
-    from compressors.kernels import triton_rows  # here, as Triton need not be installed
+    from compressors.kernels.triton import (
+        rows as triton_rows,  # here, as Triton need not be installed
+    )
 
     if sections.longest > triton_rows.LONGEST:
         return None

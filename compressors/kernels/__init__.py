@@ -1,38 +1,49 @@
-"""Kernels: the loops over all elements of a gradient, once for the host and once for a device.
+"""Kernels: the loops over all elements of a gradient.
 
-`host` works with NumPy on the memory of CPU tensors, in blocks that fit the cache; `device` works
-with torch operations on tensors of any device. Both hold the functions that are described in
-`host`, with the same arguments and results, and `kernels_for` says which of them a tensor is for.
-Where Triton is installed and a tensor is on a GPU, `device` leaves norms and selections to
-`triton_select`; `triton_rows` selects for the shadow ladder, `triton_flags` is for what depends
-on a flag.
-`triton_codec` and `triton_sparse` write and read payloads on a device where Triton is at hand.
+`Kernels` (reference.py) is their contract, and does each loop by torch operations on any device.
+`Host` (host.py) overrides what NumPy does far faster on CPU tensors, `Triton` (triton/) what a
+kernel does faster on a GPU. `kernels_for` and `kernels_at` say which of them a tensor is for; their
+callers never ask where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from compressors.kernels import device, host
 from compressors.kernels.blocks import (
     Flag,
     Scalar,
     check_same_length,
     is_host,
-    on_host,
+    takes_triton,
     triton_for_flags,
 )
+from compressors.kernels.host import Host
+from compressors.kernels.reference import Kernels as Kernels
+from compressors.kernels.triton import Triton, fits
+
+HOST, REFERENCE, TRITON = Host(), Kernels(), Triton()
 
 
-def kernels_for(tensor: Tensor) -> ModuleType:
-    """The module whose functions `tensor` is for: `host` for CPU tensors of float32 or float64,
-    `device` for all others."""
-    return host if on_host(tensor) else device
+def kernels_for(x: Tensor) -> Kernels:
+    """The kernels that tensor `x` is for."""
+    if is_host(x.device):
+        return HOST
+    return TRITON if takes_triton(x) else REFERENCE
+
+
+def kernels_at(device: torch.device) -> Kernels:
+    """The kernels for tensors of a device that are yet to be made."""
+    return HOST if is_host(device) else REFERENCE
+
+
+def fuses(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether Triton's kernels write or read payloads of float32 `x`, together with `others`."""
+    return kernels_for(x).fused and fits(x, *others)
 
 
 def squared_norm(tensor: Tensor) -> Scalar:
@@ -80,5 +91,4 @@ def add_and_norm(memory: Tensor, tensor: Tensor) -> Scalar:
 
     ValueError unless both are flat and equally long."""
     check_same_length(memory, tensor)
-    same = tensor.dtype == memory.dtype and tensor.device == memory.device
-    return (kernels_for(memory) if same else device).add_and_norm(memory, tensor)
+    return kernels_for(memory).add_and_norm(memory, tensor)

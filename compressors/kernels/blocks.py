@@ -192,7 +192,9 @@ def triton_for_flags(*tensors: Tensor) -> ModuleType | None:
         known = takes_triton(x) and x.dtype == torch.float32
         if not known or not x.is_contiguous() or not x.numel():
             return None
-    from compressors.kernels import triton_flags  # here, as Triton need not be installed
+    from compressors.kernels.triton import (
+        flags as triton_flags,  # here, as Triton need not be installed
+    )
 
     return triton_flags
 

@@ -14,7 +14,9 @@ one is tried; if more than twice k do, it is raised on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +26,13 @@ from torch import Tensor
 from compressors.kernels.blocks import (
     CACHE_BLOCK,
     Array,
+    Flag,
     Scalar,
     Selected,
     ThresholdSearch,
     scratch,
 )
+from compressors.kernels.reference import Kernels
 
 _ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
 _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
@@ -408,3 +412,131 @@ def find_bits(data: Tensor, count: int) -> Tensor:
         block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
         parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
     return torch.from_numpy(np.concatenate(parts)[:count])
+
+
+# The contract ------------------------------------------------------------------------------------
+
+
+_PLAIN = Kernels()
+
+
+class Host(Kernels):
+    """The kernels for CPU tensors: the functions above for float32 and float64; torch operations,
+    whose results have their empty places taken off, for other dtypes."""
+
+    may_read = True
+    by_blocks = True
+
+    def numbers(self, x: Tensor) -> tuple[Scalar, ...]:
+        return tuple(x.tolist())
+
+    def flag(self, x: Tensor) -> Flag:
+        return bool(x)
+
+    def native(self, x: Tensor) -> Any:
+        return x.detach().numpy()
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float64
+
+    def squared_norm(self, x: Tensor) -> Scalar:
+        return squared_norm(x) if _is_fast(x) else _PLAIN.squared_norm(x)
+
+    def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
+        fast = _is_fast(memory) and tensor.dtype == memory.dtype and tensor.device == memory.device
+        return (add_and_norm if fast else _PLAIN.add_and_norm)(memory, tensor)
+
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        return largest(x, k) if _is_fast(x) else _PLAIN.largest(x, k)
+
+    def kth_largest(self, x: Tensor, k: int) -> Scalar:
+        return kth_largest(x, k) if _is_fast(x) else _PLAIN.kth_largest(x, k)
+
+    def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
+        return select(x, k, add) if _is_fast(x) else _present(x, _PLAIN.select(x, k, add))
+
+    def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
+        if _is_fast(x):
+            return select_above(x, threshold, k, add)
+        return _present(x, _PLAIN.select_above(x, threshold, k, add))
+
+    def select_by_count(
+        self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
+    ) -> Selected:
+        if _is_fast(x):
+            return select_by_count(x, k, add, search)
+        return _present(x, _PLAIN.select_by_count(x, k, add, search))
+
+    def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
+        if _is_fast(x):
+            return select_bins(x, bin_size, k, add)
+        return _present(x, _PLAIN.select_bins(x, bin_size, k, add))
+
+    def heaviest(self, estimates: Callable[[int, int], Tensor], k: int, numel: int) -> Tensor:
+        held = Candidates(k, 0.0)
+        for start in range(0, numel, CACHE_BLOCK):
+            block = estimates(start, min(start + CACHE_BLOCK, numel)).numpy()
+            at = np.flatnonzero(held.compare(block, held.threshold))
+            held.extend((at + start).astype(np.int32), block.take(at))
+        indices, values = map(torch.from_numpy, held.largest())
+        return indices[values.argsort(descending=True, stable=True)]
+
+    def take_present(self, x: Tensor, indices: Tensor) -> Tensor:
+        return x.index_select(0, indices)
+
+    def in_bounds(self, indices: Tensor, numel: int) -> Tensor:
+        return indices
+
+    def without_empty(self, values: Tensor, indices: Tensor, numel: int) -> Tensor:
+        return values[: indices.numel()]
+
+    def filled(self, indices: Tensor, numel: int) -> Tensor | None:
+        return None
+
+    def union(self, indices: Tensor, least: int, numel: int) -> Tensor:
+        return indices.sort().values.unique_consecutive()
+
+    def progression(
+        self, k: int, start: int, stride: int, numel: int, device: torch.device
+    ) -> Tensor:
+        indices = np.empty(k, np.uint32)  # by additions: products and remainders of all are slow
+        done = min(k, 1024)
+        indices[:done] = (np.arange(done) * stride + start) % numel
+        while done < k:  # the next ones are those so far, moved on by stride * done
+            more = indices[done : 2 * done]
+            np.add(indices[: more.size], np.uint32(stride * done % numel), out=more)
+            np.minimum(more, more - np.uint32(numel), out=more)  # below 0 wraps round to the top
+            done += more.size
+        return torch.from_numpy(indices.view(np.int32))
+
+    def slots(self, positions: Tensor, factor: int, offset: int, columns: int) -> Tensor:
+        """NumPy multiplies three times as fast."""
+        array = positions.numpy().view(np.uint64) * np.uint64(factor % 2**64)
+        array += np.uint64(offset % 2**64)
+        array >>= np.uint64(32)
+        array *= np.uint64(2 * columns)
+        array >>= np.uint64(32)
+        return torch.from_numpy(array.view(np.int64))
+
+    def set_bits(self, positions: Tensor, present: Tensor | None, out: Tensor) -> None:
+        set_bits(positions, present, out)
+
+    def find_bits(self, data: Tensor, count: int) -> Tensor:
+        return find_bits(data, count)
+
+    def pack_bits(self, bits: Tensor) -> Tensor:
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+
+    def unpack_bits(self, packed: Tensor, out: Tensor) -> None:
+        bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
+        out.copy_(torch.from_numpy(bits))
+
+
+def _is_fast(x: Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.float64)
+
+
+def _present(x: Tensor, chosen: Selected) -> Selected:
+    """The selection without empty places."""
+    count = int((chosen.indices < x.numel()).sum())
+    return Selected(chosen.indices[:count], chosen.values[:count], chosen.total)

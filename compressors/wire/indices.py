@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from compressors.base import CorruptPayload
-from compressors.kernels import device, host
-from compressors.kernels.blocks import Flag, is_host, takes_triton
-from compressors.wire.packing import Numbers, native, numbers_nbytes, pack_numbers, unpack_numbers
+from compressors.kernels import kernels_for
+from compressors.kernels.blocks import Flag
+from compressors.wire.packing import Numbers, numbers_nbytes, pack_numbers, unpack_numbers
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class IndexFormat:
             out = indices.new_empty(self.nbytes(numel, capacity), dtype=torch.uint8)
         if self.write(indices, numel, capacity, out):
             return out
-        bits, at = out[: self._map_nbytes(numel, capacity)], native(indices)
-        kernels = host if is_host(out.device) else device
-        present = None if exact or kernels is host else indices < numel
+        bits, at = out[: self._map_nbytes(numel, capacity)], kernels_for(indices).native(indices)
+        kernels = kernels_for(out)
+        present = None if exact else kernels.filled(indices, numel)
         positions = at if self.low is None else (at >> self.low) + _ranks(at, bits)
         kernels.set_bits(torch.as_tensor(positions), present, bits)
         if self.low:
             slots = at & ((1 << self.low) - 1)
             slots = slots if present is None else slots * present
-            pack_numbers(slots, 1 << self.low, capacity, native(out[bits.numel() :]))
+            pack_numbers(slots, 1 << self.low, capacity, kernels.native(out[bits.numel() :]))
         return out
 
     def write(
@@ -83,9 +83,11 @@ class IndexFormat:
             raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
         size = self.nbytes(numel, capacity) + sum(part.nbytes for part in values)
         fits = out.numel() == size and out.dtype == torch.uint8 and out.is_contiguous()
-        if not (fits and takes_triton(out) and takes_triton(indices) and len(values) <= 2):
+        if not (
+            fits and kernels_for(out).fused and kernels_for(indices).fused and len(values) <= 2
+        ):
             return False
-        from compressors.kernels import triton_sparse
+        from compressors.kernels.triton import sparse as triton_sparse
 
         map_nbytes, at = self._map_nbytes(numel, capacity), indices.detach().contiguous()
         triton_sparse.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values)
@@ -96,9 +98,9 @@ class IndexFormat:
     ) -> list[tuple[Tensor, Flag]]:
         """`decode` of each row of `data` (ranks, bytes; uint8). Where Triton's kernels do so, all
         have the same flag, which says whether any of them is corrupt."""
-        if not (capacity and len(data) and data.stride(1) == 1 and takes_triton(data)):
+        if not (capacity and len(data) and data.stride(1) == 1 and kernels_for(data).fused):
             return [self._decode(row, numel, capacity, exact) for row in data]
-        from compressors.kernels import triton_sparse
+        from compressors.kernels.triton import sparse as triton_sparse
 
         map_nbytes = self._map_nbytes(numel, capacity)
         indices, corrupt = triton_sparse.read_indices(
@@ -125,14 +127,14 @@ class IndexFormat:
 
     def _decode(self, data: Tensor, numel: int, capacity: int, exact: bool) -> tuple[Tensor, Flag]:
         size = self._map_nbytes(numel, capacity)
-        if is_host(data.device):
+        if kernels_for(data).may_read:
             return self._decode_on_host(data[:size], data[size:], numel, capacity, exact), False
         return self._decode_on_device(data[:size], data[size:], numel, capacity, exact)
 
     def _decode_on_host(
         self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
     ) -> Tensor:
-        low, at = self.low or 0, host.find_bits(bits, capacity + 1).numpy()
+        low, at = self.low or 0, kernels_for(bits).find_bits(bits, capacity + 1).numpy()
         if at.size > capacity or (exact and at.size < capacity):
             wanted = f"{'' if exact else 'at most '}{capacity}"
             found = f"got {at.size}" if at.size <= capacity else "got more"
@@ -158,7 +160,7 @@ class IndexFormat:
         last element, become `numel` plus the bits in their slots; the last one has no slot. Each
         must be below the next one if it is present, else not above it: then the last one, `numel`,
         bounds all, and slots that hold nothing have no bits."""
-        positions = device.find_bits(bits, capacity + 1)
+        positions = kernels_for(bits).find_bits(bits, capacity + 1)
         present = positions < 8 * bits.numel()
         follows: Flag = False
         if self.low is None:

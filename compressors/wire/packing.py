@@ -5,8 +5,8 @@ digit of base 3. A byte holds several digits of one base: five of base 3, since 
 digits of all numbers are cut into as many runs of equal length, which are laid above each other in
 the same bytes: byte j = sum over i of base**i * digit[j + i * length].
 
-What works on `Numbers` takes NumPy arrays that share the memory of host tensors (see `native`), and
-tensors of a device as they are: NumPy starts an operation on a small array five times faster.
+What works on `Numbers` takes what `Kernels.native` gives: on the host NumPy arrays, which share the
+memory of tensors, since NumPy starts an operation on a small array five times faster.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.kernels import device
-from compressors.kernels.blocks import CODE_BLOCK, Array, Flag, fill_up, is_host, on_host, scratch
+from compressors.kernels import kernels_for
+from compressors.kernels.blocks import CODE_BLOCK, Array, Flag, fill_up, scratch
 
 Numbers = Any
 """A NumPy array or a tensor."""
@@ -28,30 +28,6 @@ Numbers = Any
 _CPU = torch.device("cpu")
 _PER_BYTE = {256: 1, 16: 2, 4: 4, 3: 5, 2: 8}
 """How many digits of a base a byte holds."""
-
-
-def native(tensor: Tensor) -> Numbers:
-    """The NumPy array of a tensor on the host; a tensor of a device as it is."""
-    return tensor.detach().numpy() if is_host(tensor.device) else tensor.detach()
-
-
-# Single bits -------------------------------------------------------------------------------------
-
-
-def pack_bits(bits: Tensor) -> Tensor:
-    """Flat `bits` (bool), eight to a byte, the first one lowest."""
-    if is_host(bits.device):
-        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
-    return device.pack_bits(fill_up(bits, -(-bits.numel() // 8) * 8))
-
-
-def unpack_bits(packed: Tensor, out: Tensor) -> None:
-    """Fill flat `out` (floating point) with the bits, as 1 and 0."""
-    if on_host(out):
-        bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
-        np.copyto(out.numpy(), bits)
-    else:
-        out.copy_(device.unpack_bits(packed)[: out.numel()])
 
 
 # Numbers -----------------------------------------------------------------------------------------
@@ -203,7 +179,7 @@ def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor | None = None) -
 def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor) -> None:
     """Fill flat `out` (floating point) with the q that `pack_codes` packed."""
     rows, byte_rows = _rows(levels)
-    if is_host(out.device):
+    if kernels_for(out).by_blocks:
         codes, _ = unpack_numbers(packed.numpy(), levels, packed.numel() // byte_rows * rows)
         codes = torch.from_numpy(codes[: out.numel()])
         out.copy_(codes.sub_(offset).view(torch.int8))

@@ -20,7 +20,7 @@ from numpy.random import SFC64
 from torch import Tensor
 
 from compressors.base import Key, projection_error
-from compressors.kernels import squared_norms
+from compressors.kernels import fuses, kernels_for, squared_norms
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Coding,
@@ -29,13 +29,10 @@ from compressors.kernels.blocks import (
     energies,
     fill_up,
     fresh,
-    is_host,
     numbers_of_rows,
-    on_host,
     reduce_rows,
     rows,
     scratch_like,
-    takes_triton,
     widened,
 )
 from compressors.kernels.host import block_norm, block_square, checked_norm
@@ -49,6 +46,7 @@ WIDER = 1 + 2.0**-20
 
 _BUCKETS = [8 << i for i in range(CODE_BLOCK.bit_length() - 3)]
 _ODD = np.uint16(40503)  # 2**16 over the golden ratio
+_WIDE = (torch.float32, torch.float64)
 _USES = 4  # elements that a random word serves
 
 _FUSED_BUCKET = 4096  # elements of the largest bucket that a program of a Triton kernel holds
@@ -60,18 +58,6 @@ Layout = tuple[tuple[int, torch.dtype], ...]
 
 Parts = tuple[Tensor, ...]
 """The parts of a payload: flat contiguous tensors."""
-
-
-def fuses(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether Triton's kernels can encode x, after adding `others` to it."""
-    together = [each for each in (x, *others) if each is not None]
-    return x.numel() > 0 and all(
-        each.dtype == torch.float32
-        and takes_triton(each)
-        and each.device == x.device
-        and each.is_contiguous()
-        for each in together
-    )
 
 
 class ValueFormat(ABC):
@@ -132,7 +118,7 @@ class Blocks:
                 total += block_square(x.numpy())
             yield x, start
         if isnan(self.total):
-            self.total = checked_norm(total, self.x.numpy()) if on_host(self.x) else total
+            self.total = checked_norm(total, self.x.numpy()) if self.x.dtype in _WIDE else total
 
 
 class BlockFormat(ValueFormat):
@@ -167,7 +153,7 @@ class BlockFormat(ValueFormat):
         slices of the parts."""
 
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        if is_host(values.device):
+        if kernels_for(values).by_blocks:
             parts, _ = encode_sum(self, values, None, key)
             return parts, self.decode(parts, values.numel(), values.dtype)
         parts, decoded = _encode_on_device(self, values.detach(), key)
@@ -191,7 +177,7 @@ def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tu
     fused = form.fused(x.detach(), None if add is None else add.detach(), key, decode=False)
     if fused is not None:
         return fused.parts, fused.norms.sum(0)
-    if not is_host(x.device):
+    if not kernels_for(x).by_blocks:
         x = x.detach() if add is None else x.detach().add_(add.detach())
         parts, kept = _encode_on_device(form, x, key)
         return parts, squared_norms([x, kept, x - kept])
@@ -238,7 +224,7 @@ class Full(ValueFormat):
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
         if not fuses(x, add):
             return None
-        from compressors.kernels import triton_codec
+        from compressors.kernels.triton import codec as triton_codec
 
         return triton_codec.encode_floats(x, add, x.dtype, inf, decode)
 
@@ -278,7 +264,7 @@ class Half(BlockFormat):
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
         if not fuses(x, add):
             return None
-        from compressors.kernels import triton_codec
+        from compressors.kernels.triton import codec as triton_codec
 
         return triton_codec.encode_floats(x, add, self.half, self.limit, decode)
 
@@ -368,7 +354,7 @@ class Levels(BlockFormat):
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
         if self.norm != "max" or self.bucket > _FUSED_BUCKET or not fuses(x, add):
             return None
-        from compressors.kernels import triton_codec
+        from compressors.kernels.triton import codec as triton_codec
 
         random = None
         if self.seed is not None:  # as many as in `encode_whole`

@@ -39,7 +39,7 @@ def _interpret() -> list[str]:
 
     blocks.force_triton = True
     for name in ("codec", "flags", "moments", "rows", "select", "sparse"):
-        module: Any = import_module(f"compressors.kernels.triton_{name}")
+        module: Any = import_module(f"compressors.kernels.triton.{name}")
         module.launch = one_by_one
     return launches
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressors import compressor_names, make_compressor
 from compressors.base import Key
-from compressors.kernels import device, host
+from compressors.kernels import HOST, TRITON
 from compressors.rounds import RoundsCompressor
 
 KEY = Key("a tensor", 3)
@@ -29,8 +29,8 @@ def test_accumulation_and_selection_are_those_of_the_host(numel: int, offset: in
         there, here = memory.cuda(), memory.clone()
         if offset:  # not at the start of its memory
             there = torch.cat([there[:1], there])[1:]
-        chosen = device.select(there, k, tensor.cuda())
-        wanted = host.select(here, k, tensor)
+        chosen = TRITON.select(there, k, tensor.cuda())
+        wanted = HOST.select(here, k, tensor)
         assert torch.equal(there.cpu(), here)
         # Of equal magnitudes any may be chosen.
         assert torch.equal(chosen.values.abs().sort().values.cpu(), wanted.values.abs().sort()[0])

@@ -1,4 +1,4 @@
-"""Kernels: host and device hold the same functions with the same results, as a reference has."""
+"""Kernels: those of the host and the reference give the same results."""
 
 from __future__ import annotations
 
@@ -8,25 +8,86 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.kernels import add_and_norm, device, host, kernels_for, squared_norm
+from compressors.kernels import (
+    HOST,
+    REFERENCE,
+    Kernels,
+    add_and_norm,
+    kernels_at,
+    kernels_for,
+    squared_norm,
+)
 from compressors.kernels.blocks import CACHE_BLOCK, numbers_of_rows, reduce_rows, rows, scratch
+from compressors.kernels.host import Host
+from compressors.kernels.triton import Triton
 from tests.unit.samples import norm2, normal
 
 SIZES = (1, 2, 700, 8192, CACHE_BLOCK + 5)
-both = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
+both = pytest.mark.parametrize("kernels", [HOST, REFERENCE], ids=["host", "reference"])
 every_size = pytest.mark.parametrize("numel", SIZES)
 
 
-def test_both_hold_the_same_functions_and_a_tensor_finds_its_own():
-    of_device = dict(inspect.getmembers(device, inspect.isfunction))
-    shared = [name for name in of_device if hasattr(host, name) and name[0] != "_"]
-    assert len(shared) >= 10
-    for name in shared:
-        ours, theirs = (inspect.signature(getattr(module, name)) for module in (host, device))
-        assert list(ours.parameters) == list(theirs.parameters)
-    assert kernels_for(torch.zeros(1)) is kernels_for(torch.zeros(1).double()) is host
-    assert kernels_for(torch.zeros(1).half()) is device
-    assert kernels_for(torch.zeros(1, device="meta")) is device
+def test_a_tensor_finds_its_kernels():
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.int32):
+        assert kernels_for(torch.zeros(1, dtype=dtype)) is HOST
+    assert kernels_for(torch.zeros(1, device="meta")) is REFERENCE
+    assert kernels_at(torch.device("cpu")) is HOST
+    assert kernels_at(torch.device("meta")) is REFERENCE
+
+
+@pytest.mark.parametrize("kernels", [Host, Triton])
+def test_what_is_overridden_keeps_its_signature(kernels):
+    own = [name for name, value in vars(kernels).items() if inspect.isfunction(value)]
+    assert len(own) >= 7
+    for name in own:
+        assert inspect.signature(getattr(kernels, name)) == inspect.signature(
+            getattr(Kernels, name)
+        ), name
+
+
+def test_the_host_leaves_no_places_empty_for_other_dtypes():
+    x = torch.tensor([3, -1, 0.5, 2]).half()
+    for chosen in (
+        HOST.select_above(x, 1.5, 4, None),
+        HOST.select_by_count(x, 3, None, lambda most, mean, k: 1.5),
+    ):
+        assert (chosen.indices.tolist(), chosen.values.tolist()) == ([0, 3], [3, 2])
+
+
+@both
+def test_lists_of_indices(kernels):
+    """Places that hold nothing come last, and are there on a device only."""
+    empty = kernels is REFERENCE
+    named = torch.tensor([7, 2, 7, 0, 2], dtype=torch.int32)
+    union = kernels.union(named, 6, 9)
+    assert union.tolist() == [0, 2, 7] + [9, 9, 9] * empty
+    x = torch.arange(10.0, 19.0)
+    values = kernels.take_present(x, union)
+    assert values.tolist() == [10, 12, 17] + [0, 0, 0] * empty
+    assert kernels.in_bounds(union, 9).max() <= 8
+    noise = torch.cat([values[:3], torch.full((3,), 5.0)])
+    assert kernels.without_empty(noise, union, 9).tolist() == values.tolist()
+    filled = kernels.filled(union, 9)
+    assert filled is None if kernels is HOST else filled.tolist() == [True] * 3 + [False] * 3
+
+
+@both
+@pytest.mark.parametrize("k", [1, 1000, 5000])
+def test_progressions_and_hashes(kernels, k):
+    numel, start, stride = 1_000_003, 999_999, 777_777
+    found = kernels.progression(k, start, stride, numel, torch.device("cpu"))
+    assert found.tolist() == [(start + i * stride) % numel for i in range(k)]
+    factor, offset, columns = -0x61C8864680B583EB, 12345678901234567, 1000
+    slots = kernels.slots(torch.arange(k), factor, offset, columns)
+    hashed = [(factor * i + offset) % 2**64 >> 32 for i in range(k)]
+    assert slots.tolist() == [h * 2 * columns >> 32 for h in hashed]
+
+
+@both
+def test_the_heaviest_come_first_and_among_equal_ones_the_lower(kernels):
+    estimates = torch.randint(0, 50, (CACHE_BLOCK + 100,)).float()
+    found = kernels.heaviest(lambda start, stop: estimates[start:stop].clone(), 40, len(estimates))
+    assert found.tolist() == estimates.sort(descending=True, stable=True).indices[:40].tolist()
 
 
 @both
@@ -70,7 +131,7 @@ def test_selections_equal_an_obvious_reference(kernels, numel):
         "bins": kernels.select_bins(total.clone(), min(numel, CACHE_BLOCK), 1, None),
     }
     none = kernels.select_above(x.clone(), 1e9, k, add)
-    free = [] if kernels is host else [numel] * (k - 1)  # slots, of which there are always k
+    free = [] if kernels is HOST else [numel] * (k - 1)  # slots, of which there are always k
     assert none.indices.tolist() == [order[0], *free]
     assert none.values.tolist() == [total[order[0]], *(0 for _ in free)]
     assert found.pop("bins").indices.tolist() == [order[0]]
@@ -110,6 +171,6 @@ def test_bit_maps(kernels, nbytes):
     kernels.set_bits(positions, None, packed)
     assert packed.tolist() == np.packbits(flags, bitorder="little").tolist()
     count = positions.numel() + 3
-    found = positions.tolist() + ([] if kernels is host else [8 * nbytes] * 3)
+    found = positions.tolist() + ([] if kernels is HOST else [8 * nbytes] * 3)
     assert kernels.find_bits(packed, count).tolist() == found
     assert kernels.find_bits(packed, 2).tolist() == found[:2]

@@ -115,7 +115,7 @@ def test_with_triton_few_launches_whatever_the_number_of_ranks(
     pytest.importorskip("triton", minversion="3.3")
     kernels: list[ModuleType] = []
     for name in ("codec", "flags", "moments", "rows", "select", "sparse"):
-        kernels.append(import_module(f"compressors.kernels.triton_{name}"))
+        kernels.append(import_module(f"compressors.kernels.triton.{name}"))
     started: list[str] = []
 
     def counted(kernel: Any, *arguments: Any, **sizes: Any) -> None:
@@ -130,7 +130,7 @@ def test_with_triton_few_launches_whatever_the_number_of_ranks(
         adamw = partial(torch.optim.AdamW, fused=True)
         monkeypatch.setattr(torch.optim, "SGD", lambda p, lr, momentum: adamw(p, lr=lr))
     momentum = 0.9 if optimizer == "momentum" else 0.0
-    select = import_module("compressors.kernels.triton_select")
+    select = import_module("compressors.kernels.triton.select")
     # Selection in a short tensor is a single launch; the bucket's is not to count as short.
     longer = partial(select.select, sizes=select.Sizes(alone=5000))
     monkeypatch.setattr(select, "select", longer)

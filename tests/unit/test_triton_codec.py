@@ -30,7 +30,9 @@ from tests.unit.device_path import count_operations, device_path
 from tests.unit.samples import normal, ordinary
 
 triton = pytest.importorskip("triton", minversion="3.3")
-from compressors.kernels import triton_codec, triton_select, triton_sparse  # noqa: E402
+from compressors.kernels.triton import codec as triton_codec  # noqa: E402
+from compressors.kernels.triton import select as triton_select  # noqa: E402
+from compressors.kernels.triton import sparse as triton_sparse  # noqa: E402
 
 KEY = Key("w", 3)
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ from tests.unit.triton_compile import Kernel, assembly
 
 pytest.importorskip("triton", minversion="3.3")
 
-from compressors.kernels import triton_flags
+from compressors.kernels.triton import flags as triton_flags
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = triton_flags.BLOCK * 3 + 5

@@ -16,7 +16,7 @@ from tests.unit.triton_compile import Kernel, assembly
 
 pytest.importorskip("triton", minversion="3.3")
 
-from compressors.kernels import triton_moments
+from compressors.kernels.triton import moments as triton_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

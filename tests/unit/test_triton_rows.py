@@ -24,7 +24,7 @@ from tests.unit.triton_compile import Kernel, assembly
 
 pytest.importorskip("triton", minversion="3.3")
 
-from compressors.kernels import triton_rows
+from compressors.kernels.triton import rows as triton_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -25,8 +25,8 @@ from tests.unit.triton_compile import Kernel, assembly
 triton = pytest.importorskip("triton", minversion="3.3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-from compressors.kernels import triton_select  # noqa: E402
-from compressors.kernels.triton_select import SIZES, Sizes  # noqa: E402
+from compressors.kernels.triton import select as triton_select  # noqa: E402
+from compressors.kernels.triton.select import SIZES, Sizes  # noqa: E402
 
 KEY = Key("w", 5)
 KERNELS = ("_accumulate", "_gather", "_refine", "_count", "_take", "_select_alone")

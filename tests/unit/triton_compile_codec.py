@@ -14,7 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from compressors import Key, make_compressor
-from compressors.kernels import blocks, triton_codec, triton_select, triton_sparse
+from compressors.kernels import blocks
+from compressors.kernels.triton import codec as triton_codec
+from compressors.kernels.triton import select as triton_select
+from compressors.kernels.triton import sparse as triton_sparse
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {

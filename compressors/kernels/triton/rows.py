@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressors.kernels.blocks import launch, power_of_2
-from compressors.kernels.triton_select import _BINS, _bin, _descend, _key
+from compressors.kernels.triton.select import _BINS, _bin, _descend, _key
 
 LONGEST = 1 << 17
 """Elements of a section. Beyond this one program takes longer than torch's operations do together

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressors.kernels.blocks import Flag, launch, power_of_2
-from compressors.kernels.triton_codec import (
+from compressors.kernels.triton.codec import (
     Coded,
     decoding,
     decoding_sizes,

@@ -1,0 +1,231 @@
+"""The contract of the kernels, and their reference: torch operations for every device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressors.kernels.blocks import Flag, Scalar, Selected, ThresholdSearch
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
+
+
+class Kernels:
+    """The loops over the elements of a tensor. This class works on any device; `Host` and `Triton`
+    override what they do faster, and `kernels_for` picks one of the three.
+
+    No method here reads a value, and the number of operations does not depend on that of elements.
+    So results have as many places as were asked for, whatever the data (see `Selected`). Among
+    equal magnitudes any element may be chosen. NaN counts as larger than every threshold, so that
+    it is not hidden.
+
+    All tensors are flat. `add`, where it is not None, has the dtype and length of `x`, and is added
+    to it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0.
+
+    may_read: the values of a tensor may be read, since no device has to finish first. Then wrong
+        bytes raise an error there and then, and results have no empty places.
+    by_blocks: long tensors are worked on block by block, since a block stays in the cache.
+    fused: Triton's kernels write and read whole payloads.
+    """
+
+    may_read = False
+    by_blocks = False
+    fused = False
+
+    # Numbers of a few elements
+
+    def numbers(self, x: Tensor) -> tuple[Scalar, ...]:
+        """The elements of a short tensor."""
+        return x.unbind()
+
+    def flag(self, x: Tensor) -> Flag:
+        """A truth (0-dim, bool)."""
+        return x
+
+    def any_nan(self, x: Tensor) -> Flag:
+        """Whether an element is NaN."""
+        return self.flag(x.isnan().any())
+
+    def native(self, x: Tensor) -> Any:
+        """What arithmetic on integers is fastest with: a tensor, or a NumPy array of its memory."""
+        return x.detach()
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which many numbers of `dtype` are added up in a fixed order."""
+        return dtype
+
+    # Norms
+
+    def squared_norm(self, x: Tensor) -> Scalar:
+        """||x||^2."""
+        return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+
+    def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
+        """memory += tensor in place; ||memory||^2."""
+        memory = memory.detach().add_(tensor)
+        return self.squared_norm(memory)
+
+    # Selection
+
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        """Ascending positions (int32) of the `k` elements of largest magnitude."""
+        return x.detach().abs().topk(k, sorted=False).indices.sort().values.to(torch.int32)
+
+    def kth_largest(self, x: Tensor, k: int) -> Scalar:
+        """The k-th largest element of `x`; NaN counts as the largest."""
+        return x.topk(k).values[-1]
+
+    def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
+        """The `k` elements of largest magnitude."""
+        total = self._added(x, add)
+        indices = self.largest(x, k)
+        return Selected(indices, x.index_select(0, indices), total)
+
+    def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
+        """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).
+
+        If there are more than `k` of them, the `k` largest; if there are none, the largest of all
+        elements."""
+        total, magnitude = self._added(x, add), x.abs()
+        return self._largest_except(x, magnitude, magnitude < threshold, k, total)
+
+    def select_by_count(
+        self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
+    ) -> Selected:
+        """As `select_above`, with the threshold that `search` finds by counting; k < numel.
+
+        It counts among the k + 1 largest elements or somewhat more: up to k, counts are the same
+        there as in the whole tensor."""
+        total, magnitude = self._added(x, add), x.abs()
+        most = magnitude.topk(min(k + 1, x.numel())).values
+        threshold = search(most, magnitude.mean(dtype=torch.float64), k)
+        return self._largest_except(x, magnitude, magnitude < threshold, k, total)
+
+    def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
+        """The elements x_i != 0 with |x_i + latest_i| at or above the maximum of |x| over their bin
+        of `bin_size` neighbours (1 to CACHE_BLOCK); latest is `add`, or `x` if that is None.
+
+        If there are more than `k` of them, the `k` largest; if there are none, the largest of
+        all."""
+        latest = x if add is None else add
+        total = self._added(x, add)
+        numel, bins = x.numel(), ceil(x.numel() / bin_size)
+        magnitude = x.abs()
+        padded = magnitude.new_zeros(bins, bin_size)
+        padded.view(-1)[:numel] = magnitude
+        peaks = padded.amax(1, keepdim=True).expand(-1, bin_size).reshape(-1)[:numel]
+        return self._largest_except(x, magnitude, ((x + latest).abs() < peaks) | (x == 0), k, total)
+
+    def _added(self, x: Tensor, add: Tensor | None) -> Scalar:
+        """x += add, in place; ||x||^2."""
+        return self.squared_norm(x) if add is None else self.add_and_norm(x, add)
+
+    def _largest_except(
+        self, x: Tensor, magnitude: Tensor, excepted: Tensor, k: int, total: Scalar
+    ) -> Selected:
+        """The `k` largest elements that are not `excepted`; if all are, the largest one.
+
+        The bits of numbers that are not negative, read as integers, are ordered as the numbers are.
+        With the sign bit set they are negative, and still in this order."""
+        bits = magnitude.view(_INTEGERS[x.element_size()])
+        sign = torch.iinfo(bits.dtype).min
+        best = bits.add(excepted, alpha=sign).topk(k)
+        empty = best.values < 0
+        empty[:1].fill_(False)
+        indices = best.indices.masked_fill(empty, x.numel()).sort().values.to(torch.int32)
+        return Selected(indices, self.take_present(x, indices), total)
+
+    def heaviest(self, estimates: Callable[[int, int], Tensor], k: int, numel: int) -> Tensor:
+        """Positions (int32) of the `k` largest of `numel` estimates, the largest first, among equal
+        ones the lower. estimates: gives those from a start to a stop; all are finite and >= 0."""
+        return estimates(0, numel).sort(descending=True, stable=True).indices[:k].int()
+
+    # Lists of indices, ascending, on a device with empty places last: these hold the index `numel`
+
+    def take_present(self, x: Tensor, indices: Tensor) -> Tensor:
+        """The elements of `x` at `indices`, and 0 for every index beyond the last element."""
+        values = x.index_select(0, indices.clamp(max=x.numel() - 1))
+        return values.masked_fill_(indices >= x.numel(), 0)
+
+    def in_bounds(self, indices: Tensor, numel: int) -> Tensor:
+        """The indices, with any that is within [0, numel) in the empty places."""
+        return indices.clamp(max=numel - 1)
+
+    def without_empty(self, values: Tensor, indices: Tensor, numel: int) -> Tensor:
+        """The values of `indices`, one for each place, and 0 where that is empty."""
+        return values.masked_fill(indices >= numel, 0)
+
+    def filled(self, indices: Tensor, numel: int) -> Tensor | None:
+        """Which places hold something; None: all of them."""
+        return indices < numel
+
+    def union(self, indices: Tensor, least: int, numel: int) -> Tensor:
+        """The different ones among `indices` (in any order), with empty places for the others, at
+        least so many places in all."""
+        indices = indices.sort().values
+        again = torch.zeros_like(indices, dtype=torch.bool)
+        again[1:] = indices[1:] == indices[:-1]
+        indices = indices.masked_fill(again, numel).sort().values
+        missing = max(0, least - indices.numel())
+        return torch.cat([indices, indices.new_full((missing,), numel)])
+
+    def progression(
+        self, k: int, start: int, stride: int, numel: int, device: torch.device
+    ) -> Tensor:
+        """(start + i * stride) mod numel for i = 0 to k - 1; k >= 1, stride * k below 2**63."""
+        return torch.arange(k, device=device).mul_(stride).add_(start).remainder_(numel)
+
+    def slots(self, positions: Tensor, factor: int, offset: int, columns: int) -> Tensor:
+        """The upper half of (factor * position + offset) mod 2^64, scaled to range(2 * columns),
+        for each of the positions (int64). Signed integers wrap around as unsigned ones do."""
+        hashed = torch.rsub(positions, offset, alpha=-factor)
+        upper = hashed.bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
+        return upper.mul_(columns).bitwise_right_shift_(31)  # no product reaches 2^63
+
+    # Single bits
+
+    def set_bits(self, positions: Tensor, present: Tensor | None, out: Tensor) -> None:
+        """Fill `out` (uint8) with a bit map that has the bits at `positions` set.
+
+        positions: ascending. present: which of them count; None for all."""
+        bits = torch.zeros(8 * out.numel() + 8, dtype=torch.bool, device=out.device)
+        at = positions.long()
+        if present is None:
+            bits.index_fill_(0, at, True)
+        else:
+            bits.index_copy_(0, at, present)
+        out.copy_(self.pack_bits(bits)[:-1])
+
+    def find_bits(self, data: Tensor, count: int) -> Tensor:
+        """Ascending positions of the first `count` bits that are set in `data` (uint8); places for
+        which there is none hold positions past the end."""
+        rank = torch.arange(count, dtype=torch.int32, device=data.device)
+        found = _bits(data).cumsum(0, dtype=torch.int32)
+        return torch.searchsorted(found, rank, right=True, out_int32=8 * data.numel() < 2**31)
+
+    def pack_bits(self, bits: Tensor) -> Tensor:
+        """Flat `bits` (uint8, 0 or 1, or bool), eight to a byte, the first one lowest."""
+        missing = -bits.numel() % 8
+        whole = torch.constant_pad_nd(bits, (0, missing)) if missing else bits
+        return (whole.view(torch.int64) * _TO_TOP_BYTE).view(torch.uint8)[7::8]
+
+    def unpack_bits(self, packed: Tensor, out: Tensor) -> None:
+        """Fill flat `out` (floating point) with the bits, as 1 and 0."""
+        out.copy_(_bits(packed)[: out.numel()])
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """The bits of each byte, as uint8."""
+    return ((packed[:, None] >> _shifts(packed.device)) & 1).view(-1)
+
+
+@cache
+def _shifts(device: torch.device) -> Tensor:
+    """0 to 7."""
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,0 +1,83 @@
+"""The kernels for CUDA devices, where Triton is installed.
+
+This file says which tensors they are for. The other files of this folder import Triton, and are
+imported by whoever has a tensor for them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressors.kernels.blocks import Flag, Scalar, Selected, ThresholdSearch, takes_triton
+from compressors.kernels.reference import Kernels
+
+
+def fits(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether Triton's kernels can work on float32 x together with `others`."""
+    return x.numel() > 0 and all(
+        takes_triton(each)
+        and each.dtype == torch.float32
+        and each.device == x.device
+        and each.is_contiguous()
+        for each in (x, *others)
+        if each is not None
+    )
+
+
+class Triton(Kernels):
+    """Norms and selections take fewer passes over a tensor in Triton. What it does not know, and
+    tensors of a single element, are left to the reference."""
+
+    fused = True
+
+    def any_nan(self, x: Tensor) -> Flag:
+        if not fits(x):
+            return super().any_nan(x)
+        from compressors.kernels.triton import flags
+
+        return flags.any_nan(x)
+
+    def squared_norm(self, x: Tensor) -> Scalar:
+        if x.numel() < 2 or not fits(x):
+            return super().squared_norm(x)
+        from compressors.kernels.triton import select
+
+        return select.squared_norm(x)
+
+    def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
+        if memory.numel() < 2 or not fits(memory, tensor):
+            return super().add_and_norm(memory, tensor)
+        from compressors.kernels.triton import select
+
+        return select.add_and_norm(memory, tensor)
+
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        if x.numel() < 2 or not fits(x):
+            return super().largest(x, k)
+        from compressors.kernels.triton import select
+
+        return select.largest(x, k)
+
+    def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
+        if x.numel() < 2 or not fits(x, add):
+            return super().select(x, k, add)
+        from compressors.kernels.triton import select
+
+        return select.select(x, k, add)
+
+    def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
+        if x.numel() < 2 or not fits(x, add):
+            return super().select_above(x, threshold, k, add)
+        from compressors.kernels.triton import select
+
+        return select.select_above(x, threshold, k, add)
+
+    def select_by_count(
+        self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
+    ) -> Selected:
+        if x.numel() < 2 or not fits(x, add):
+            return super().select_by_count(x, k, add, search)
+        from compressors.kernels.triton import select
+
+        return select.select_by_count(x, k, add, search)
