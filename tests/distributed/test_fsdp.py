@@ -696,7 +696,7 @@ def test_what_it_cannot_do_is_said_on_every_rank() -> None:
         ("ValueError", "mesh must have two dimensions, (replicas, shards)"),
         ("ValueError", "call fully_shard with the mesh's second dimension alone"),
         ("ValueError", "which is not the mesh's second dimension"),
-        ("ValueError", "local_steps must be 1"),
+        ("ValueError", "sync must be None"),
         ("ValueError", "hooks must be empty"),
         ("RuntimeError", "set up differently on rank"),
         ("RuntimeError", "reduce_dtype=torch.float32"),
