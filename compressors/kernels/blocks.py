@@ -105,26 +105,6 @@ def takes_triton(tensor: Tensor) -> bool:
     return _has_triton() if tensor.is_cuda else force_triton and force_device_path
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], where: Tensor, *arguments: Any, **sizes: Any
-) -> None:
-    """Start one of Triton's kernels on the device of `where`. Callbacks of collectives run on
-    threads whose current device may be another one. Products and sums are never fused but where a
-    kernel says so: what a rank takes off its residual is exactly what the others decode."""
-    with torch.cuda.device_of(where):
-        kernel[grid](*arguments, **sizes, enable_fp_fusion=False)
-
-
-def cdiv(count: int, size: int) -> int:
-    """How many pieces of `size` hold `count`. Triton's own takes ten times as long."""
-    return -(-count // size)
-
-
-def power_of_2(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
-
-
 @cache
 def _has_triton() -> bool:
     if os.environ.get("ADAPTIVE_TRITON") == "0" or find_spec("triton") is None:

@@ -30,7 +30,8 @@ def _interpret() -> list[str]:
     """From here on CPU tensors take Triton's kernels. Returns the list of those that are started,
     one after the other: hooks and callbacks are on different threads, and the interpreter is not
     made for that."""
-    launch, lock, launches = blocks.launch, Lock(), []
+    launching: Any = import_module("compressors.kernels.triton.launching")
+    launch, lock, launches = launching.launch, Lock(), []
 
     def one_by_one(kernel: Any, *arguments: Any, **sizes: Any) -> None:
         with lock:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from adaptive.config import MEMORIES
 from adaptive.exchange.choice import EXCHANGES
+from adaptive.memory.options import NAMED
 from compressors import compressor_names
 from policies import policy_names
 from tests.integration.commands import ROOT
@@ -58,7 +58,7 @@ def test_whatever_can_be_chosen_is_in_some_run() -> None:
     policies = {run.policy().name for run in runs}
     assert policies == set(policy_names())
     assert {run.base.partition("+")[0] for run in runs} == set(compressor_names())
-    assert {run.memory for run in runs} == set(MEMORIES)
+    assert {run.memory for run in runs} == set(NAMED)
     assert {run.exchange for run in runs} == set(EXCHANGES)
     assert {run.granularity for run in runs} == {"auto", "layer", "bucket"}
 

@@ -113,6 +113,7 @@ def test_with_triton_few_launches_whatever_the_number_of_ranks(
     base: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", minversion="3.3")
+    launching = import_module("compressors.kernels.triton.launching")
     kernels: list[ModuleType] = []
     for name in ("codec", "flags", "moments", "rows", "select", "sparse"):
         kernels.append(import_module(f"compressors.kernels.triton.{name}"))
@@ -121,7 +122,7 @@ def test_with_triton_few_launches_whatever_the_number_of_ranks(
     def counted(kernel: Any, *arguments: Any, **sizes: Any) -> None:
         started.append(kernel.__name__)
         with _disable_current_modes():  # the interpreter's own operations do not count
-            blocks.launch(kernel, *arguments, **sizes)
+            launching.launch(kernel, *arguments, **sizes)
 
     for module in kernels:
         monkeypatch.setattr(module, "launch", counted)

@@ -44,4 +44,4 @@ def _depth(rank: int) -> int:
 
 
 def test_the_way_from_the_hook_to_a_compressor_is_short() -> None:
-    assert 1 <= run_ranks(1, _depth)[0] <= 10
+    assert 1 <= run_ranks(1, _depth)[0] <= 12

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag, launch, power_of_2
+from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag
+from compressors.kernels.triton.launching import launch, power_of_2
 
 ELEMENTS = 2048
 """Elements that a program works on."""

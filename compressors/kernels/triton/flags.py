@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import cdiv, launch
+from compressors.kernels.triton.launching import cdiv, launch
 
 BLOCK = 4096
 PROGRAMS = 1024

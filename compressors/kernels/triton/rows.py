@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import launch, power_of_2
+from compressors.kernels.triton.launching import launch, power_of_2
 from compressors.kernels.triton.select import _BINS, _bin, _descend, _key
 
 LONGEST = 1 << 17

@@ -34,7 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch, cdiv, launch, power_of_2
+from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
+from compressors.kernels.triton.launching import cdiv, launch, power_of_2
 
 
 class Sizes(NamedTuple):

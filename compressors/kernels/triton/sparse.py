@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.blocks import Flag, launch, power_of_2
+from compressors.kernels.blocks import Flag
 from compressors.kernels.triton.codec import (
     Coded,
     decoding,
@@ -30,6 +30,7 @@ from compressors.kernels.triton.codec import (
     flag_in_memory,
     value_at,
 )
+from compressors.kernels.triton.launching import launch, power_of_2
 
 SLOTS = 1024
 """Indices, or bytes of a payload, that a program works on."""
