@@ -36,7 +36,7 @@ from adaptive.reducer import OnGradient, Reducer, Step
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
-from compressors.base import CorruptPayload
+from compressors.base import InvalidPayload
 from policies import DENSE
 
 
@@ -103,11 +103,11 @@ class Averager:
         """Before the first tensor: take in the statistics of the step before, and plan this one.
 
         alike: returns what must be the same on all ranks now, by parameter name, to be compared
-        with `debug`. CorruptPayload if some rank has received what no compressor can have sent."""
+        with `debug`. InvalidPayload if some rank has received what no compressor can have sent."""
         controller, memory = self.controller, self.memory
         controller.begin_step()
-        if controller.corrupt:
-            raise CorruptPayload(
+        if controller.invalid:
+            raise InvalidPayload(
                 "a payload that no compressor can have sent has arrived on some rank: its "
                 "bytes were changed on the way (a device finds this out some steps late)"
             )

@@ -132,7 +132,7 @@ class Bucket:
 
     work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
     key: of all parts, but for their names and shapes. whole: neighbouring parts are compressed as
-    one. poisoned: a gradient is not finite. The gradients of a poisoned bucket are set to zero.
+    one. nonfinite: a gradient is not finite. The gradients of a nonfinite bucket are set to zero.
     Finite gradients whose squares are not finite in that precision (norms above 1.8e19 in float32)
     are cut to LARGEST; the step counts as one that tells nothing. rooms: what `room` has given
     out, which on the host the same bucket of the next step finds again. updates: it holds updates,
@@ -144,7 +144,7 @@ class Bucket:
     whole: bool
     rooms: dict[str, Tensor]
     parts: list[Part] = field(default_factory=list)
-    poisoned: Flag = False
+    nonfinite: Flag = False
     updates: bool = False
 
     def open(
@@ -163,10 +163,10 @@ class Bucket:
         if overflows and all_finite(self.work):
             self.work.clamp_(-largest, largest)
             energies = squared_norms(grads)
-            tally.at("spoiled").add_(1)
+            tally.at("nonfinite").add_(1)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
-        self.poisoned = judge(energies, self.work, tally.at("grad"), tally.at("spoiled"))
+        self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
         if not kernels.may_read:  # nobody knows whether there is anything to cut
             self.work.clamp_(-largest, largest)
         start, known = 0, kernels.numbers(energies)
@@ -174,7 +174,7 @@ class Bucket:
             stop = start + grad.numel()
             self.parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
             start = stop
-        fill_if(self.poisoned, self.work, 0.0)
+        fill_if(self.nonfinite, self.work, 0.0)
 
     def of(self, unit: Unit) -> Tensor:
         """The unit's slice of `work`."""

@@ -127,8 +127,8 @@ class AdaptiveCompressor:
         accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
         require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
         sync, remembered = sync or EveryStep(), memory_from(memory)
-        remembered = sync.memory_of(remembered)
         compressor, foreign = make_base(base, remembered.kind), check_hooks(hooks)
+        remembered = sync.memory_of(remembered)
         sync = sync.for_base(compressor)
         server = exchange if isinstance(exchange, ParameterServer) else ParameterServer()
         exchange = check_exchange(exchange, compressor)

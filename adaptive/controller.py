@@ -63,7 +63,7 @@ class Controller(saved.Stateful):
     may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
     apart: whether each rank steps by itself now. lag: in steps, of decisions, beside the one that
     these always have. skipped: backwards since the last step, which have exchanged nothing.
-    agreed: the statistics of the last step that the ranks have agreed on. corrupt: something
+    agreed: the statistics of the last step that the ranks have agreed on. invalid: something
     has arrived that no rank can have sent. too_small: the model,
     to measure anything: every step is dense.
     """
@@ -94,7 +94,7 @@ class Controller(saved.Stateful):
     local_steps: int = saved.saved(1)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
-    corrupt: bool = False
+    invalid: bool = False
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
@@ -161,8 +161,8 @@ class Controller(saved.Stateful):
         if tally.sharded:
             tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
         # Of the last step: backward has waited for its callbacks, which came to know it.
-        for corrupt in drain(self.exchange.corrupt):
-            tally.at("corrupt").add_(corrupt)
+        for invalid in drain(self.exchange.invalid):
+            tally.at("invalid").add_(invalid)
         if tally.sketch and requested.peers is not None:
             requested.peers.begin_step(tally)
         if plan.read_sum:
@@ -317,8 +317,8 @@ class Controller(saved.Stateful):
         saved.require(fits, f"{told}, and 'skipped' not negative")
         self._pending = deque()
         self.exchange.take_traffic()
-        self.exchange.corrupt.clear()
-        self.corrupt = False
+        self.exchange.invalid.clear()
+        self.invalid = False
         self.agreed = Statistics()
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
@@ -339,10 +339,10 @@ class Controller(saved.Stateful):
             report, recorded, tally, sketches, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
-            self.corrupt = self.corrupt or agreed.corrupt > 0
+            self.invalid = self.invalid or agreed.invalid > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
-            if report.cf == DENSE and not agreed.spoiled and step > self._compressed_last:
+            if report.cf == DENSE and not agreed.nonfinite and step > self._compressed_last:
                 self.carrying = False
             ranks = self.exchange.ranks
             of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read

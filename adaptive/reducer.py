@@ -1,18 +1,18 @@
 """The way of a gradient through one step: from DDP's bucket to the mean that DDP gets back.
 
 1. Open the bucket: look at the local gradients, clip them, add up their norms. A bucket with a
-   gradient that is not finite is poisoned, so that it ends non-finite on every rank, as in dense
+   gradient that is not finite is nonfinite, so that it ends non-finite on every rank, as in dense
    DDP, and no memory is touched by it.
 2. Accumulate each gradient into the memory (`adaptive.memory`).
 3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
    payload (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
-5. When all is there, on a thread of the process group: if any rank poisoned the bucket, nothing
-   comes of the payloads, and what the other ranks have accumulated goes with later steps.
+5. When all is there, on a thread of the process group: if any rank's gradients were not finite,
+   nothing comes of the payloads. What the other ranks have accumulated goes with later steps.
 6. Take what was sent off the memory, decode the mean into the bucket's buffer, settle the memory.
 
-On a device nobody waits to know whether a bucket is poisoned: a `Flag` goes along, and what depends
-on it is done by the device. On the host it is a bool, and what is known to be in vain is not done.
+On a device nobody waits to know whether a bucket is nonfinite: a `Flag` goes along, and the device
+does what depends on it. On the host it is a bool, and what is known to be in vain is not done.
 
 `Reducer.compressed` is that way. `Reducer.dense` is the shorter one of a step that is not
 compressed: all that the memory holds is sent with the gradient, in one all-reduce. What is called a
@@ -130,17 +130,17 @@ class Reducer:
                 step.tally.lose(added, _lost_share(made))
                 return
             for unit, a, payload in zip(units, sums, made, strict=True):
-                in_vain = unit.compressor is EXACT or unit.skipped or bucket.poisoned is True
+                in_vain = unit.compressor is EXACT or unit.skipped or bucket.nonfinite is True
                 if not in_vain:
                     _record(step, bucket, unit, compress_levels(unit, a, sent=payload))
 
         outgoing = Outgoing(index, bucket, units, payloads, report)
 
         def finish(received: Received) -> Tensor:
-            if received.poisoned is not True:  # 5
+            if received.nonfinite is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange)  # 6
-                _tell(step.on_mean, parameters, bucket.work, received.poisoned)
-            fill_if(received.poisoned, bucket.work, nan)
+                _tell(step.on_mean, parameters, bucket.work, received.nonfinite)
+            fill_if(received.nonfinite, bucket.work, nan)
             return _written_back(bucket, buffer)
 
         rounds = strategy.start(self.exchange, outgoing)  # 4
@@ -167,7 +167,7 @@ class Reducer:
             tally.at("grad").fill_(nan)  # not measured
         else:
             bucket = self._open(step, buffer, parameters, {})
-            not_finite = bucket.poisoned
+            not_finite = bucket.nonfinite
             if not_finite is not True:
                 sending = [part for part in bucket.parts if part.skipped is not True]
                 self._fold(step, bucket, sending)
@@ -179,12 +179,12 @@ class Reducer:
             mean = future.value()
             if not sending and step.on_mean is None:
                 return mean
-            poisoned = all_finite(mean) ^ True
+            nonfinite = all_finite(mean) ^ True
             for part in sending:
-                memory.end_dense(part.parameter, either(poisoned, part.skipped))
+                memory.end_dense(part.parameter, either(nonfinite, part.skipped))
             if sending:  # what was folded in is not to be taken for sent
-                fill_if(poisoned, mean, nan)
-            _tell(step.on_mean, parameters, mean, poisoned)
+                fill_if(nonfinite, mean, nan)
+            _tell(step.on_mean, parameters, mean, nonfinite)
             self.pipeline.stream.keep(sending, not_finite)
             return mean
 
@@ -209,7 +209,7 @@ class Reducer:
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, rooms, updates=step.updates)
         bucket.open(parameters, self.memory, step.tally, self.clip_norm)
-        _tell(step.on_local, parameters, work, bucket.poisoned)
+        _tell(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(bucket, step.tally)
         return bucket
 
@@ -226,7 +226,7 @@ class Reducer:
             record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
         for part in parts:
-            self.memory.fold(part.parameter, part.grad, either(bucket.poisoned, part.skipped))
+            self.memory.fold(part.parameter, part.grad, either(bucket.nonfinite, part.skipped))
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
                 levels = compress_levels(unit, measured[unit.start : unit.stop])
@@ -238,20 +238,20 @@ def _payload(
 ) -> Payload:
     """What this rank hands to a strategy for a unit. The memory is accumulated, not settled.
 
-    A rank whose gradients are not finite sends a poisoned payload, so that all ranks end the step
+    A rank whose gradients are not finite sends a nonfinite payload, so that all ranks end the step
     with a non-finite bucket, as in dense DDP."""
-    compressor, poisoned = unit.compressor, bucket.poisoned
+    compressor, nonfinite = unit.compressor, bucket.nonfinite
     target, addend = memory.open(unit)
     if strategy.takes_sums and compressor is not EXACT:
         a = target if addend is None else target.add_(addend)
         return Payload((a,), unit.numel, 1.0, unit.key, dtype=a.dtype)
-    if unit.skipped or poisoned is True:
+    if unit.skipped or nonfinite is True:
         sent = compressor.compress(target, unit.cf, unit.key)
     else:
         levels = compress_levels(unit, target, addend)
         _record(step, bucket, unit, levels)
         sent = replace(levels[step.cfs.measured.index(step.cfs.send)], cf=unit.cf)
-    return compressor.poison(sent, poisoned)
+    return compressor.as_nonfinite(sent, nonfinite)
 
 
 def _record(step: Step, bucket: Bucket, unit: Unit, levels: Sequence[Payload]) -> None:
@@ -277,36 +277,36 @@ def _decode(
 ) -> None:
     """Take what this rank has sent off the memory, and write the mean into the bucket: one unit
     after the other, so that the decoded payloads of no more than one are in memory. Nothing comes
-    of a poisoned step, as a device finds out."""
-    poisoned = received.poisoned
-    corrupt: Flag = False
+    of a nonfinite step, as a device finds out."""
+    nonfinite = received.nonfinite
+    invalid: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
         compressor = unit.compressor
         sent = payloads[exchange.rank] if received.own is None else received.own[i]
-        own = compressor.void(sent, poisoned)
+        own = compressor.as_zeros(sent, nonfinite)
         memory.take_off(unit, own)
-        memory.clear_velocity(unit, own, poisoned)
+        memory.clear_velocity(unit, own, nonfinite)
         mean = bucket.of(unit)
         if received.compressors is not None:
             compressor = received.compressors[i]
         if isinstance(compressor, RoundsCompressor):
-            compressor.write_to(mean, compressor.void(payloads[0], poisoned))
+            compressor.write_to(mean, compressor.as_zeros(payloads[0], nonfinite))
             continue
-        compressor.write_mean(mean, payloads, received.scale, poisoned)
+        compressor.write_mean(mean, payloads, received.scale, nonfinite)
         for payload in payloads:
-            corrupt = either(corrupt, payload.corrupt)
-    exchange.count_corrupt(corrupt)
+            invalid = either(invalid, payload.invalid)
+    exchange.count_invalid(invalid)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     memory.add_lost(received.lost, exchange.world_size)
 
 
 def _tell(
-    whom: OnGradient | None, parameters: Sequence[ModelParameter], flat: Tensor, poisoned: Flag
+    whom: OnGradient | None, parameters: Sequence[ModelParameter], flat: Tensor, nonfinite: Flag
 ) -> None:
     if whom is not None:
         views = flat.split([parameter.local.numel() for parameter in parameters])
         for parameter, view in zip(parameters, views, strict=True):
-            whom(parameter, view, poisoned)
+            whom(parameter, view, nonfinite)
 
 
 def _written_back(bucket: Bucket, buffer: Tensor) -> Tensor:

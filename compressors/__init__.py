@@ -1,7 +1,7 @@
 """How to compress one flat gradient tensor, and back. Knows nothing of processes or policies."""
 
 from compressors.base import Compressor as Compressor
-from compressors.base import CorruptPayload as CorruptPayload
+from compressors.base import InvalidPayload as InvalidPayload
 from compressors.base import Key as Key
 from compressors.base import NoCompression as NoCompression
 from compressors.base import Payload as Payload

@@ -38,7 +38,7 @@ class Key(NamedTuple):
     rank: int = 0
 
 
-class CorruptPayload(ValueError):  # noqa: N818
+class InvalidPayload(ValueError):  # noqa: N818
     """This error says that no compressor can have sent the received bytes (size, indices)."""
 
 
@@ -54,8 +54,8 @@ class Payload:
         kept and of what is lost (float64, (3,), where the data is); None if unknown, as after
         receiving.
     dtype: of the tensor that was compressed.
-    corrupt: on a device, whether what was received cannot have been sent by any compressor; there
-        it is decoded all the same, within bounds. On the host such bytes raise CorruptPayload.
+    invalid: on a device, whether what was received cannot have been sent by any compressor; there
+        it is decoded all the same, within bounds. On the host such bytes raise InvalidPayload.
     exact: a sparsifier's values before coding, to compress them further; None after receiving.
     """
 
@@ -65,7 +65,7 @@ class Payload:
     key: Key
     energies: Tensor | None = None
     dtype: torch.dtype = torch.float32
-    corrupt: Flag = False
+    invalid: Flag = False
     exact: Tensor | None = None
 
     @property
@@ -213,7 +213,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        """out += scale * decompress(payload), in place. Raises CorruptPayload, and writes nothing,
+        """out += scale * decompress(payload), in place. Raises InvalidPayload, and writes nothing,
         if the payload points outside flat `out`."""
 
     def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
@@ -227,56 +227,56 @@ class Compressor(ABC):
     @abstractmethod
     def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
         """The payload whose bytes are `data` (uint8, flat), the inverse of `Payload.write`.
-        CorruptPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
+        InvalidPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
 
     def read_all(
         self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
     ) -> list[Payload]:
         """The payload of each rank, whose bytes are the rows of `data` (ranks, bytes; uint8). On a
-        device their `corrupt` may be one flag, which says whether any of them is."""
+        device their `invalid` may be one flag, which says whether any of them is."""
         return [self.read(row, numel, cf, dtype, key) for row in data]
 
     def write_mean(
-        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
-        """out = scale * (sum of decompress(payload)), added in their order; zeros if `void` is set.
+        """out = scale * (sum of decompress(payload)), added in their order; 0 if `as_zeros` is set.
         Raises as `add_to` does."""
         out.zero_()
         for payload in payloads:
-            self.add_to(out, self.void(payload, void), scale)
+            self.add_to(out, self.as_zeros(payload, as_zeros), scale)
 
-    def poison(self, payload: Payload, flag: Flag = True) -> Payload:
+    def as_nonfinite(self, payload: Payload, flag: Flag = True) -> Payload:
         """`payload` with every floating-point value NaN, if `flag` is set: so a rank tells the
-        others that its gradient was not finite. To be overridden, with `is_poisoned` and `void`,
-        where no part is floating-point."""
+        others that its gradient was not finite. A compressor whose payload has no floating-point
+        part overrides this, `is_nonfinite` and `as_zeros`."""
         if not any(p.is_floating_point() for p in payload.parts):
             raise NotImplementedError(
-                f"{type(self).__name__} must override poison, is_poisoned and void"
+                f"{type(self).__name__} must override as_nonfinite, is_nonfinite and as_zeros"
             )
         return _filled(payload, flag, nan)
 
-    def is_poisoned(self, payload: Payload) -> Flag:
-        """Whether the payload (or a sum it went into) was made by `poison`."""
+    def is_nonfinite(self, payload: Payload) -> Flag:
+        """Whether the payload (or a sum it went into) was made by `as_nonfinite`."""
         flag: Flag = False
         for part in payload.parts:
             if part.is_floating_point() and part.numel():
                 flag = either(flag, kernels_for(part).flag(part[0].isnan()))
         return flag
 
-    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
-        """Whether any of the payloads was made by `poison`."""
+    def any_nonfinite(self, payloads: Sequence[Payload]) -> Flag:
+        """Whether any of the payloads was made by `as_nonfinite`."""
         flag: Flag = False
         parts = [part for payload in payloads for part in payload.parts]
         numbers = [part[:1] for part in parts if part.is_floating_point() and part.numel()]
-        own = type(self).is_poisoned is not Compressor.is_poisoned
+        own = type(self).is_nonfinite is not Compressor.is_nonfinite
         if numbers and not own:
             first = torch.cat(numbers)  # as few operations for any number of payloads
             return kernels_for(first).any_nan(first)
         for payload in payloads:
-            flag = either(flag, self.is_poisoned(payload))
+            flag = either(flag, self.is_nonfinite(payload))
         return flag
 
-    def void(self, payload: Payload, flag: Flag = True) -> Payload:
+    def as_zeros(self, payload: Payload, flag: Flag = True) -> Payload:
         """`payload` with every floating-point value 0, so that it decodes to zeros, if `flag` is
         set."""
         return _filled(payload, flag, 0.0)
@@ -394,9 +394,9 @@ def check_flat(tensor: Tensor) -> None:
 
 
 def check_out(out: Tensor, payload: Payload) -> None:
-    """Raise CorruptPayload unless `out` has the shape of the tensor that was compressed."""
+    """Raise InvalidPayload unless `out` has the shape of the tensor that was compressed."""
     if out.dim() != 1 or out.numel() != payload.numel:
-        raise CorruptPayload(
+        raise InvalidPayload(
             f"payload of {payload.numel} elements cannot be added to shape {tuple(out.shape)}"
         )
 
@@ -405,10 +405,10 @@ def split_bytes(data: Tensor, *parts: tuple[int, torch.dtype]) -> tuple[Tensor, 
     """Cut flat uint8 `data` into tensors of (elements, dtype) each, one after the other: the
     inverse of `Payload.write`. A part is a view of `data` where its alignment allows, else a copy.
 
-    Raises CorruptPayload unless `data` is exactly as long as the parts together."""
+    Raises InvalidPayload unless `data` is exactly as long as the parts together."""
     wanted = sum(count * dtype.itemsize for count, dtype in parts)
     if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != wanted:
-        raise CorruptPayload(
+        raise InvalidPayload(
             f"payload must be {wanted} bytes (flat uint8), "
             f"got {data.dtype} of shape {tuple(data.shape)}"
         )
@@ -428,7 +428,7 @@ def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tens
     for all of them at once."""
     wanted = sum(count * dtype.itemsize for count, dtype in parts)
     if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != wanted:
-        raise CorruptPayload(
+        raise InvalidPayload(
             f"payloads must be of {wanted} bytes (uint8), "
             f"got {data.dtype} of shape {tuple(data.shape)}"
         )

@@ -116,23 +116,23 @@ class Ladder(Compressor):
         self.at(payload.cf).add_to(out, payload, scale)
 
     def write_mean(
-        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         by = self.at(payloads[0].cf) if payloads else self.above
-        by.write_mean(out, payloads, scale, void)
+        by.write_mean(out, payloads, scale, as_zeros)
 
-    def poison(self, payload: Payload, flag: Flag = True) -> Payload:
-        return self.at(payload.cf).poison(payload, flag)
+    def as_nonfinite(self, payload: Payload, flag: Flag = True) -> Payload:
+        return self.at(payload.cf).as_nonfinite(payload, flag)
 
-    def is_poisoned(self, payload: Payload) -> Flag:
-        return self.at(payload.cf).is_poisoned(payload)
+    def is_nonfinite(self, payload: Payload) -> Flag:
+        return self.at(payload.cf).is_nonfinite(payload)
 
-    def any_poisoned(self, payloads: Sequence[Payload]) -> Flag:
+    def any_nonfinite(self, payloads: Sequence[Payload]) -> Flag:
         by = self.at(payloads[0].cf) if payloads else self.above
-        return by.any_poisoned(payloads)
+        return by.any_nonfinite(payloads)
 
-    def void(self, payload: Payload, flag: Flag = True) -> Payload:
-        return self.at(payload.cf).void(payload, flag)
+    def as_zeros(self, payload: Payload, flag: Flag = True) -> Payload:
+        return self.at(payload.cf).as_zeros(payload, flag)
 
     def indices(self, payload: Payload) -> Tensor | None:
         return self.at(payload.cf).indices(payload)

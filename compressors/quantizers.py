@@ -93,12 +93,12 @@ class Quantizer(Compressor):
         return [Payload(parts, numel, cf, key, dtype=dtype) for parts in rows]
 
     def write_mean(
-        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         for payload in payloads:
             base.check_out(out, payload)
-        if not self._decode_fused(out.detach(), payloads, scale, add=False, void=void):
-            super().write_mean(out, payloads, scale, void)
+        if not self._decode_fused(out.detach(), payloads, scale, add=False, as_zeros=as_zeros):
+            super().write_mean(out, payloads, scale, as_zeros)
 
     def supported(self, cf: float, numel: int) -> float:
         cf = base.check_cf(cf)
@@ -109,19 +109,24 @@ class Quantizer(Compressor):
         return numel / self.supported(cf, numel)
 
     def _decode_fused(
-        self, out: Tensor, payloads: Sequence[Payload], scale: float, add: bool, void: Flag = False
+        self,
+        out: Tensor,
+        payloads: Sequence[Payload],
+        scale: float,
+        add: bool,
+        as_zeros: Flag = False,
     ) -> bool:
         """Decode payloads of the same CF into `out`, or onto what is there, by one of Triton's
         kernels; False where it cannot, and nothing is done."""
         coding = self.form(payloads[0].cf).coding if payloads else None
-        if coding is None or void is True or not fuses(out):
+        if coding is None or as_zeros is True or not fuses(out):
             return False
         if any(payload.dtype != out.dtype for payload in payloads):
             return False
         from compressors.kernels.triton import codec as triton_codec
 
         coded = triton_codec.coded([payload.parts for payload in payloads], out.numel(), coding)
-        triton_codec.write_values(out, coded, scale, add, void)
+        triton_codec.write_values(out, coded, scale, add, as_zeros)
         return True
 
     def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:

@@ -56,7 +56,7 @@ class RoundsCompressor(Compressor):
         payloads are valid until the generator ends, and their energies are known.
 
         Returns one payload a tensor: the mean that every rank decodes. If any rank's tensors are
-        not finite, all the payloads of the bucket are NaN (`is_poisoned`) on every rank, what is
+        not finite, all the payloads of the bucket are NaN (`is_nonfinite`) on every rank, what is
         reported decodes to finite numbers (its energy and error are NaN), and no state has changed.
         """
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import CorruptPayload, Key, Payload, kept
+from compressors.base import InvalidPayload, Key, Payload, kept
 from compressors.kernels import kernels_for, squared_norm, squared_norms
 from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if
 from compressors.rounds import (
@@ -180,10 +180,10 @@ class Sketch(RoundsCompressor):
         k, _, dense = self.budget(numel, cf)
         sent, values = base.split_bytes(data, (k, torch.int32), (k + dense, dtype))
         indices = sent.clamp(0, max(numel - 1, 0))
-        corrupt = kernels_for(data).flag((indices != sent).any())
-        if corrupt is True:
-            raise CorruptPayload(f"indices must be within [0, {numel})")
-        return Payload((indices, values), numel, cf, key, dtype=dtype, corrupt=corrupt)
+        invalid = kernels_for(data).flag((indices != sent).any())
+        if invalid is True:
+            raise InvalidPayload(f"indices must be within [0, {numel})")
+        return Payload((indices, values), numel, cf, key, dtype=dtype, invalid=invalid)
 
     def indices(self, payload: Payload) -> Tensor | None:
         indices = payload.parts[0]

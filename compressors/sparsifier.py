@@ -76,7 +76,7 @@ class Sparsifier(Compressor):
     values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd"
         or a `ValueFormat`.
 
-    exact_count: exactly k elements are always kept, so that another count is a corrupt payload.
+    exact_count: exactly k elements are always kept, so that another count is a invalid payload.
     comparable: elements are chosen by magnitude alone, so that tensors can be compressed as one.
     """
 
@@ -147,9 +147,9 @@ class Sparsifier(Compressor):
         layout = self.values.layout(kept(numel, cf), dtype)
         packed = (self.index_nbytes(numel, cf), torch.uint8)
         *coded, raw = base.split_bytes(data, *layout, packed)
-        indices, corrupt = self._unpacked(raw, numel, cf)
+        indices, invalid = self._unpacked(raw, numel, cf)
         full, parts = self.exact_count, (indices, *coded)
-        return SparsePayload(parts, numel, cf, key, dtype=dtype, corrupt=corrupt, full=full)
+        return SparsePayload(parts, numel, cf, key, dtype=dtype, invalid=invalid, full=full)
 
     def read_all(
         self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
@@ -164,25 +164,25 @@ class Sparsifier(Compressor):
         full = self.exact_count
         return [
             SparsePayload(
-                (indices, *coded), numel, cf, key, dtype=dtype, corrupt=corrupt, full=full
+                (indices, *coded), numel, cf, key, dtype=dtype, invalid=invalid, full=full
             )
-            for (*coded, _), (indices, corrupt) in zip(rows, decoded, strict=True)
+            for (*coded, _), (indices, invalid) in zip(rows, decoded, strict=True)
         ]
 
     def write_mean(
-        self, out: Tensor, payloads: Sequence[Payload], scale: float, void: Flag = False
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         for payload in payloads:
             base.check_out(out, payload)
-        if void is True or not payloads or not self._fuses(out, payloads):
-            super().write_mean(out, payloads, scale, void)
+        if as_zeros is True or not payloads or not self._fuses(out, payloads):
+            super().write_mean(out, payloads, scale, as_zeros)
             return
         from compressors.kernels.triton import codec as triton_codec
         from compressors.kernels.triton import sparse as triton_sparse
 
         indices = triton_codec.as_rows([payload.parts[0] for payload in payloads])
         coded = self._coded(payloads, indices.shape[1])
-        triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, void)
+        triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, as_zeros)
 
     def indices(self, payload: Payload) -> Tensor | None:
         """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
@@ -213,16 +213,16 @@ class Sparsifier(Compressor):
         packed: (ranks, bytes). On a device an index that several have named leaves slots empty."""
         base.check_flat(tensor)
         flat, numel, lists = tensor.detach(), tensor.numel(), []
-        corrupt: Flag = False
+        invalid: Flag = False
         for each in packed:
             indices, unknown = self._unpacked(each, numel, cf * len(packed))
-            corrupt = either(corrupt, unknown)
+            invalid = either(invalid, unknown)
             lists.append(indices)
         kernels = kernels_for(flat)
         indices = kernels.union(torch.cat(lists), kept(numel, cf), numel)
         values = kernels.take_present(flat, indices)
         chosen = Selected(indices, values, squared_norm(tensor))
-        return replace(self._payload(chosen, numel, cf, key), corrupt=corrupt)
+        return replace(self._payload(chosen, numel, cf, key), invalid=invalid)
 
     def _unpacked(self, packed: Tensor, numel: int, cf: float) -> tuple[Tensor, Flag]:
         """The indices that were packed, and whether nobody can have packed them."""

@@ -122,7 +122,7 @@ class Exchange:
         self.place = dist.get_rank(self.everyone)
         self._link = link
         self._traffic = Traffic()
-        self.corrupt: deque[Tensor] = deque()  # of `count_corrupt`, to be drained
+        self.invalid: deque[Tensor] = deque()  # of `count_invalid`, to be drained
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
@@ -229,10 +229,10 @@ class Exchange:
         """So many elements of gradients are sent."""
         self._traffic.floats += floats
 
-    def count_corrupt(self, flag: Flag) -> None:
+    def count_invalid(self, flag: Flag) -> None:
         """Something that has arrived on a device cannot have been sent."""
         if isinstance(flag, Tensor):
-            self.corrupt.append(flag)
+            self.invalid.append(flag)
 
     @property
     def sent(self) -> float:

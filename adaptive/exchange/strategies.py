@@ -36,7 +36,7 @@ class Outgoing:
     """What a rank has to send for one bucket.
 
     payloads: one a unit; for a strategy that `takes_sums` its only part is the error-fed gradient.
-    If the bucket is poisoned so are payloads, but error-fed gradients are zero. report: is told,
+    If the bucket is nonfinite so are payloads, but error-fed gradients are zero. report: is told,
     still in the hook's body, which payloads the strategy has made itself.
     """
 
@@ -55,14 +55,14 @@ class Outgoing:
 class Received:
     """What has arrived for one bucket. The mean of a unit is `scale` times the sum of its payloads.
 
-    payloads: for each unit. poisoned: some rank's gradients were not finite, so they mean nothing.
+    payloads: for each unit. nonfinite: some rank's gradients were not finite, so they mean nothing.
     own: what this rank has sent of each unit; None: it is among the payloads, at this rank's place.
     lost: of units of which this rank has compressed the mean, what that has lost of it (flat).
     compressors: of each unit, by which the payloads are decoded; None: the unit's own.
     """
 
     payloads: Iterable[Sequence[Payload]]
-    poisoned: Flag
+    nonfinite: Flag
     scale: float = 1.0
     own: Sequence[Payload] | None = None
     lost: Sequence[tuple[Unit, Tensor]] = ()
@@ -108,9 +108,9 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
         for unit, from_ranks in zip(out.units, by_unit, strict=True)
     )
     first = next(received, [])  # a rank poisons all payloads of a bucket or none
-    poisoned = out.units[0].compressor.any_poisoned(first) if first else False
+    nonfinite = out.units[0].compressor.any_nonfinite(first) if first else False
     everything = chain([first] if first else [], received)
-    return Received(everything, poisoned, 1 / exchange.world_size)
+    return Received(everything, nonfinite, 1 / exchange.world_size)
 
 
 def reduced_bytes(pieces: Sequence[Piece], ranks: int) -> float:
@@ -119,14 +119,14 @@ def reduced_bytes(pieces: Sequence[Piece], ranks: int) -> float:
 
 
 def summed(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The sum of the payloads is the payload of the sum (linear compressors), also of a poisoned
+    """The sum of the payloads is the payload of the sum (linear compressors), also of a nonfinite
     one. Bytes a rank sends: 2(N-1)/N payloads."""
     wire = pack(out, out.units, out.payloads)
     dtype = out.units[0].compressor.wire_dtype(out.dtype) if out.units else out.dtype
     total = yield exchange.all_reduce(wire.view(dtype))
     sums = unpack(out.units, total.view(torch.uint8), out.dtype)
-    poisoned = any_poisoned(out.units, sums)
-    return Received([[each] for each in sums], poisoned, 1 / exchange.world_size, out.payloads)
+    nonfinite = any_nonfinite(out.units, sums)
+    return Received([[each] for each in sums], nonfinite, 1 / exchange.world_size, out.payloads)
 
 
 def sharded_bytes(pieces: Sequence[Piece], ranks: int, down_cf: float | None = None) -> float:
@@ -167,7 +167,7 @@ def sharded(
     room = out.bucket.room("mean of a shard", sum(numels)).zero_()
     means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
-    poisoned: Flag = False
+    nonfinite: Flag = False
     both = zip(means, down[exchange.rank], zip(*received, strict=True), strict=True)
     before: list[Tensor | None] = []
     for (unit, mean), below, payloads in both:
@@ -176,24 +176,24 @@ def sharded(
         if kept is not None and kept.numel() == mean.numel():
             mean.copy_(kept)
         for payload in payloads:
-            flag = unit.compressor.is_poisoned(payload)
-            unit.compressor.add_to(mean, unit.compressor.void(payload, flag), 1 / len(payloads))
-            poisoned = either(poisoned, flag)
+            flag = unit.compressor.is_nonfinite(payload)
+            unit.compressor.add_to(mean, unit.compressor.as_zeros(payload, flag), 1 / len(payloads))
+            nonfinite = either(nonfinite, flag)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
         second.append(below.compressor.compress(mean, below.cf, key))
-    poisoned = either(poisoned, all_finite(room) ^ True)
+    nonfinite = either(nonfinite, all_finite(room) ^ True)
     pairs = list(zip(down[exchange.rank], second, strict=True))
-    second = [unit.compressor.poison(payload, poisoned) for unit, payload in pairs]
+    second = [unit.compressor.as_nonfinite(payload, nonfinite) for unit, payload in pairs]
     wire = work.new_zeros(max(down_sizes), dtype=torch.uint8)  # the collective wants equal sizes
     wire[: down_sizes[exchange.rank]] = pack(out, down[exchange.rank], second)
     for (unit, _), (_, mean), payload in zip(pairs, means, second, strict=True):
         unit.compressor.subtract_from(mean, payload)
     if server is not None:
         for (unit, mean), kept in zip(means, before, strict=True):
-            unspoilt = torch.zeros_like(mean) if kept is None else kept
-            flag = torch.as_tensor(poisoned, device=mean.device)
-            server[unit.key.name] = torch.where(flag, unspoilt, mean)
+            unchanged = torch.zeros_like(mean) if kept is None else kept
+            flag = torch.as_tensor(nonfinite, device=mean.device)
+            server[unit.key.name] = torch.where(flag, unchanged, mean)
         means = []
     out.report(second)
     rows = yield exchange.all_gather(wire, means=True)
@@ -202,10 +202,10 @@ def sharded(
     for units, row, size in zip(down, rows, down_sizes, strict=True):
         everyones += unpack(units, row[:size], out.dtype)
     in_order = list(chain.from_iterable(down))
-    poisoned = any_poisoned(in_order, everyones)
-    fill_if(poisoned, room, 0.0)
+    nonfinite = any_nonfinite(in_order, everyones)
+    fill_if(nonfinite, room, 0.0)
     by = [unit.compressor for unit in in_order]
-    return Received([[mean] for mean in everyones], poisoned, 1.0, out.payloads, means, by)
+    return Received([[mean] for mean in everyones], nonfinite, 1.0, out.payloads, means, by)
 
 
 def _downward(unit: Unit, cf: float | None) -> Unit:
@@ -237,7 +237,7 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
         report,
     )
     handed_out = next(rounds)
-    fill_if(out.bucket.poisoned, handed_out, nan)
+    fill_if(out.bucket.nonfinite, handed_out, nan)
     for _ in range(compressor.rounds_count - 1):
         total = yield exchange.all_reduce(handed_out)
         handed_out = rounds.send(total)
@@ -248,7 +248,7 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
         means: list[Payload] = stop.value
     else:
         raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
-    return Received([[mean] for mean in means], any_poisoned(out.units, means), 1.0, own)
+    return Received([[mean] for mean in means], any_nonfinite(out.units, means), 1.0, own)
 
 
 def payload_sizes(units: Sequence[Unit], dtype: torch.dtype) -> list[int]:
@@ -279,13 +279,13 @@ def unpack(units: Sequence[Unit], wire: Tensor, dtype: torch.dtype) -> list[Payl
 
 
 def read(unit: Unit, data: Tensor, dtype: torch.dtype) -> Payload:
-    """A payload of the unit. CorruptPayload if the bytes cannot be one."""
+    """A payload of the unit. InvalidPayload if the bytes cannot be one."""
     return unit.compressor.read(data, unit.numel, unit.cf, dtype, unit.key)
 
 
-def any_poisoned(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
-    """Some rank has poisoned what it sent."""
+def any_nonfinite(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
+    """What some rank has sent is not finite."""
     flag: Flag = False
     for unit, payload in zip(units, payloads, strict=True):
-        flag = either(flag, unit.compressor.is_poisoned(payload))
+        flag = either(flag, unit.compressor.is_nonfinite(payload))
     return flag

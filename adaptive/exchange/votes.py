@@ -61,7 +61,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
     key = out.bucket.key._replace(name=f"values {out.index}")
     sent = lists.flat.clone()
-    wires = [lists.encode(sent, rank, key, out.bucket.poisoned) for rank in range(n)]
+    wires = [lists.encode(sent, rank, key, out.bucket.nonfinite) for rank in range(n)]
     out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
     sizes = [wire.numel() for wire in wires]
     rows = yield exchange.all_to_all(torch.cat(wires), sizes)
@@ -70,11 +70,11 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     for row in rows:
         for piece, decoded in zip(lists.of(mean, me), lists.decode(row, me), strict=True):
             piece.add_(decoded, alpha=1 / n)
-    poisoned = all_finite(mean) ^ True
-    fill_if(poisoned, mean, 0.0)
+    nonfinite = all_finite(mean) ^ True
+    fill_if(nonfinite, mean, 0.0)
     exact = mean.clone()
     wire = fresh(max(sizes), torch.uint8, mean.device).zero_()  # the collective wants equal sizes
-    wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), poisoned)
+    wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), nonfinite)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     sent.sub_(exact.sub_(mean), alpha=n)
     rows = yield exchange.all_gather(wire, means=True)
@@ -118,7 +118,7 @@ class _ValueLists:
         """The rank's pieces of `x`, which is like `flat`."""
         return [x[where] for where in self._slices[rank]]
 
-    def encode(self, x: Tensor, rank: int, key: Key, poisoned: Flag) -> Tensor:
+    def encode(self, x: Tensor, rank: int, key: Key, nonfinite: Flag) -> Tensor:
         """The bytes of the rank's pieces of `x`, which become what `decode` makes of these."""
         parts: list[Tensor] = []
         for form, piece in zip(self._forms, self.of(x, rank), strict=True):
@@ -128,7 +128,7 @@ class _ValueLists:
                 piece.copy_(decoded)
         payload = Payload(tuple(parts), x.numel(), 1.0, key)
         wire = fresh(payload.nbytes, torch.uint8, x.device)
-        (EXACT.poison(payload, poisoned) if parts else payload).write(wire)
+        (EXACT.as_nonfinite(payload, nonfinite) if parts else payload).write(wire)
         return wire
 
     def decode(self, wire: Tensor, rank: int) -> list[Tensor]:

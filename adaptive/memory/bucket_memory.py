@@ -74,9 +74,9 @@ class BucketMemory:
     def open(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """The unit's error-fed gradient: a tensor, and what whoever compresses it is to add to that
         in place, if there is more. A skipped part is not opened, and counts as zero; neither is any
-        of a bucket that is known to be poisoned, whose gradients are zero."""
+        of a bucket that is known to be nonfinite, whose gradients are zero."""
         grads = self._bucket.of(unit)
-        if self._bucket.poisoned is True or unit.skipped or not self._memory.keeps:
+        if self._bucket.nonfinite is True or unit.skipped or not self._memory.keeps:
             return grads, None
         for part, _, _ in unit.ranges:
             self._open(self._runs[part], unit.cf)
@@ -106,16 +106,16 @@ class BucketMemory:
             unit.compressor.add_to(sent, payload)
             residual.sub_(_fill_skipped(unit, sent))
 
-    def clear_velocity(self, unit: Unit, payload: Payload, poisoned: Flag) -> None:
+    def clear_velocity(self, unit: Unit, payload: Payload, nonfinite: Flag) -> None:
         """Momentum factor masking: the velocity of what this rank has sent for a unit becomes zero,
-        where the memory wants that; not in a poisoned step."""
+        where the memory wants that; not in a nonfinite step."""
         indices = unit.compressor.indices(payload) if self._memory.masks(unit.cf) else None
         if indices is None or unit.ranges[0].part.parameter.velocity is None:
             return
         # An index past the end stands for an empty slot.
         sent = torch.zeros(unit.numel + 1, dtype=torch.bool, device=indices.device)
         sent.index_fill_(0, indices, True)
-        fill_if(poisoned, sent, False)
+        fill_if(nonfinite, sent, False)
         _fill_skipped(unit, sent)
         self._kept("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
 
@@ -147,7 +147,7 @@ class BucketMemory:
         """Once a step, however many units share it."""
         if run.opened or run.skipped is True:
             return
-        flag = either(self._bucket.poisoned, run.skipped)  # a device finds out itself
+        flag = either(self._bucket.nonfinite, run.skipped)  # a device finds out itself
         run.addend, run.opened = self._memory.open(run.kept, run.grads, cf, flag), True
         run.spread()
         if run.addend is None:

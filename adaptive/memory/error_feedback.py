@@ -27,7 +27,7 @@ class NoMemory:
     another memory has left behind goes with the next dense step.
 
     This is also what every memory can do. What is called a parameter here may stand for several
-    whose flat tensors lie together and which move alike. `poisoned` says of a gradient of zeros
+    whose flat tensors lie together and which move alike. `nonfinite` says of a gradient of zeros
     that it was not finite, or is skipped: nothing must move, as a device finds out.
     """
 
@@ -44,25 +44,25 @@ class NoMemory:
         self.maybe_unused = maybe_unused
 
     def open(
-        self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
+        self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
     ) -> Tensor | None:
         """Begin a step at `cf`, compressed. Returns what is yet to be added to the residual, to
         make it the error-fed gradient: whoever compresses does so."""
         return None
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
+    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
         """Turn `grad`, in place, into all that a dense step has to send."""
         if parameter.filled:
             assert parameter.residual is not None
-            add_if(poisoned ^ True, grad, parameter.residual)
+            add_if(nonfinite ^ True, grad, parameter.residual)
 
-    def end_dense(self, parameter: ModelParameter, poisoned: Flag) -> None:
-        """What `fold` made was sent, and nothing remains, unless some rank's was poisoned."""
-        if not isinstance(poisoned, Tensor):
-            parameter.filled = parameter.filled and poisoned
+    def end_dense(self, parameter: ModelParameter, nonfinite: Flag) -> None:
+        """What `fold` made was sent, and nothing remains, unless some rank's was nonfinite."""
+        if not isinstance(nonfinite, Tensor):
+            parameter.filled = parameter.filled and nonfinite
         elif parameter.filled:
             assert parameter.residual is not None
-            parameter.residual.masked_fill_(poisoned ^ True, 0.0)
+            parameter.residual.masked_fill_(nonfinite ^ True, 0.0)
 
     @property
     def may_part(self) -> bool:
@@ -143,7 +143,7 @@ class Residual(NoMemory):
     keeps: tuple[str, ...] = ("residual",)
 
     def open(
-        self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
+        self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
     ) -> Tensor | None:
         parameter.open_residual()
         return grad

@@ -59,28 +59,28 @@ class MomentumMemory(Residual):
         return False
 
     def open(
-        self, parameter: ModelParameter, grad: Tensor, cf: float, poisoned: Flag = False
+        self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
     ) -> Tensor | None:
-        velocity, rule = self._move(parameter, grad, self._lag(cf), poisoned)
+        velocity, rule = self._move(parameter, grad, self._lag(cf), nonfinite)
         if velocity is None:
             return super().open(parameter, grad, cf)
         residual = parameter.open_residual()
-        if rule.nesterov or poisoned is not False:
-            add_if(poisoned ^ True, residual, velocity, rule.sent_share)
+        if rule.nesterov or nonfinite is not False:
+            add_if(nonfinite ^ True, residual, velocity, rule.sent_share)
         if not rule.nesterov:
-            return velocity if poisoned is False else None
+            return velocity if nonfinite is False else None
         if rule.gain != 1:
             residual.add_(grad, alpha=rule.gain - 1)
         return grad
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, poisoned: Flag = False) -> None:
-        velocity, rule = self._move(parameter, grad, 1.0, poisoned)
+    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
+        velocity, rule = self._move(parameter, grad, 1.0, nonfinite)
         if velocity is not None and rule.nesterov:
-            add_if(poisoned ^ True, grad, velocity, rule.momentum)
+            add_if(nonfinite ^ True, grad, velocity, rule.momentum)
         elif velocity is not None:
             grad.copy_(velocity)
-            fill_if(poisoned, grad, 0.0)
-        super().fold(parameter, grad, poisoned)
+            fill_if(nonfinite, grad, 0.0)
+        super().fold(parameter, grad, nonfinite)
 
     def idle(self, parameter: ModelParameter) -> bool:
         return False
@@ -125,7 +125,7 @@ class MomentumMemory(Residual):
             parameter.velocity = parameter.zeros().copy_(saved)
 
     def _move(
-        self, parameter: ModelParameter, grad: Tensor, lag: float, poisoned: Flag
+        self, parameter: ModelParameter, grad: Tensor, lag: float, nonfinite: Flag
     ) -> tuple[Tensor | None, MomentumRule]:
         """The velocity after a step, if there is momentum, and the rule by which it has moved."""
         full = self.rule(parameter)
@@ -138,7 +138,7 @@ class MomentumMemory(Residual):
             parameter.velocity = parameter.zeros()
         _change_lag(parameter, full, lag)
         rule = full.with_lag(lag)
-        scale_if(poisoned ^ True, parameter.velocity, rule.momentum)
+        scale_if(nonfinite ^ True, parameter.velocity, rule.momentum)
         parameter.velocity.add_(grad, alpha=rule.rate(fresh))
         parameter.started = True
         return parameter.velocity, rule

@@ -32,14 +32,14 @@ class GradientSum:
     def __init__(self) -> None:
         self._totals: dict[ModelParameter, Tensor] = {}
 
-    def add(self, parameter: ModelParameter, mean: Tensor, poisoned: Flag) -> None:
-        """Add a step's mean gradient of one parameter (flat), unless it is `poisoned`."""
-        if poisoned is True:
+    def add(self, parameter: ModelParameter, mean: Tensor, nonfinite: Flag) -> None:
+        """Add a step's mean gradient of one parameter (flat), unless it is `nonfinite`."""
+        if nonfinite is True:
             return
         total = self._totals.get(parameter)
         if total is None:
             total = self._totals[parameter] = parameter.zeros()
-        total.add_(mean.masked_fill(poisoned, 0) if isinstance(poisoned, Tensor) else mean)
+        total.add_(mean.masked_fill(nonfinite, 0) if isinstance(nonfinite, Tensor) else mean)
 
     def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
         """The norm of the sum, 0-dim and in double, and each parameter's norm; begins a new sum."""

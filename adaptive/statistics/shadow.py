@@ -102,11 +102,11 @@ class ShadowGroup:
             self.arrays[name] = torch.zeros(shape, dtype=self._dtype, device=self._device)
         return self.arrays[name]
 
-    def undo(self, before: Mapping[str, Tensor], poisoned: Flag) -> None:
-        """Restore the arrays of `before` where `poisoned`, a flag on a device, is set."""
+    def undo(self, before: Mapping[str, Tensor], nonfinite: Flag) -> None:
+        """Restore the arrays of `before` where `nonfinite`, a flag on a device, is set."""
         for name, array in self.arrays.items():
             old = before[name] if name in before else torch.zeros_like(array)
-            self.arrays[name] = torch.where(torch.as_tensor(poisoned), old, array)
+            self.arrays[name] = torch.where(torch.as_tensor(nonfinite), old, array)
 
 
 @dataclass(eq=False)
@@ -138,13 +138,13 @@ class ShadowLadder:
     def step(self, bucket: Bucket, tally: Tally) -> None:
         """Take in a bucket's local gradients, and add to the tally what each CF keeps and loses.
 
-        A poisoned bucket, whose gradients must be zero, changes nothing, with one exception on a
+        A nonfinite bucket, whose gradients must be zero, changes nothing, with one exception on a
         device: a velocity that would have begun in this step begins in the next one, from zero. A
         parameter that the host knows to be skipped keeps its residual. On a device a skipped
         parameter is one with a gradient of zero, and elements of its residual count as sent."""
         # All parameters, also skipped ones: ranks may skip different ones and must sample alike.
         parts = [part for part in bucket.parts if part.grad.numel()]
-        if bucket.poisoned is True or all(part.skipped is True for part in parts):
+        if bucket.nonfinite is True or all(part.skipped is True for part in parts):
             return
         singly = [[part.parameter] for part in parts]
         as_one = [[part.parameter for part in parts]]
@@ -152,11 +152,11 @@ class ShadowLadder:
             self._choose_stride(section)
         group = self._group(as_one if bucket.whole else singly)
         before = {}
-        if isinstance(bucket.poisoned, Tensor):  # "sent" is replaced, the others are written to
+        if isinstance(bucket.nonfinite, Tensor):  # "sent" is replaced, the others are written to
             before = {n: x if n == "sent" else x.clone() for n, x in group.arrays.items()}
         self._step(group, parts, bucket, tally)
-        if isinstance(bucket.poisoned, Tensor):
-            group.undo(before, bucket.poisoned)
+        if isinstance(bucket.nonfinite, Tensor):
+            group.undo(before, bucket.nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: the distance of its sampled elements, and what is kept of them."""
@@ -199,7 +199,7 @@ class ShadowLadder:
         total = split[1][1] if split else energies(a, sections)
         # A residual that is not finite, after finite but huge gradients, would stay so.
         overflown = ~(total.amax(0) < inf)  # (sections,)
-        left_out = overflown | bucket.poisoned
+        left_out = overflown | bucket.nonfinite
         if self.peers is not None:
             rows = torch.cat((g[None], a * sent)).masked_fill_(sections.spread(left_out), 0)
             if "sent" in group.arrays:

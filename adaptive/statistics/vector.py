@@ -138,13 +138,13 @@ class Statistics:
     """Norm of the sum of mean gradients; nan in a step whose plan does not read it."""
     grad: float = _number("sum", reported=True)
     """||g||^2."""
-    spoiled: float = _number("mean")
+    nonfinite: float = _number("mean")
     """Number of buckets whose gradients are not finite."""
     changed: float = _number("mean")
     """1 if gradients changed between backward and step. `unscaled`: 1 if they did as by a loss
     scale that was not handed over."""
     unscaled: float = _number("mean")
-    corrupt: float = _number("sum", only="on_device")
+    invalid: float = _number("sum", only="on_device")
     """Payloads of the step before that no compressor can have sent."""
     total: float = _number("sum", reported=True)
     """||a||^2. `sample_total`: ||s||^2 of the samples s of the gradients."""
@@ -191,7 +191,7 @@ class Statistics:
                 found[name] = part
             elif part:
                 found[name] = part[0] / over[declared["agree"]]
-        if found["spoiled"]:  # nan makes policies pass over the step
+        if found["nonfinite"]:  # nan makes policies pass over the step
             found |= dict.fromkeys(("grad", "total", "sample_total", "grad_norms"), nan)
         return cls(tally, **found)
 

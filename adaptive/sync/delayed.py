@@ -118,7 +118,7 @@ class DelayedSync(LocalStepsSync):
         def start(exchange: Exchange, out: Outgoing) -> Rounds:
             own = self._own[out.index].zero_()
             for unit, payload in zip(out.units, out.payloads, strict=True):
-                sent = unit.compressor.void(payload, out.bucket.poisoned)
+                sent = unit.compressor.as_zeros(payload, out.bucket.nonfinite)
                 unit.compressor.add_to(own[unit.start : unit.stop], sent)
             return strategy.start(exchange, out)
 
@@ -130,29 +130,29 @@ class DelayedSync(LocalStepsSync):
         the class; None: all that are under way are."""
         arrived = [each for each in self._arrived if due is None or each.due <= due]
         self._arrived = [each for each in self._arrived if each not in arrived]
-        spoilt: Flag = False
+        any_nonfinite: Flag = False
         for arrival in arrived:
             parameters, mean, own = arrival.parameters, arrival.wait(), arrival.then
             assert own is not None
-            poisoned = all_finite(mean) ^ True
-            spoilt = either(spoilt, poisoned)
+            nonfinite = all_finite(mean) ^ True
+            any_nonfinite = either(any_nonfinite, nonfinite)
             for each in (mean, own):
-                fill_if(poisoned, each, 0.0)
+                fill_if(nonfinite, each, 0.0)
             means, moves = split(mean, parameters), split(own.sub_(mean), parameters)
             torch._foreach_sub_([self.anchors[p] for p in parameters], means)
             for p, each, move in zip(parameters, means, moves, strict=True):
                 p.tensor.data.copy_(move.add_(as_flat(p.tensor)).view_as(p.tensor))
                 if self._on_mean is not None:
-                    self._on_mean(p, each, poisoned)
-        self._bring_back(spoilt)
+                    self._on_mean(p, each, nonfinite)
+        self._bring_back(any_nonfinite)
 
-    def _bring_back(self, spoilt: Flag) -> None:
+    def _bring_back(self, any_nonfinite: Flag) -> None:
         """If what some rank has sent was not finite, or too large: that rank goes on from the
         anchor, and its gradients, which are of where it stood, count for nothing."""
-        if spoilt is False:
+        if any_nonfinite is False:
             return
         for p, anchor in self.anchors.items():
-            good = torch.as_tensor(spoilt, device=anchor.device) ^ True
+            good = torch.as_tensor(any_nonfinite, device=anchor.device) ^ True
             here, grad = p.tensor.data, p.tensor.grad
             anchor = anchor.view_as(here)
             near = (here.to(anchor.dtype) - anchor).abs() < LARGEST[anchor.dtype]  # nan is not

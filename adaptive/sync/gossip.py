@@ -256,7 +256,7 @@ class GossipSync(Synchroniser):
         units = self._granularity.cut(bucket, cfs)
         record_gradient_norms(units, x, tally)
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
-        tally.at("spoiled").add_(torch.as_tensor(bucket.poisoned))
+        tally.at("nonfinite").add_(torch.as_tensor(bucket.nonfinite))
         self._exchange.count_floats(sum(unit.floats for unit in units))
         out = Outgoing(index, bucket, units, payloads, lambda _: None)
         weights = self.topology.sources(step, rank)
@@ -309,12 +309,12 @@ class GossipSync(Synchroniser):
             _add(chunk.kept, units, payloads, 1.0)
 
     def _bucket(self, chunk: _Chunk, x: Tensor, step: int) -> Bucket:
-        """What is sent of a chunk, as what DDP would hand over. What is not finite is poisoned: it
+        """What is sent of a chunk, in the form of one of DDP's buckets. A value that is not finite
         makes neighbours' parameters not finite, as a gradient in dense DDP would."""
         key = Key("", step, rank=self._exchange.rank)
         bucket = Bucket(x, key, self._granularity.whole_buckets, {})
-        bucket.poisoned = all_finite(x) ^ True
-        fill_if(bucket.poisoned, x, 0.0)
+        bucket.nonfinite = all_finite(x) ^ True
+        fill_if(bucket.nonfinite, x, 0.0)
         start = 0
         for p, piece in zip(chunk.parameters, chunk.split(x), strict=True):
             bucket.parts.append(Part(p, start, start + piece.numel(), piece, False))
@@ -332,7 +332,7 @@ class GossipSync(Synchroniser):
             payloads = unpack(units, row, chunk.offset.dtype)
             _add(chunk.offset, units, payloads, weight)
             for payload in payloads:
-                self._exchange.count_corrupt(payload.corrupt)
+                self._exchange.count_invalid(payload.invalid)
 
     def _receive_all(self) -> None:
         """Wait for what is under way. The parameters stay as they are."""
@@ -383,7 +383,7 @@ def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
         sent = replace(levels[cfs.measured.index(cfs.send)], cf=unit.cf)
     else:
         sent = unit.compressor.compress(target, unit.cf, unit.key)
-    return unit.compressor.poison(sent, bucket.poisoned)
+    return unit.compressor.as_nonfinite(sent, bucket.nonfinite)
 
 
 def _add(out: Tensor, units: Sequence[Unit], payloads: Sequence[Payload], weight: float) -> None:

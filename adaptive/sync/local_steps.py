@@ -261,25 +261,25 @@ class LocalStepsSync(Synchroniser):
         due: steps since the exchange; None: what is not due yet moves them, too."""
         arrived = [each for each in self._arrived if due is None or each.due <= due]
         self._arrived = [each for each in self._arrived if each not in arrived]
-        spoilt: Flag = False
+        any_nonfinite: Flag = False
         for arrival in arrived:
             parameters, mean = arrival.parameters, arrival.wait()
             anchors = [self.anchors[p] for p in parameters]
             # Nothing moves in a round that is thrown away.
-            poisoned = all_finite(mean) ^ True
-            spoilt = either(spoilt, poisoned)
-            fill_if(poisoned, mean, 0.0)
+            nonfinite = all_finite(mean) ^ True
+            any_nonfinite = either(any_nonfinite, nonfinite)
+            fill_if(nonfinite, mean, 0.0)
             exchanged = split(mean != 0, parameters)
             steps = split(mean, parameters)
             if self._moving:
                 moving = [self._moving[p] for p in parameters]
-                good = torch.as_tensor(poisoned ^ True, device=mean.device)
+                good = torch.as_tensor(nonfinite ^ True, device=mean.device)
                 share = good.to(mean.dtype).mul_(self._momentum)
                 torch._foreach_mul_(moving, torch.where(good, share, 1.0))
                 torch._foreach_add_(moving, steps)
                 torch._foreach_addcmul_(steps, moving, [share.expand_as(m) for m in moving])
             torch._foreach_add_(anchors, steps, alpha=-self._lr)
-            since = self._moved_since(arrival, poisoned)
+            since = self._moved_since(arrival, nonfinite)
             for p, anchor, here, moved in zip(parameters, anchors, exchanged, since, strict=True):
                 own = anchor
                 if p.filled and p.residual is not None:
@@ -287,21 +287,23 @@ class LocalStepsSync(Synchroniser):
                     p.residual.mul_(here)
                 own = own if moved is None else own + moved
                 p.tensor.data.copy_(own.view_as(p.tensor))
-        self._bring_back(spoilt)
+        self._bring_back(any_nonfinite)
 
-    def _bring_back(self, spoilt: Flag) -> None:
+    def _bring_back(self, any_nonfinite: Flag) -> None:
         """If what some bucket has come to is thrown away: the gradients are of there, too. And with
         an overlap other parameters may have followed it meanwhile, or have not been moved back yet:
         what is not finite goes to the anchor."""
-        if spoilt is False:
+        if any_nonfinite is False:
             return
         for p, anchor in self.anchors.items():
-            stays = p.tensor.isfinite() | (torch.as_tensor(spoilt, device=anchor.device) ^ True)
+            stays = p.tensor.isfinite() | (
+                torch.as_tensor(any_nonfinite, device=anchor.device) ^ True
+            )
             p.tensor.data.copy_(torch.where(stays, p.tensor, anchor.view_as(p.tensor)))
             if p.tensor.grad is not None:
-                fill_if(spoilt, p.tensor.grad, 0.0)
+                fill_if(any_nonfinite, p.tensor.grad, 0.0)
 
-    def _moved_since(self, arrival: Arrival, poisoned: Flag) -> Sequence[Tensor | None]:
+    def _moved_since(self, arrival: Arrival, nonfinite: Flag) -> Sequence[Tensor | None]:
         """By how much the rank has moved each parameter since it sent what has arrived, unless all
         of that is thrown away, or leads nowhere."""
         if arrival.then is None:
@@ -309,7 +311,7 @@ class LocalStepsSync(Synchroniser):
         then = split(arrival.then, arrival.parameters)
         for p, moved in zip(arrival.parameters, then, strict=True):
             torch.sub(as_flat(p.tensor).to(p.dtype), moved, out=moved)
-            fill_if(poisoned, moved, 0.0)
+            fill_if(nonfinite, moved, 0.0)
             moved.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return then
 

@@ -109,7 +109,7 @@ class OwnStepSync(EveryStepSync):
         """After the last bucket; a future of whether some rank's gradients are not finite."""
         averager, controller = self.averager, self.averager.controller
         flag, self._nonfinite = self._nonfinite, False
-        controller.tally.at("spoiled").add_(torch.as_tensor(flag))
+        controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.memory.backward_ends(controller.plan.send)
         averager.reducer.end_backward()
         averager.watch.backward_ends(None, False, averager.pipeline.stream.backward_waited)

@@ -61,17 +61,17 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square()
 
 
-def judge(energies: Tensor, x: Tensor, total: Tensor, spoiled: Tensor) -> Flag:
+def judge(energies: Tensor, x: Tensor, total: Tensor, nonfinite: Tensor) -> Flag:
     """Whether `x` has an element that is not finite. energies: the squared norms of its pieces, of
-    a device in float64. Adds them to `total`, and 1 to `spoiled` if one of them is not finite in
+    a device in float64. Adds them to `total`, and 1 to `nonfinite` if one of them is not finite in
     x's precision (float64, one element each)."""
     most = torch.finfo(x.dtype).max
     if triton := triton_for_flags(x):
-        return triton.judge(energies, most, total, spoiled)
+        return triton.judge(energies, most, total, nonfinite)
     fits = (energies <= most).all()  # nan does not
     for energy in energies.tolist() if is_host(x.device) else (energies.sum(),):
         total.add_(energy)
-    spoiled.add_(~fits)
+    nonfinite.add_(~fits)
     if is_host(x.device):
         return not bool(fits) and not all_finite(x)
     return ~(energies < inf).all()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.base import CorruptPayload
+from compressors.base import InvalidPayload
 from compressors.kernels import kernels_for
 from compressors.kernels.blocks import Flag
 from compressors.wire.packing import Numbers, numbers_nbytes, pack_numbers, unpack_numbers
@@ -97,29 +97,29 @@ class IndexFormat:
         self, data: Tensor, numel: int, capacity: int, exact: bool = False
     ) -> list[tuple[Tensor, Flag]]:
         """`decode` of each row of `data` (ranks, bytes; uint8). Where Triton's kernels do so, all
-        have the same flag, which says whether any of them is corrupt."""
+        have the same flag, which says whether any of them is invalid."""
         if not (capacity and len(data) and data.stride(1) == 1 and kernels_for(data).fused):
             return [self._decode(row, numel, capacity, exact) for row in data]
         from compressors.kernels.triton import sparse as triton_sparse
 
         map_nbytes = self._map_nbytes(numel, capacity)
-        indices, corrupt = triton_sparse.read_indices(
+        indices, invalid = triton_sparse.read_indices(
             data, numel, capacity, self.low, map_nbytes, exact
         )
-        return [(row, corrupt) for row in indices.unbind()]
+        return [(row, invalid) for row in indices.unbind()]
 
     def decode(
         self, data: Tensor, numel: int, capacity: int, exact: bool = False
     ) -> tuple[Tensor, Flag]:
         """The indices (int32, flat) whose bytes are `data` (uint8, flat), and whether these are
-        corrupt.
+        invalid.
 
-        On the host CorruptPayload unless `data` is what is made of indices that ascend strictly
+        On the host InvalidPayload unless `data` is what is made of indices that ascend strictly
         within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
         so, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
         nbytes = self.nbytes(numel, capacity)
         if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != nbytes:
-            raise CorruptPayload(
+            raise InvalidPayload(
                 f"indices must be {nbytes} bytes (flat uint8), "
                 f"got {data.dtype} of shape {tuple(data.shape)}"
             )
@@ -138,19 +138,19 @@ class IndexFormat:
         if at.size > capacity or (exact and at.size < capacity):
             wanted = f"{'' if exact else 'at most '}{capacity}"
             found = f"got {at.size}" if at.size <= capacity else "got more"
-            raise CorruptPayload(f"payload must hold {wanted} indices, {found}")
+            raise InvalidPayload(f"payload must hold {wanted} indices, {found}")
         if self.low is not None:
             at -= _ranks(at, bits)
         if at.size and int(at[-1]) << low >= numel:  # the last one is the largest
-            raise CorruptPayload(f"payload must not point beyond the last of {numel} elements")
+            raise InvalidPayload(f"payload must not point beyond the last of {numel} elements")
         if low:
             slots, follows = unpack_numbers(packed.numpy(), 1 << low, capacity)
             if follows or slots[at.size :].any():
-                raise CorruptPayload("payload must be zero where it holds nothing")
+                raise InvalidPayload("payload must be zero where it holds nothing")
             at <<= low
             at |= slots[: at.size]
         if at.size and (at[-1] >= numel or not (at[1:] > at[:-1]).all()):
-            raise CorruptPayload(f"indices must ascend within [0, {numel}), got {at[0]}...{at[-1]}")
+            raise InvalidPayload(f"indices must ascend within [0, {numel}), got {at[0]}...{at[-1]}")
         return torch.from_numpy(at.astype(np.int32, copy=False))
 
     def _decode_on_device(
@@ -173,9 +173,9 @@ class IndexFormat:
             indices[:-1].add_(slots)
         these, following = indices[:-1], indices[1:]
         wrong = these >= following if exact else these + present[:-1] > following
-        corrupt = wrong.any() | present[-1]
+        invalid = wrong.any() | present[-1]
         decoded = these.clamp(max=numel - exact).int()
-        return decoded, corrupt if follows is False else corrupt | follows
+        return decoded, invalid if follows is False else invalid | follows
 
     def _map_nbytes(self, numel: int, capacity: int) -> int:
         nbits = numel if self.low is None else capacity + -(-numel >> self.low)

@@ -33,7 +33,7 @@ def balance(
     """Train. deviation: of sent + residual from the sum of the gradients, relative to the latter.
 
     bad_at: the step in which rank 1's gradient is NaN. What it leaves behind is what the other
-    ranks have accumulated, in a compressed step; `poisoned` says, parameter by parameter, that
+    ranks have accumulated, in a compressed step; `nonfinite` says, parameter by parameter, that
     nothing of its mean was finite."""
     model = DDP(small_net().to(device), **(ddp_options or {}))
     timeline = MemoryTimeline()
@@ -46,7 +46,7 @@ def balance(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sums: dict[str, Any] = {}
     sent: dict[str, Any] = {}
-    poisoned: list[bool] = []
+    nonfinite: list[bool] = []
     for step in range(steps):
         bad, own = step == bad_at, local_gradients(model, step, rank)
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def balance(
         for name, gradient in own.items():
             sums[name] = sums.get(name, 0) + (gradient if counts else torch.zeros_like(gradient))
         if bad:
-            poisoned = [not bool(p.grad.isfinite().any()) for p in model.parameters()]
+            nonfinite = [not bool(p.grad.isfinite().any()) for p in model.parameters()]
             continue
         for name, p in model.module.named_parameters():
             sent[name] = sent.get(name, 0) + p.grad.flatten() * dist.get_world_size()
@@ -67,7 +67,7 @@ def balance(
             _deviation(sent[name], total, memory.get(name, {})) for name, total in sums.items()
         ),
         "parameters": flat_parameters(model),
-        "poisoned": poisoned,
+        "nonfinite": nonfinite,
         "reports": [
             (r.step, r.cf, {cf: vars(m) for cf, m in r.measurements.items()}, r.wire_bytes)
             for r in policy.reports

@@ -66,11 +66,11 @@ class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.always, self.sometimes = small_net(seed=0), small_net(seed=1)
-        self.poisoned = False
+        self.nonfinite = False
 
     def forward(self, x: Tensor, whole: bool = True) -> Tensor:
         y = self.always(x) + self.sometimes(x) if whole else self.always(x)
-        if self.poisoned:  # all gradients, so that no bucket sends anything
+        if self.nonfinite:  # all gradients, so that no bucket sends anything
             y.register_hook(lambda gradient: gradient * math.nan)
         return y
 
@@ -129,9 +129,9 @@ class _Soak:
             self._backward(step + 1_000_000, True, self.model.no_sync())
         # Left out: by no rank, by all, by one of them.
         whole = kind < 0.9 or (kind < 0.95 and self.rank == step % 2)
-        self.module.poisoned = 0.5 < kind < 0.52 and self.rank == step % 2
+        self.module.nonfinite = 0.5 < kind < 0.52 and self.rank == step % 2
         self._backward(step, whole)
-        healthy, self.module.poisoned = not self.module.poisoned, False
+        healthy, self.module.nonfinite = not self.module.nonfinite, False
         self._count_sent(healthy)
         if all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.model.parameters()):
             self.optimizer.step()
@@ -148,9 +148,9 @@ class _Soak:
         """Count this rank's own gradient, and let DDP have it."""
         x, y = batch(step, self.rank)
         names, parameters = zip(*self.module.named_parameters(), strict=True)
-        poisoned, self.module.poisoned = self.module.poisoned, False
+        nonfinite, self.module.nonfinite = self.module.nonfinite, False
         local = (self.module(x, whole) - y).square().mean()
-        self.module.poisoned = poisoned
+        self.module.nonfinite = nonfinite
         gradients = torch.autograd.grad(local, parameters, allow_unused=True)
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:

@@ -66,7 +66,7 @@ def _reseal(folder: Path, rank: int) -> None:
     path.write_text(json.dumps(meta))
 
 
-def _poison(folder: Path, rank: int) -> None:
+def _as_nonfinite(folder: Path, rank: int) -> None:
     path = _file(folder, rank)
     state = torch.load(path, weights_only=True)
     state["compressor"]["memory"]["weight"]["residual"][1] = float("nan")
@@ -98,7 +98,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "rank1.pt is of another run or step: its step is 6, expected 3",
     ),
     "not finite": (
-        lambda folder: _poison(folder, 1),
+        lambda folder: _as_nonfinite(folder, 1),
         "rank1.pt holds numbers in compressor.memory.weight.residual that are not finite",
     ),
 }

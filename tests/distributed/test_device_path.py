@@ -1,6 +1,6 @@
 """The device path in real processes, on CPU tensors that are treated as those of a device.
 
-It must do what the host path does: nothing is lost, a poisoned step leaves no trace, and training
+It must do what the host path does: nothing is lost, a nonfinite step leaves no trace, and training
 comes to the same parameters, to rounding.
 """
 
@@ -75,7 +75,7 @@ def test_nothing_is_lost(base: str, options: dict[str, Any], bad_at: int | None)
         # Sums of half precision are rounded on the wire.
         assert result["deviation"] < (1e-2 if base == "bf16" else 1e-12)
         assert torch.equal(result["parameters"], results[0]["parameters"])
-        assert all(result["poisoned"])
+        assert all(result["nonfinite"])
 
 
 def _unused(rank: int, cfs: list[float], momentum: float) -> float:
@@ -114,7 +114,7 @@ def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, A
         (report.step, cf): measured.error
         for report in policy.reports
         for cf, measured in report.measurements.items()
-        if isfinite(measured.total)  # not of a poisoned step
+        if isfinite(measured.total)  # not of a nonfinite step
     }
     return flat_parameters(model), errors
 
@@ -246,7 +246,7 @@ def _corrupt(rank: int) -> str:
         def flipped(future: Any) -> torch.Tensor:
             rows = future.value()
             if rank == 1:  # what has arrived on one rank only
-                exchange.count_corrupt(torch.tensor(True))
+                exchange.count_invalid(torch.tensor(True))
             return rows
 
         return send(payload, means).then(flipped)

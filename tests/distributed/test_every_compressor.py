@@ -50,7 +50,7 @@ def test_nothing_is_lost(exchange: str, world_size: int, bad_at: int | None) -> 
             assert theirs[name]["deviation"] < halves.get(name, 1e-12), name
             assert torch.equal(theirs[name]["parameters"], first["parameters"]), name
             assert same(theirs[name]["reports"], first["reports"]), name
-            assert all(theirs[name]["poisoned"]), name
+            assert all(theirs[name]["nonfinite"]), name
 
 
 def test_powersgd_is_among_them() -> None:

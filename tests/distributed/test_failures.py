@@ -14,7 +14,7 @@ from adaptive import AdaptiveCompressor, LocalSteps
 from adaptive.exchange import strategies
 from adaptive.exchange.choice import strategies as allowed_by
 from compressors import compressor_names, make_compressor
-from compressors.base import CorruptPayload
+from compressors.base import InvalidPayload
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net
 
@@ -112,7 +112,7 @@ def _cannot_decode(rank: int, base: str, exchange: str) -> str:
 
         def corrupt(*args: Any) -> Any:
             if next(calls) == 2:  # two payloads came in the first round
-                raise CorruptPayload("a bit was flipped")
+                raise InvalidPayload("a bit was flipped")
             return read(*args)
 
         strategies.unpack = corrupt

@@ -162,7 +162,7 @@ def test_a_hook_gets_gradients_times_the_loss_scale() -> None:
 
 
 def _nan_in_between(rank: int) -> dict[str, Any]:
-    """The dense step that is to empty the residual is spoiled on one rank."""
+    """The dense step that is to empty the residual is nonfinite on one rank."""
     model = DDP(small_net(torch.float32))
     policy = Scripted([10.0, 10.0, 2.0])
     compressor = AdaptiveCompressor(

@@ -211,7 +211,7 @@ def _fused(rank: int, nesterov: bool) -> list[float]:
     """How far a fused SGD, which unscales gradients itself, is at CF 1 from plain DDP; the second
     time one step has an infinite loss."""
     apart = []
-    for spoiled in (-1, 6):
+    for nonfinite in (-1, 6):
         ends = []
         for compressed in (False, True):
             model = DDP(small_net(torch.float32))
@@ -224,7 +224,7 @@ def _fused(rank: int, nesterov: bool) -> list[float]:
             for step in range(20):
                 optimizer.zero_grad()
                 loss = loss_of(model, step, rank)
-                scaler.scale(loss * float("inf") if step == spoiled else loss).backward()
+                scaler.scale(loss * float("inf") if step == nonfinite else loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
             ends.append(flat_parameters(model))

@@ -34,9 +34,9 @@ class Watching(Scripted):
 
 
 def _run(
-    rank: int, cf: float, momentum: float, spoiled: int, granularity: str = "layer"
+    rank: int, cf: float, momentum: float, nonfinite: int, granularity: str = "layer"
 ) -> dict[str, Any]:
-    """spoiled: the step in which rank 1's gradients are not finite."""
+    """nonfinite: the step in which rank 1's gradients are not finite."""
     model = DDP(small_net(), bucket_cap_mb=0.004 if granularity == "layer" else 25)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     policy = Watching([cf])
@@ -51,7 +51,7 @@ def _run(
         observe(ladder, bucket, tally)
 
     with patch.object(ShadowLadder, "step", observed):
-        _train(model, optimizer, rank, spoiled, gradients)
+        _train(model, optimizer, rank, nonfinite, gradients)
     compressor.flush()
     reports = [
         (dict(r.signal), r.signal_total, dict(r.peers), r.peers_total) for r in policy.reports
@@ -63,7 +63,7 @@ def _train(
     model: DDP,
     optimizer: torch.optim.Optimizer,
     rank: int,
-    spoiled: int,
+    nonfinite: int,
     gradients: list[dict[str, Tensor]],
 ) -> None:
     """gradients: takes in the local ones of each step."""
@@ -71,8 +71,8 @@ def _train(
         optimizer.zero_grad()
         gradients.append(local_gradients(model, step, rank))
         loss = loss_of(model, step, rank)
-        (loss * float("nan") if step == spoiled and rank == 1 else loss).backward()
-        if step != spoiled:
+        (loss * float("nan") if step == nonfinite and rank == 1 else loss).backward()
+        if step != nonfinite:
             optimizer.step()
 
 
@@ -82,7 +82,7 @@ def _kept(a: Tensor, cf: float) -> Tensor:
 
 
 def _products(
-    everyone: list[dict[str, Any]], cf: float, spoiled: int, sizes: list[int] | None = None
+    everyone: list[dict[str, Any]], cf: float, nonfinite: int, sizes: list[int] | None = None
 ) -> list[tuple]:
     """(<c, g>, <g before, g>) of each step, summed over parameters and ranks. sizes: of what is
     compressed by itself in the first step."""
@@ -91,7 +91,7 @@ def _products(
         for name in one["gradients"][0]:
             residual = c = before = torch.zeros_like(one["gradients"][0][name])
             for step, gradients in enumerate(one["gradients"]):
-                if step == spoiled and rank == 1:
+                if step == nonfinite and rank == 1:
                     continue
                 g = gradients[name]
                 top, total = sums[step]
@@ -136,21 +136,21 @@ def _peer_products(everyone: list[dict[str, Any]], cf: float) -> list[tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("cf", "momentum", "spoiled"), [(1.0, 0.9, -1), (30.0, 0.0, -1), (100.0, 0.9, 4)]
+    ("cf", "momentum", "nonfinite"), [(1.0, 0.9, -1), (30.0, 0.0, -1), (100.0, 0.9, 4)]
 )
 def test_where_the_sample_is_the_whole_they_are_those_of_plain_error_feedback(
-    cf: float, momentum: float, spoiled: int
+    cf: float, momentum: float, nonfinite: int
 ) -> None:
-    everyone = run_ranks(2, _run, cf, momentum, spoiled)
+    everyone = run_ranks(2, _run, cf, momentum, nonfinite)
     assert same(*(one["reports"] for one in everyone))
     assert len(everyone[0]["reports"]) == STEPS
     for each in LADDER:
-        wanted = _products(everyone, each, spoiled)
+        wanted = _products(everyone, each, nonfinite)
         found = [(signal[each], total) for signal, total, _, _ in everyone[0]["reports"]]
         assert found[0] == (0.0, 0.0)  # nothing came before
         for pair, expected in zip(found, wanted, strict=True):
             assert pair == pytest.approx(expected, rel=1e-9, abs=1e-15)
-        if spoiled < 0:
+        if nonfinite < 0:
             crossed = [(peers[each], total) for _, _, peers, total in everyone[0]["reports"]]
             for pair, expected in zip(crossed, _peer_products(everyone, each), strict=True):
                 assert pair == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -73,7 +73,7 @@ def _balance(rank: int, base: str, options: dict[str, Any], bad_at: int | None) 
     result = balance(
         rank, base, policy, 8, options=options, ddp_options=ddp, bad_at=bad_at, device="cuda"
     )
-    return {key: result[key] for key in ("deviation", "poisoned")} | {
+    return {key: result[key] for key in ("deviation", "nonfinite")} | {
         "parameters": result["parameters"].cpu()
     }
 
@@ -98,7 +98,7 @@ def test_two_ranks_on_one_device_lose_nothing(
     for result in results:
         assert result["deviation"] < 1e-12
         assert torch.equal(result["parameters"], results[0]["parameters"])
-        assert all(result["poisoned"])
+        assert all(result["nonfinite"])
 
 
 def _train(rank: int, device: str, optimizer: str) -> torch.Tensor:

@@ -45,10 +45,14 @@ from adaptive import (
     LinkSpec,
     LocalSteps,
     MemoryTimeline,
+    Momentum,
+    Network,
+    ParameterServer,
     Policy,
     Schedule,
     Warmup,
 )
+from adaptive.memory.options import Memory
 from runs.modelled_clock import ModelledClock
 from runs.simulate.ranks import run_ranks
 
@@ -84,8 +88,8 @@ class Run:
 
     policy: Callable[[], Policy]
     base: str
-    memory: str
-    exchange: str
+    memory: str | Memory
+    exchange: str | ParameterServer
     granularity: str
     ranks: int = 2
     cf_range: tuple[float, float] = (4, 64)
@@ -213,14 +217,13 @@ RUNS: dict[str, Run] = {
         _fixed,
         "onebit",
         "residual",
-        "sharded",
+        ParameterServer(own_memory=True),
         "layer",
         3,
         cf_range=(30, 30),
-        options={"server_memory": True},
     ),
     "means come back dense": Run(
-        _goodput, "topk", "residual", "sharded", "bucket", 3, options={"down_cf": 1}
+        _goodput, "topk", "residual", ParameterServer(down_cf=1), "bucket", 3
     ),
     "a hook as a rung": Run(
         lambda: Schedule({0: 1.0, 9: 16.0, 30: 4.0, 45: 16.0}),
@@ -230,9 +233,7 @@ RUNS: dict[str, Run] = {
         "layer",
         options={"hooks": {4.0: default_hooks.bf16_compress_hook}},
     ),
-    "clipped": Run(
-        _goodput, "dgc", "momentum", "all_gather", "bucket", 3, options={"clip_norm": 0.1}
-    ),
+    "clipped": Run(_goodput, "dgc", Momentum(clip_norm=0.1), "all_gather", "bucket", 3),
     "adamw, a layer left out": Run(_goodput, "topk", "updates", "auto", "auto", unused=True),
     "saved, residual": Run(_goodput, "topk", "residual", "auto", "auto", 3, saved=True),
     "saved, momentum": Run(_goodput, "topk", "momentum", "sharded", "auto", 3, saved=True),
@@ -271,7 +272,7 @@ class _Training:
             memory=run.memory,
             exchange=run.exchange,
             granularity=run.granularity,
-            clock=ModelledClock(0.01, LinkSpec(2e6, 0.001)),
+            network=Network(clock=ModelledClock(0.01, LinkSpec(2e6, 0.001))),
             timeline=timeline,
             **run.options,
         ).attach(self.model, optimizer=self.optimizer)

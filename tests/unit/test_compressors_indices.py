@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressors import CorruptPayload, kept, make_compressor
+from compressors import InvalidPayload, kept, make_compressor
 from compressors.wire.indices import FORMATS, IndexFormat, choose_format
 from tests.unit.device_path import device_path
 
@@ -130,9 +130,9 @@ def test_too_many_indices_are_refused(form):
 def test_other_sizes_and_types_are_refused(form, numel, capacity):
     size = form.nbytes(numel, capacity)
     for wrong in {0, size - 1, size + 1, 2 * size} - {size, -1}:
-        with pytest.raises(CorruptPayload):
+        with pytest.raises(InvalidPayload):
             form.decode(torch.zeros(wrong, dtype=torch.uint8), numel, capacity)
-    with pytest.raises(CorruptPayload):
+    with pytest.raises(InvalidPayload):
         form.decode(torch.zeros(size, dtype=torch.int8), numel, capacity)
 
 
@@ -140,7 +140,7 @@ def test_other_sizes_and_types_are_refused(form, numel, capacity):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_fuzzed_bytes(form, data):
-    """CorruptPayload, or what `encode` makes of indices that ascend within bounds."""
+    """InvalidPayload, or what `encode` makes of indices that ascend within bounds."""
     indices, numel, capacity = data.draw(problems(largest=140_000))
     size = form.nbytes(numel, capacity)
     raw = bytearray(data.draw(st.binary(min_size=min(size, 300), max_size=300)))
@@ -152,7 +152,7 @@ def test_fuzzed_bytes(form, data):
     raw = raw[: data.draw(st.sampled_from([len(raw), len(raw), size, size - 1]))]
     try:
         decoded, _ = form.decode(torch.tensor(list(raw), dtype=torch.uint8), numel, capacity)
-    except CorruptPayload:
+    except InvalidPayload:
         decoded = None
     if len(raw) == size:
         check_device_path(form, raw, numel, capacity, decoded)
@@ -199,7 +199,7 @@ def tampered(form: IndexFormat, numel: int, capacity: int, byte: int, value: int
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_tampering_shows(form, numel, byte, value):
-    with pytest.raises(CorruptPayload):
+    with pytest.raises(InvalidPayload):
         form.decode(tampered(form, numel, 8, byte, value), numel, 8)
 
 

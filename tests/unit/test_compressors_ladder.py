@@ -31,9 +31,9 @@ def test_at_each_cf_it_does_what_its_part_does(cf: float) -> None:
 @pytest.mark.parametrize("cf", [2, 4, 10])
 def test_a_nonfinite_mark_is_that_of_the_part(cf: float) -> None:
     payload = LADDER.compress(torch.randn(300), cf, KEY)
-    marked = LADDER.poison(payload)
-    assert [LADDER.any_poisoned([each]) for each in (payload, marked)] == [False, True]
-    assert LADDER.decompress(LADDER.void(marked)).count_nonzero() == 0
+    marked = LADDER.as_nonfinite(payload)
+    assert [LADDER.any_nonfinite([each]) for each in (payload, marked)] == [False, True]
+    assert LADDER.decompress(LADDER.as_zeros(marked)).count_nonzero() == 0
 
 
 def test_which_part_works_where() -> None:

@@ -349,20 +349,20 @@ def test_poisoned_and_void_payloads(quantizer, cf, path):
     with path():
         payload = quantizer.compress(normal(1003), cf, KEY)
         for flag in flags:
-            poisoned = quantizer.poison(payload, flag)
-            assert bool(quantizer.is_poisoned(poisoned)) == bool(flag)
-            assert bool(quantizer.decompress(poisoned).isnan().all()) == bool(flag)
-            assert bool((quantizer.decompress(quantizer.void(payload, flag)) == 0).all()) == bool(
-                flag
-            )
+            nonfinite = quantizer.as_nonfinite(payload, flag)
+            assert bool(quantizer.is_nonfinite(nonfinite)) == bool(flag)
+            assert bool(quantizer.decompress(nonfinite).isnan().all()) == bool(flag)
+            assert bool(
+                (quantizer.decompress(quantizer.as_zeros(payload, flag)) == 0).all()
+            ) == bool(flag)
         bad = normal(1003)
         bad[5] = nan
         spoilt = quantizer.compress(bad, cf, KEY)
         assert not bool(spoilt.energies.isfinite().all())
         assert not bool(quantizer.decompress(spoilt).isfinite().all())
     nowhere = quantizer.compress(meta(1003), cf, KEY)
-    flag = quantizer.is_poisoned(nowhere)
-    quantizer.void(quantizer.poison(nowhere, flag), flag)
+    flag = quantizer.is_nonfinite(nowhere)
+    quantizer.as_zeros(quantizer.as_nonfinite(nowhere, flag), flag)
 
 
 @every_setting

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.base import CorruptPayload, Key, kept
+from compressors.base import InvalidPayload, Key, kept
 from compressors.sketch import CountSketch, Sketch
 from tests.unit.device_path import device_path
 from tests.unit.ranks import exchange, same
@@ -216,7 +216,7 @@ def test_not_finite_on_one_rank_is_poison_on_all(bad, position):
     reported, payloads = exchange(ranks, bucket, 4.0, KEYS)
     for got in payloads:
         for payload, numel in zip(got, NUMELS, strict=True):
-            assert numel == 0 or bool(ranks[0].is_poisoned(payload))
+            assert numel == 0 or bool(ranks[0].is_nonfinite(payload))
     for own in reported:
         assert all(bool(ranks[0].decompress(payload).isfinite().all()) for payload in own)
         assert all(payload.energy.isnan() and payload.error.isnan() for payload in own)
@@ -257,10 +257,10 @@ def test_bytes_round_trip(cf, dtype):
     received = sketch.read(data, 5000, cf, dtype, KEY)
     assert same(received, payload)
     assert torch.equal(sketch.decompress(received), sketch.decompress(payload))
-    with pytest.raises(CorruptPayload):
+    with pytest.raises(InvalidPayload):
         sketch.read(data[:-1], 5000, cf, dtype, KEY)
     for wrong in (torch.zeros(4999), torch.zeros(5001)):
-        with pytest.raises(CorruptPayload):
+        with pytest.raises(InvalidPayload):
             sketch.add_to(wrong, payload)
 
 
@@ -271,7 +271,7 @@ def test_index_out_of_bounds_is_refused():
         payload.parts[0][3] = index
         data = torch.empty(payload.nbytes, dtype=torch.uint8)
         payload.write(data)
-        with pytest.raises(CorruptPayload):
+        with pytest.raises(InvalidPayload):
             sketch.read(data, 5000, 10.0, torch.float32, KEY)
 
 
@@ -284,7 +284,7 @@ def test_a_device_keeps_indices_within_bounds_and_says_that_they_were_not():
         payload.write(data)
         with device_path():
             received = sketch.read(data, 5000, 10.0, torch.float32, KEY)
-            assert bool(received.corrupt) == corrupt
+            assert bool(received.invalid) == corrupt
             assert bool(sketch.decompress(received).isfinite().all())
 
 

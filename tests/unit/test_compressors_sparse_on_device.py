@@ -68,15 +68,15 @@ def test_the_rest_reads_no_value_either(compressor, numel):
         payload = compressor.compress(meta(numel), cf, KEY)
         further = compressor.recompress(payload, 8.0)
         assert further.parts[0].numel() == kept(numel, 8 * cf)
-        poisoned = compressor.is_poisoned(compressor.poison(payload, flag))
-        assert isinstance(poisoned, torch.Tensor) or numel == 0
-        compressor.subtract_from(meta(numel), compressor.void(payload, flag))
+        nonfinite = compressor.is_nonfinite(compressor.as_nonfinite(payload, flag))
+        assert isinstance(nonfinite, torch.Tensor) or numel == 0
+        compressor.subtract_from(meta(numel), compressor.as_zeros(payload, flag))
         compressor.indices(payload)
         packed = compressor.pack_indices(payload)
         assert packed.numel() == compressor.index_nbytes(numel, cf)
         elsewhere = compressor.at_proposed(meta(numel), packed[None], cf, KEY)
         compressor.add_to(meta(numel), elsewhere)
-        assert isinstance(elsewhere.corrupt, torch.Tensor)
+        assert isinstance(elsewhere.invalid, torch.Tensor)
 
 
 @every_compressor
@@ -98,7 +98,7 @@ def test_bytes_that_nobody_sent_stay_within_bounds(compressor, data, numel, cf):
         voted.subtract_from(out, voted.at_proposed(out, packed[None], cf, KEY))
         again = torch.empty_like(raw)
         payload.write(again)
-        assert bool(payload.corrupt) or torch.equal(again, raw)
+        assert bool(payload.invalid) or torch.equal(again, raw)
 
 
 @every_compressor

@@ -468,7 +468,7 @@ def check_same(compressor: Sparsifier, expected: SparsePayload, found: SparsePay
     raw = torch.empty(found.nbytes, dtype=torch.uint8)
     found.write(raw)
     received = compressor.read(raw, found.numel, found.cf, torch.float32, KEY)
-    assert not bool(received.corrupt)
+    assert not bool(received.invalid)
     assert torch.equal(compressor.decompress(received), compressor.decompress(found))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "force_device_path", False)

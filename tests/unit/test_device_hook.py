@@ -41,7 +41,7 @@ from tests.unit.device_path import Operations
 CF = 32.0
 MOST = {"topk+int4": 200, "int8": 85, "qsgd": 110, "signsgd": 100}
 """Operations of a whole step of one bucket: of two ranks, with the statistics of a CF and of its
-sample, and all that a poisoned step takes."""
+sample, and all that a nonfinite step takes."""
 LADDER = (10.0, 100.0)
 
 
@@ -50,7 +50,7 @@ class MetaExchange(Exchange):
 
     def __init__(self) -> None:
         self.world_size, self.rank = 2, 0
-        self.corrupt = deque()
+        self.invalid = deque()
         self._traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
@@ -175,8 +175,8 @@ class Hook:
         else:
             done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, True)
         assert done.wait().shape == buffer.shape
-        for corrupt in self.exchange.corrupt:
-            tally.at("corrupt").add_(corrupt)
+        for corrupt in self.exchange.invalid:
+            tally.at("invalid").add_(corrupt)
         if peers is not None:
             peers.receive(peers.end_step(tally), tally.at("sketch").new_zeros(WIDTH))
         assert tally.complete().device.type == "meta"

@@ -34,10 +34,10 @@ def test_on_a_device_no_value_is_read_whatever_the_size():
             payload.write(data)
             compressor.subtract_from(tensor, payload)
             received = compressor.read(data, tensor.numel(), 10.0, tensor.dtype, key)
-            flag = compressor.is_poisoned(
-                compressor.poison(received, torch.ones((), device="meta").bool())
+            flag = compressor.is_nonfinite(
+                compressor.as_nonfinite(received, torch.ones((), device="meta").bool())
             )
-            compressor.add_to(tensor, compressor.void(received, flag))
+            compressor.add_to(tensor, compressor.as_zeros(received, flag))
 
         step()  # finds the sizes by compressing noise, on the host
         counts.append(count_operations(step))
@@ -73,10 +73,10 @@ def test_what_follows_from_more_than_the_size_is_refused(inner):
 def test_a_gradient_that_is_not_finite_is_told_of_and_decodes_to_nothing():
     compressor = GraceCompressor(EveryTenth(), ratio=None, cf=10)
     payload = compressor.compress(torch.ones(40), 10.0, Key("w"))
-    assert not compressor.is_poisoned(payload)
+    assert not compressor.is_nonfinite(payload)
     assert compressor.decompress(payload).sum() == 4
-    assert compressor.is_poisoned(compressor.poison(payload))
-    assert compressor.decompress(compressor.void(payload)).sum() == 0
+    assert compressor.is_nonfinite(compressor.as_nonfinite(payload))
+    assert compressor.decompress(compressor.as_zeros(payload)).sum() == 0
 
 
 @pytest.mark.parametrize(

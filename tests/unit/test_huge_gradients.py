@@ -98,10 +98,10 @@ def test_only_what_is_not_finite_makes_a_bucket_so(either_path: str) -> None:
     for value, spoils in ((float("inf"), True), (float("nan"), True), (1e38, False)):
         x = torch.ones(1000)
         x[7] = value
-        total, spoiled = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        flag = judge(squared_norms([x[:500], x[500:]]), x, total, spoiled)
+        total, nonfinite = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        flag = judge(squared_norms([x[:500], x[500:]]), x, total, nonfinite)
         assert bool(flag) == spoils
-        assert spoiled == 1
+        assert nonfinite == 1
 
 
 def test_the_largest_that_is_kept_can_be_squared_and_added_up() -> None:

@@ -22,8 +22,8 @@ def test_gradients_add_up_until_they_are_read(device: bool) -> None:
     layers = parameters()
     with device_path() if device else nullcontext():
         sums = GradientSum()
-        for value, poisoned in ((1.0, False), (nan, True), (2.0, False)):
-            flag = torch.tensor(poisoned) if device else poisoned
+        for value, nonfinite in ((1.0, False), (nan, True), (2.0, False)):
+            flag = torch.tensor(nonfinite) if device else nonfinite
             for layer in layers[:2]:
                 sums.add(layer, torch.full((4,), value), flag)
         other = GradientSum()

@@ -98,7 +98,7 @@ def lifetimes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lifetimes]:
     monkeypatch.setattr(torch._C.Future, "then", noted)
     monkeypatch.setattr(HookStream, "keep", lambda stream, *used: found.kept.append(used))
     # The ranks send this one's bytes over again, which are not what a shard's owner would send.
-    monkeypatch.setattr(Exchange, "count_corrupt", lambda exchange, flag: None)
+    monkeypatch.setattr(Exchange, "count_invalid", lambda exchange, flag: None)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield found
     dist.destroy_process_group()

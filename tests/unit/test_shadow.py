@@ -36,7 +36,7 @@ class _Bucket:
     parts: list[Part]
     key: Key
     whole: bool
-    poisoned: Flag
+    nonfinite: Flag
     updates: bool = True
 
 
@@ -74,7 +74,7 @@ class Run:
         numel = sum(parameter.tensor.numel() for parameter in self.parameters)
         return torch.randn(numel, generator=draw).to(self.parameters[0].dtype) ** 3 * scale
 
-    def bucket(self, step: int, work: Tensor, poisoned: Flag = False, skipped: int = -1) -> Any:
+    def bucket(self, step: int, work: Tensor, nonfinite: Flag = False, skipped: int = -1) -> Any:
         """The whole model in one bucket."""
         ends = [*accumulate(parameter.tensor.numel() for parameter in self.parameters)]
         parts = [
@@ -87,16 +87,16 @@ class Run:
             )
             for i, (parameter, end) in enumerate(zip(self.parameters, ends, strict=True))
         ]
-        return _Bucket(work, parts, Key("", step), self.whole_buckets and step > 0, poisoned)
+        return _Bucket(work, parts, Key("", step), self.whole_buckets and step > 0, nonfinite)
 
-    def step(self, step: int, work: Tensor, poisoned: Flag = False, skipped: int = -1) -> Any:
+    def step(self, step: int, work: Tensor, nonfinite: Flag = False, skipped: int = -1) -> Any:
         tally = make_tally(len(self.cfs), self.device)
         peers = self.ladder.peers
         if peers is not None:
             sketches = peers.end_step(tally)
             peers.receive(sketches, 3 * sketches[0])
             peers.begin_step(tally)
-        self.ladder.step(self.bucket(step, work, poisoned, skipped), tally)
+        self.ladder.step(self.bucket(step, work, nonfinite, skipped), tally)
         return tally
 
     def arrays(self, name: str) -> Tensor:

@@ -96,11 +96,11 @@ def test_a_spoiled_bucket_makes_the_energies_nan_whatever_comes_after_it() -> No
     for flag in (True, torch.tensor(True)):
         tally = Tally(cfs=(10.0,))
         for each in (False, flag):
-            tally.at("spoiled").add_(each)
+            tally.at("nonfinite").add_(each)
         tally.add_levels(torch.ones(1, 3).double(), torch.ones(1, 3).double())
         agreed = Statistics.agreed(tally, tally.complete())
         assert all(map(isnan, (agreed.total, agreed.sample_total, agreed.grad)))
-        assert agreed.spoiled == 1
+        assert agreed.nonfinite == 1
 
 
 def test_what_a_second_compression_loses_is_taken_off_what_the_first_has_kept() -> None:

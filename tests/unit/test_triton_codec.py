@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressors import CorruptPayload, Key, make_compressor, quantizers
+from compressors import InvalidPayload, Key, make_compressor, quantizers
 from compressors.base import split_bytes, split_rows
 from compressors.kernels import blocks
 from compressors.quantizers import Natural
@@ -167,7 +167,7 @@ def test_corrupt_bytes_are_told_and_stay_within_bounds(problem, data, exact):
     assert found.max() <= numel - exact
     try:
         read, _ = form.decode(wire, numel, capacity, exact)
-    except CorruptPayload:
+    except InvalidPayload:
         assert bool(corrupt)
     else:
         assert found.tolist() == read.tolist() + [numel] * (capacity - read.numel())
@@ -331,7 +331,7 @@ def test_the_whole_way_is_that_of_torch(name, numel, ranks, cf, offset):
     assert torch.equal(found.residuals, wanted.residuals)
     assert torch.equal(found.residuals[0], found.residuals[1])
     assert not found.void.any()
-    assert not any(payload.corrupt for payload in found.received)
+    assert not any(payload.invalid for payload in found.received)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -358,11 +358,11 @@ def test_poisoned_payloads_are_nan_and_come_to_nothing_if_that_is_known(name):
     cf = compressor.supported(5.0, 500)
     with triton_path():
         flag = torch.ones((), dtype=torch.bool, device=WHERE)
-        payload = compressor.poison(compressor.compress(x, cf, KEY), flag)
+        payload = compressor.as_nonfinite(compressor.compress(x, cf, KEY), flag)
         wire = torch.empty(payload.nbytes, dtype=torch.uint8, device=WHERE)
         payload.write(wire)
         received = compressor.read_all(wire.repeat(2, 1), 500, cf, torch.float32, KEY)
-        assert all(compressor.is_poisoned(each) for each in received)
+        assert all(compressor.is_nonfinite(each) for each in received)
         mean = torch.zeros_like(x)
         compressor.write_mean(mean, received, 0.5)
         indices = compressor.indices(payload)
@@ -401,8 +401,8 @@ def test_payloads_that_nobody_sent_change_nothing_beyond_the_tensor(data, name, 
     assert not memory[:10].any()
     assert not memory[-10:].any()
     with device_path():
-        corrupt = [compressor.read(row, numel, cf, torch.float32, KEY).corrupt for row in rows]
-    assert [bool(payload.corrupt) for payload in received] == [any(map(bool, corrupt))] * 3
+        corrupt = [compressor.read(row, numel, cf, torch.float32, KEY).invalid for row in rows]
+    assert [bool(payload.invalid) for payload in received] == [any(map(bool, corrupt))] * 3
 
 
 LAUNCHES = {
@@ -459,7 +459,7 @@ def test_rows_are_split_as_each_of_them_is(counts, offset):
         for a, b in zip(found, split_bytes(row, *parts), strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    with pytest.raises(CorruptPayload, match="payloads must be of"):
+    with pytest.raises(InvalidPayload, match="payloads must be of"):
         split_rows(rows, *parts, (1, torch.uint8))
 
 

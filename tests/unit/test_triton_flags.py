@@ -93,15 +93,15 @@ def test_a_poisoned_payload_among_many_is_found(bad: int | None) -> None:
         payload = compressor.compress(normal(40).to(DEVICE), 10, Key("w", 0))
         payloads = [payload] * 1600
         if bad is not None:
-            payloads[bad] = compressor.poison(payload, torch.tensor(True, device=DEVICE))
-        found = compressor.any_poisoned(payloads)
+            payloads[bad] = compressor.as_nonfinite(payload, torch.tensor(True, device=DEVICE))
+        found = compressor.any_nonfinite(payloads)
     assert bool(found) == (bad is not None)
 
 
 def test_every_kernel_compiles_for_a_gpu() -> None:
     types = {
         **dict.fromkeys(("x", "y"), "*fp32"),
-        **dict.fromkeys(("energies", "total", "spoiled"), "*fp64"),
+        **dict.fromkeys(("energies", "total", "nonfinite"), "*fp64"),
         **dict.fromkeys(("flag", "found"), "*i1"),
         **dict.fromkeys(("value", "alpha", "factor", "most"), "fp32"),
         "numel": "i32",

@@ -74,12 +74,12 @@ def test_a_ladder_is_as_by_torch(kind: str, whole_buckets: bool) -> None:
     runs = [Run(kind, whole_buckets, sizes, CFS[:2], device=DEVICE) for _ in range(2)]
     for step in range(3):
         work = runs[0].gradients(step).to(DEVICE)
-        poisoned = torch.tensor(step == 1, device=DEVICE)
+        nonfinite = torch.tensor(step == 1, device=DEVICE)
         given = torch.zeros_like(work) if step == 1 else work
         tallies = []
         for run, path in zip(runs, (device_path, triton_path), strict=True):
             with path():
-                tallies.append(run.step(step, given.clone(), poisoned))
+                tallies.append(run.step(step, given.clone(), nonfinite))
         for name in NAMES:
             a, b = (tally.at(name) for tally in tallies)
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)

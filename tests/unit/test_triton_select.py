@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from compressors import DGC, Compressor, Key, RedSync, TopK
-from compressors.kernels import device, host
+from compressors.kernels import fits, host
 from compressors.kernels.blocks import Selected
 from compressors.thresholds import bisect, bisect_at_once
 from tests.unit.device_path import Launches, count_operations, meta, triton_path
@@ -196,12 +196,14 @@ def test_a_whole_compressor_is_as_on_the_host(compressor: Compressor, numel: int
 
 def test_only_what_the_kernels_know_takes_them() -> None:
     x = normal(40)
-    assert device._triton(x) is None
+    assert not fits(x)
     with triton_path():
-        assert device._triton(x) is device._triton(x, x) is device._triton(x[1:]) is triton_select
-        for other in (x.half(), x.double(), x[::2], x[:1], x[:0], torch.nn.Parameter(x)):
-            assert device._triton(other) is None
-        assert device._triton(x, x.half()) is None
+        assert fits(x)
+        assert fits(x, x)
+        assert fits(x[1:], None)
+        for other in (x.half(), x.double(), x[::2], x[:0], torch.nn.Parameter(x)):
+            assert not fits(other)
+        assert not fits(x, x.half())
 
 
 def test_launches_do_not_grow_with_the_tensor_and_no_value_is_read(

@@ -113,7 +113,7 @@ def value_at(
 
 @triton.jit
 def _dense_mean(
-    out, numbers, number_step, codes, code_step, void, count, ranks, scale,
+    out, numbers, number_step, codes, code_step, as_zeros, count, ranks, scale,
     ADD: tl.constexpr, VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
     BUCKET: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -128,18 +128,20 @@ def _dense_mean(
         value = value_at(own_numbers, own_codes, i, count, present, KIND, BITS, BUCKET, BLOCK)
         total = tl.fma(value, tl.full([ELEMENTS], 1.0, tl.float32) * scale, total)
     if VOID:
-        total = tl.where(tl.load(void) != 0, 0.0, total)
+        total = tl.where(tl.load(as_zeros) != 0, 0.0, total)
     tl.store(out + i, total, mask=present)
 
 
-def write_values(out: Tensor, values: Coded, scale: float, add: bool, void: Flag = False) -> None:
-    """out = scale * (sum over the ranks of their values), in the ranks' order; zeros if `void`.
+def write_values(
+    out: Tensor, values: Coded, scale: float, add: bool, as_zeros: Flag = False
+) -> None:
+    """out = scale * (sum over the ranks of their values), in the ranks' order; zeros if `as_zeros`.
 
     out: flat, float32, as many elements as a rank has values. add: on top of what is there."""
     launch(
         _dense_mean, (-(-out.numel() // ELEMENTS),), out, out, *decoding(values),
-        flag_in_memory(void, out), values.size, len(values.numbers), scale, ADD=add,
-        VOID=isinstance(void, Tensor), **decoding_sizes(values), ELEMENTS=ELEMENTS,
+        flag_in_memory(as_zeros, out), values.size, len(values.numbers), scale, ADD=add,
+        VOID=isinstance(as_zeros, Tensor), **decoding_sizes(values), ELEMENTS=ELEMENTS,
     )  # fmt: skip
 
 

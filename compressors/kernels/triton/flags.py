@@ -2,7 +2,7 @@
 
 torch's operations on a flag read and write the whole tensor whether it is set or not. These kernels
 look at the flag first, and leave the tensor alone if there is nothing to do: that a bucket is
-poisoned is rare, and to be ready for it costs next to nothing.
+nonfinite is rare, and to be ready for it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def any_nan(x: Tensor) -> Tensor:
     return found
 
 
-def judge(energies: Tensor, most: float, total: Tensor, spoiled: Tensor) -> Tensor:
+def judge(energies: Tensor, most: float, total: Tensor, nonfinite: Tensor) -> Tensor:
     """See `kernels.judge`."""
     found = torch.empty((), dtype=torch.bool, device=energies.device)
     launch(
         *(_judge, (1,), energies),
-        *(energies, most, total, spoiled, found, energies.numel()),
+        *(energies, most, total, nonfinite, found, energies.numel()),
         block=1024,
     )
     return found
@@ -101,7 +101,7 @@ def _any_nan(x, found, numel, block: tl.constexpr):
 
 
 @triton.jit
-def _judge(energies, most, total, spoiled, found, numel, block: tl.constexpr):
+def _judge(energies, most, total, nonfinite, found, numel, block: tl.constexpr):
     lanes = tl.arange(0, block)
     added, bad = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     infinite = tl.full((), 0, tl.int32)
@@ -111,5 +111,5 @@ def _judge(energies, most, total, spoiled, found, numel, block: tl.constexpr):
         bad += tl.sum(1 - (energy <= most).to(tl.int32))  # nan is not
         infinite += tl.sum(1 - (energy < float("inf")).to(tl.int32))
     tl.store(total, tl.load(total) + added)
-    tl.store(spoiled, tl.load(spoiled) + (bad > 0).to(tl.float64))
+    tl.store(nonfinite, tl.load(nonfinite) + (bad > 0).to(tl.float64))
     tl.store(found, infinite > 0)

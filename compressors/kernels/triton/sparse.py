@@ -160,14 +160,14 @@ def _set_bits(byte):
 
 
 @_kernel
-def _count_bits(rows, row_step, map_nbytes, counts, corrupt, SLOTS: tl.constexpr):
+def _count_bits(rows, row_step, map_nbytes, counts, invalid, SLOTS: tl.constexpr):
     """The bits that are set in each piece of each rank's map."""
     piece, rank = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = piece * SLOTS + tl.arange(0, SLOTS)
     byte = tl.load(rows + rank * row_step + at, mask=at < map_nbytes, other=0).to(tl.int32)
     tl.store(counts + rank * tl.num_programs(0) + piece, tl.sum(_set_bits(byte)))
     if (piece == 0) & (rank == 0):
-        tl.store(corrupt, tl.cast(0, tl.uint8))
+        tl.store(invalid, tl.cast(0, tl.uint8))
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def _slot(slots, j, capacity, present, low):
 
 @_kernel
 def _read_indices(
-    rows, row_step, map_nbytes, counts, indices, corrupt, numel, capacity, low, pieces,
+    rows, row_step, map_nbytes, counts, indices, invalid, numel, capacity, low, pieces,
     MAP: tl.constexpr, EXACT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     piece, rank = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -246,27 +246,27 @@ def _read_indices(
     bad = (tl.max((wrong != 0).to(tl.int32)) > 0) | (total > capacity)
     if EXACT:
         bad = bad | (total < capacity)
-    tl.store(corrupt, tl.cast(1, tl.uint8), mask=bad)
+    tl.store(invalid, tl.cast(1, tl.uint8), mask=bad)
 
 
 def read_indices(
     rows: Tensor, numel: int, capacity: int, low: int | None, map_nbytes: int, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """The indices (ranks, capacity; int32) whose bytes are `rows` (ranks, bytes; uint8), and a flag
-    that says whether any of these are corrupt (`wire.indices.IndexFormat.decode`).
+    that says whether any of these are invalid (`wire.indices.IndexFormat.decode`).
 
     numel and capacity are at least 1."""
     ranks, pieces = len(rows), -(-map_nbytes // SLOTS)
     indices = rows.new_empty((ranks, capacity), dtype=torch.int32)
     counts = rows.new_empty((ranks, pieces), dtype=torch.int32)
-    corrupt = rows.new_empty(1)
+    invalid = rows.new_empty(1)
     step, grid = rows.stride(0), (pieces, ranks)
-    launch(_count_bits, grid, rows, rows, step, map_nbytes, counts, corrupt, SLOTS=SLOTS)
+    launch(_count_bits, grid, rows, rows, step, map_nbytes, counts, invalid, SLOTS=SLOTS)
     launch(
-        _read_indices, grid, rows, rows, step, map_nbytes, counts, indices, corrupt, numel,
+        _read_indices, grid, rows, rows, step, map_nbytes, counts, indices, invalid, numel,
         capacity, low or 0, pieces, MAP=low is None, EXACT=exact, SLOTS=SLOTS,
     )  # fmt: skip
-    return indices, corrupt.view(torch.bool)[0]
+    return indices, invalid.view(torch.bool)[0]
 
 
 # The mean ----------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float) -> Non
 
 @_kernel
 def _sparse_mean(
-    out, indices, index_step, numbers, number_step, codes, code_step, void, numel, slots, count,
+    out, indices, index_step, numbers, number_step, codes, code_step, as_zeros, numel, slots, count,
     ranks, steps, scale,
     VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK: tl.constexpr, RANKS: tl.constexpr, RANGE: tl.constexpr, TOGETHER: tl.constexpr,
@@ -314,7 +314,7 @@ def _sparse_mean(
     starts = _first_from(indices + rows, slots, steps, first, known, 0, False)
     stops = _first_from(indices + rows, slots, steps, last, known, 0, False)
     if VOID:
-        stops = tl.where(tl.load(void) != 0, starts, stops)
+        stops = tl.where(tl.load(as_zeros) != 0, starts, stops)
     for rank in range(ranks):
         tl.debug_barrier()  # what is stored so far is there for all threads of the program
         own = tl.cast(rank, tl.int64)
@@ -331,17 +331,17 @@ def _sparse_mean(
 
 
 def write_sparse_mean(
-    out: Tensor, indices: Tensor, values: Coded, scale: float, void: Flag = False
+    out: Tensor, indices: Tensor, values: Coded, scale: float, as_zeros: Flag = False
 ) -> None:
-    """out = 0, then out[indices] += scale * values for each rank, in their order; zeros if `void`.
+    """out = 0, then out[indices] += scale * values for each rank, in their order; 0 if `as_zeros`.
 
     out: flat, float32. indices: (ranks, slots), int32; each rank's ascend, but for those beyond the
     last element, which stand for nothing."""
     ranks, slots = indices.shape
     launch(
         _sparse_mean, (-(-out.numel() // RANGE),), out, out, indices, indices.stride(0),
-        *decoding(values), flag_in_memory(void, out), out.numel(), slots, values.size, ranks,
-        slots.bit_length(), scale, VOID=isinstance(void, Tensor), **decoding_sizes(values),
+        *decoding(values), flag_in_memory(as_zeros, out), out.numel(), slots, values.size, ranks,
+        slots.bit_length(), scale, VOID=isinstance(as_zeros, Tensor), **decoding_sizes(values),
         RANKS=power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
     )  # fmt: skip
 
