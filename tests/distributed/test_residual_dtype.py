@@ -62,7 +62,7 @@ def _run(rank: int, dtype: torch.dtype, options: dict[str, Any], on_device: bool
                 {"exchange": "voted_indices"},
             )
         ),
-        {"base": "topk+int4", "memory": "residual"},
+        {"base": "topk+int4"},
     ],
     ids=str,
 )
