@@ -54,7 +54,7 @@ from adaptive import (
 )
 from adaptive.memory.options import Memory
 from runs.modelled_clock import ModelledClock
-from runs.simulate.ranks import run_ranks
+from runs.simulate.ranks import WorkerError, run_ranks
 
 FILE = Path(__file__).with_name("golden.json")
 STEPS = 60
@@ -329,7 +329,10 @@ def _train(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     logging.getLogger("adaptive").setLevel(logging.ERROR)  # what policies conclude
     run = RUNS[name]
-    ranks = run_ranks(run.ranks, lambda rank, _: train(run, rank))
+    try:
+        ranks = run_ranks(run.ranks, lambda rank, _: train(run, rank))
+    except WorkerError as error:  # which would not find its way back from a process of the pool
+        raise RuntimeError(f"{name}: {error}") from None
     looks = [each["parameters"] for each in ranks]
     if any(each != looks[0] for each in looks) != run.apart:
         raise RuntimeError(f"{name}: the ranks' parameters are {'' if run.apart else 'not '}alike")
