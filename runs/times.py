@@ -63,7 +63,9 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
 def step_seconds(records: Sequence[StepRecord]) -> list[float]:
     """Of each recorded step, or round of local steps, as `Pace` counts them: the report of the next
     one tells. One that was not timed counts as the mean; nan throughout if none was."""
-    typical = records[-1].pace.step_seconds if records else nan
+    if not records:
+        return []
+    typical = records[-1].pace.step_seconds
     after = [*(record.report.median_seconds for record in records[1:]), nan]
     return [
         seconds if isfinite(seconds) else typical * steps
