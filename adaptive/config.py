@@ -244,8 +244,8 @@ class Settings:
         chooses = isinstance(sync, LocalSteps) and sync.steps == "auto"
         if chooses and not self.policy.chooses_local_steps:
             raise ValueError(
-                f"steps must be a whole number with policy {self.policy.name!r}, which does not "
-                f"choose it as 'goodput' does; got {told}"
+                f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
+                f"does not choose it as 'goodput' does"
             )
         compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
         for policy in _policies_in(self.policy) if isinstance(sync, Gossip) else ():

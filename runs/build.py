@@ -152,6 +152,14 @@ def memory_options(config: TrainConfig) -> str | Memory:
     """What becomes of what is not sent. ValueError for options of different memories."""
     kind = config.memory or "auto"
     given = [name for name in _MEMORY[1:] if getattr(config, name) is not None]
+    apart = {"local_steps": config.local_steps, "delay": config.delay}
+    apart = {name: value for name, value in apart.items() if value not in (None, 0, 1)}
+    if apart and config.clip_norm is not None:
+        told = ", ".join(f"{name}={value}" for name, value in apart.items())
+        raise ValueError(
+            f"clip_norm: must be None (clip p.grad instead) with {told}, which exchange no "
+            f"gradients; got {config.clip_norm:g}"
+        )
     if not given:
         return kind
     if kind == "auto":
@@ -323,10 +331,15 @@ def check_compression(config: TrainConfig) -> None:
         raise UsageError(_with_option(str(error))) from error
 
 
+_OPTION_OF = {"sync": "local_steps", "lag": "momentum_lag", "dtype": "residual_dtype"}
+"""Options of the command line, by the library's argument."""
+
+
 def _with_option(message: str) -> str:
     """The library names its argument first; on the command line that is an option."""
     word = re.match(r"\w*", message)
-    name = word[0] if word else ""
+    word_of_library = word[0] if word else ""
+    name = _OPTION_OF.get(word_of_library, word_of_library)
     if name not in {field.name for field in fields(TrainConfig)}:
         return message
-    return option(name) + message[len(name) :]
+    return option(name) + message[len(word_of_library) :]

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec, Network
-from adaptive.sizes import RUNG_GAIN
+from adaptive import AdaptiveCompressor, Ladder, LinkSpec, Network
 from compressors.kernels import blocks
+from compressors.ladder import GAIN
 from runs.modelled_clock import ModelledClock
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
@@ -25,10 +25,15 @@ RUNGS = {2: "bf16", 4: "int8"}
 SWITCHES = [20.0, 4.0, 4.0, 50.0, 2.0, 1.0, 4.0, 10.0, 2.0]
 
 
+def _ladder() -> Ladder:
+    return Ladder(RUNGS, "topk+int4")
+
+
 def _deviation(rank: int, cfs: list[float], probe: list[float], exchange: str, cap: float) -> float:
-    options = {"cf_range": (10, 1000), "rungs": RUNGS, "exchange": exchange}
+    options = {"cf_range": (10, 1000), "exchange": exchange}
     policy, ddp = Scripted(cfs, tuple(probe)), {"bucket_cap_mb": cap}
-    found = balance(rank, "topk", policy, len(cfs) + 2, options=options, ddp_options=ddp)
+    of = policy, len(cfs) + 2
+    found = balance(rank, _ladder(), *of, options=options, ddp_options=ddp)
     return float(found["deviation"])
 
 
@@ -55,8 +60,8 @@ def _measured(rank: int, exchange: str) -> dict[str, Any]:
     """Gains and bytes of each CF, whether it is sent or probed."""
     policy = Scripted([4.0, 20.0, 2.0, 1.0], probe=(2.0, 4.0, 20.0))
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
-    options = {"rungs": RUNGS, "exchange": exchange, "memory": "residual"}
-    compressor = AdaptiveCompressor("topk", policy=policy, **options).attach(model)
+    options = {"exchange": exchange, "memory": "residual"}
+    compressor = AdaptiveCompressor(_ladder(), policy=policy, **options).attach(model)
     for step in range(9):
         loss_of(model, step, rank).backward()
     compressor.flush()
@@ -73,7 +78,7 @@ def _measured(rank: int, exchange: str) -> dict[str, Any]:
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
 def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> None:
     for found in run_ranks(2, _measured, exchange):
-        assert found["assumed"] == {2.0: RUNG_GAIN, 4.0: RUNG_GAIN}
+        assert found["assumed"] == {2.0: GAIN, 4.0: GAIN}
         for gains in found["gains"]:
             assert set(gains) >= {2.0, 4.0, 20.0}
             assert gains[20.0] < 0.9
@@ -92,13 +97,13 @@ def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> No
 def _with_adamw(rank: int, exchange: str, path: str) -> dict[str, float]:
     """Across all rungs: by how much ranks differ, and another path from that of the host, after it
     was resumed in the middle or on a device."""
-    options = {"cf_range": (10, 100), "rungs": RUNGS, "exchange": exchange}
-    plain = Training(MAKE["adamw"], ByStep(SWITCHES), **options).train(rank, 0, 10)
+    options = {"cf_range": (10, 100), "exchange": exchange}
+    plain = Training(MAKE["adamw"], ByStep(SWITCHES), base=_ladder(), **options).train(rank, 0, 10)
     parts = {"model": plain.model, "optimizer": plain.optimizer, "memory": plain.compressor}
     saved = deepcopy({name: part.state_dict() for name, part in parts.items()})
     plain.train(rank, 10, 20)
     blocks.force_device_path = path == "device"
-    other = Training(MAKE["adamw"], ByStep(SWITCHES), **options)
+    other = Training(MAKE["adamw"], ByStep(SWITCHES), base=_ladder(), **options)
     if path == "resumed":
         loss_of(other.model, 0, rank).backward()  # DDP cuts its buckets anew
         other.model.load_state_dict(saved["model"])

@@ -72,8 +72,6 @@ BAD = {
     "--local-steps 4 --clip-norm 1": ["--clip-norm", "local_steps=4", "None"],
     "--local-steps 4 --memory momentum": ["--memory", "'residual'", "'momentum'"],
     "--policy off --local-steps 4": ["--local-steps", "--policy off"],
-    "--shadow-sample 2": ["--shadow-sample", "2", "(0, 1]"],
-    "--policy off --shadow-sample 1": ["--shadow-sample", "--policy off"],
     "--policy expression": ["--policy", "'expression'", "GraVAC(window=20)"],
     "--policy Nope()": [
         "--policy",
