@@ -18,7 +18,6 @@ from adaptive.agreement import agree, check_model
 from adaptive.config import (
     CF_RANGE,
     GRANULARITIES,
-    PAPERS,
     Settings,
     debug_interval,
     default_policy,
@@ -39,7 +38,7 @@ from adaptive.sync.options import EveryStep, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline, Sink
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
-from policies import DENSE, Policy, checks, make_policy
+from policies import DENSE, PAPERS, Policy, checks, make_policy
 from policies.base import counted_steps
 from policies.words import named
 

@@ -28,19 +28,6 @@ GRANULARITIES = ("auto", "layer", "bucket")
 
 CF_RANGE = (10.0, 1000.0)
 
-PAPERS: dict[str, dict[str, Any]] = {
-    "gravac-paper": {"base": "dgc+fp32", "granularity": "layer", "memory": "residual"},
-    "accordion-paper": {
-        "base": "topk+fp32",
-        "granularity": "layer",
-        "memory": "residual",
-        "cf_range": (1.0, 10.0),
-    },
-}
-"""What the name of a paper's policy also sets, where an argument is left at its default.
-Compression is tensor by tensor, values travel in 32 bits, and error feedback is plain. Accordion's
-two settings are top-k 99% and 10%."""
-
 INSTEAD = {
     "local_steps": "sync=LocalSteps(8)",
     "outer_lr": "sync=LocalSteps(8, outer_lr=0.7)",

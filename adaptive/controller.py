@@ -63,9 +63,9 @@ class Controller(saved.Stateful):
     may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
     apart: whether each rank steps by itself now. lag: in steps, of decisions, beside the one that
     these always have. skipped: backwards since the last step, which have exchanged nothing.
-    agreed: the statistics of the last step that the ranks have agreed on. invalid: something
-    has arrived that no rank can have sent. too_small: the model,
-    to measure anything: every step is dense.
+    agreed: the statistics of the last step that the ranks have agreed on. invalid: some rank has
+    received bytes that no rank can have sent. too_small: the model is too small for statistics, and
+    every step is dense.
     """
 
     _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)

@@ -314,7 +314,8 @@ class Session:
     def reduce_now(self, bucket: dist.GradBucket) -> Tensor:
         """The mean itself, for whoever takes it from the hook's hands, as FSDP does: on a device
         the current stream waits for it. `bucket` is never the last; `end_backward` comes after."""
-        done, stopwatch, pipeline = self.reduce(bucket), self._stopwatch, self._averager.pipeline
+        done, pipeline = self.reduce(bucket), self._averager.pipeline
+        stopwatch = self.controller.stopwatch
         with pipeline.stream.hook_call(last=True):
             with self._averager.noting_failure(self.controller.step):
                 pipeline.finish()
@@ -500,10 +501,6 @@ class Session:
         }
 
     # -- what others ask for --
-
-    @property
-    def _stopwatch(self) -> Stopwatch:
-        return self.controller.stopwatch
 
     @property
     def memory_kind(self) -> str:

@@ -136,7 +136,7 @@ class UpdateMemory(Residual):
             return work.zero_()
         torch.sub(before, work, out=work)
         pieces = chunk.split(work)
-        _multiply(work, pieces, [_inverse(lr) for lr, _ in self._rates_of(chunk)])
+        _multiply(work, pieces, [inverse(lr) for lr, _ in self._rates_of(chunk)])
         told: list[tuple[Tensor, Moments]] = []
         for parameter, piece in zip(chunk.parameters, pieces, strict=True):
             if parameter.tensor not in self._stepped:
@@ -471,7 +471,7 @@ def _taken(optimizer: Optimizer) -> Scalar:
     return 1.0 if skips is None else 1 - skips
 
 
-def _inverse(lr: Scalar) -> Scalar:
+def inverse(lr: Scalar) -> Scalar:
     """Nothing moves by a learning rate of 0."""
     if isinstance(lr, Tensor):
         return torch.where(lr > 0, 1 / lr, 0.0)

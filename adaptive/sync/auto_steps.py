@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from adaptive.averager import Averager
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.updates import UpdateMemory
+from adaptive.memory.updates import UpdateMemory, inverse
 from adaptive.state import SavedPart
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
@@ -108,11 +108,7 @@ class AutoStepsSync(Synchroniser):
         self._conclude(local)
         for p in self.averager.parameters.values():
             residual = p.open_residual().add_(local.anchors[p]).sub_(as_flat(p.tensor))
-            lr = memory.learning_rate(p)
-            if isinstance(lr, Tensor):
-                residual.mul_(torch.where(lr > 0, 1 / lr, 0.0))
-            else:
-                residual.mul_(1 / lr if lr > 0 else 0.0)
+            residual.mul_(inverse(memory.learning_rate(p)))
         self._now = _Together(self.averager)
         self._now.left = local
 

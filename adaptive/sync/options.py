@@ -47,9 +47,9 @@ class Synchronisation:
     """A way in which ranks keep their models together. Options of a script; the same on all ranks.
 
     accepted: what other arguments must be with it, by their names. memories: values of `memory`
-    that go with it. one_collective: a bucket's exchange may take one collective only. all_averaged:
-    all gradients must be such that we exchange them, none DDP alone can average (sparse, complex).
-    lets_ranks_differ: parameters of different ranks may differ between steps.
+    that go with it. one_collective: a bucket's exchange may take one collective only.
+    lets_ranks_differ: parameters of different ranks may differ between steps. DDP itself averages
+    sparse and complex gradients in every step, so that does not go with models that have some.
     """
 
     accepted: ClassVar[Mapping[str, str]] = {}
@@ -98,8 +98,8 @@ class Synchronisation:
 
 @dataclass(frozen=True)
 class EveryStep(Synchronisation):
-    """The ranks exchange in every step: their gradients, or where the optimizers were handed over
-    and divide by a second moment, what each rank's own step has done (docs/settings.md)."""
+    """The ranks exchange in every step. With SGD or no optimizer handed over they exchange
+    gradients, else what each rank's own step has done (docs/settings.md)."""
 
     lets_ranks_differ: ClassVar[bool] = False
     takes_optimizer: ClassVar[bool] = True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from policies import PAPERS
 from runs.config import TrainConfig
 from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
@@ -39,14 +40,6 @@ _KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compres
 _TRAINING = ("steps", *(each.name for each in fields(Optimizing)))
 _cf = number_that(lambda cf: cf >= 1, "a CF >= 1 after @")
 _ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
-
-PRESETS: Mapping[str, Mapping[str, str]] = {
-    "gravac-paper": {"base": "dgc+fp32", "granularity": "layer", "memory": "residual"},
-    "accordion-paper": {"base": "topk+fp32", "granularity": "layer", "memory": "residual"},
-}
-"""The arguments of `AdaptiveCompressor` that go with the papers' policies: compression tensor by
-tensor, values in 32 bits, plain error feedback. memory="momentum" is DGC's own memory (Lin and
-others, 2018)."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,7 @@ def _meaning(name: str) -> tuple[dict[str, Any], bool, Sequence[str]]:
         own = [
             f"{name}_{each}" if each in CONFIG_OPTIONS else each for each in argument_names(name)
         ]
-        return {"policy": name, **PRESETS.get(name, {})}, False, [*own, *hook]
+        return {"policy": name, **PAPERS.get(name, {})}, False, [*own, *hook]
     if "(" in name:
         return {"policy": Typed(name)}, False, hook
     raise UsageError(

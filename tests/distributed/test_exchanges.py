@@ -58,7 +58,7 @@ every_way = pytest.mark.parametrize(("base", "options"), WAYS, ids=NAMES)
 
 @every_way
 @pytest.mark.parametrize("granularity", quick("bucket", of=["layer", "bucket"]))
-def test_three_ranks_several_buckets_and_a_poisoned_step(
+def test_three_ranks_several_buckets_and_a_nonfinite_step(
     base: str, options: dict[str, Any], granularity: str
 ) -> None:
     options = {**options, "granularity": granularity}

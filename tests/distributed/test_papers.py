@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import Accordion, AdaptiveCompressor, GraVAC
-from policies import StepReport
-from runs.compare.contender import PRESETS
+from policies import PAPERS, StepReport
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, local_gradients, loss_of, same, small_net
 
@@ -37,8 +36,9 @@ def _train(rank: int, policy: Any, cf_range: tuple[float, float]) -> Any:
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     reports = _listening(policy)
-    options = {**PRESETS[f"{policy.name}-paper"], "base": "topk+fp32"}  # exact, not dgc's threshold
-    compressor = AdaptiveCompressor(cf_range=cf_range, policy=policy, **options)
+    options = {**PAPERS[f"{policy.name}-paper"], "cf_range": cf_range}
+    options["base"] = "topk+fp32"  # exact, not dgc's threshold
+    compressor = AdaptiveCompressor(policy=policy, **options)
     compressor.attach(model, optimizer=optimizer)
     gradients = []
     for step in range(STEPS):

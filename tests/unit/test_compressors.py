@@ -308,7 +308,7 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
 
 
 @every_compressor
-def test_poison_survives_the_wire(compressor):
+def test_what_is_not_finite_survives_the_wire(compressor):
     for numel in (1, 2, 1000):
         cf = compressor.supported(10.0, numel)
         payload = compressor.compress(normal(numel), cf, KEY)

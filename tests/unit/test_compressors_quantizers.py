@@ -344,7 +344,7 @@ def whole_way(
 
 @every_setting
 @pytest.mark.parametrize("path", [nullcontext, device_path], ids=["host", "device"])
-def test_poisoned_and_void_payloads(quantizer, cf, path):
+def test_nonfinite_payloads_and_those_that_count_as_zeros(quantizer, cf, path):
     flags = [False, True] if path is nullcontext else [torch.tensor(False), torch.tensor(True)]
     with path():
         payload = quantizer.compress(normal(1003), cf, KEY)

@@ -210,7 +210,7 @@ def test_recompress_keeps_the_first():
 @either_path
 @pytest.mark.parametrize("bad", [nan, float("inf")])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_not_finite_on_one_rank_is_poison_on_all(bad, position):
+def test_not_finite_on_one_rank_is_so_on_all(bad, position):
     ranks, bucket = [Sketch() for _ in range(3)], buckets(3, 1, torch.float32)
     bucket[1][position][0] = bad
     reported, payloads = exchange(ranks, bucket, 4.0, KEYS)

@@ -183,7 +183,7 @@ def test_on_a_device_it_is_as_on_the_host(kind: str, whole_buckets: bool) -> Non
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "nesterov", "signal"])
 @pytest.mark.parametrize("whole_buckets", [False, True])
-def test_a_poisoned_step_leaves_no_trace(device: bool, kind: str, whole_buckets: bool) -> None:
+def test_a_nonfinite_step_leaves_no_trace(device: bool, kind: str, whole_buckets: bool) -> None:
     """Nor do two ladders differ of which one goes on from the state of the other."""
     with device_path() if device else nullcontext():
         runs = Run(kind, whole_buckets), Run(kind, whole_buckets)

@@ -353,7 +353,7 @@ def test_the_host_reads_what_kernels_wrote_and_they_what_it_wrote(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_poisoned_payloads_are_nan_and_come_to_nothing_if_that_is_known(name):
+def test_nonfinite_payloads_are_nan_and_come_to_nothing_if_that_is_known(name):
     compressor, x = make_compressor(name), normal(500).to(WHERE)
     cf = compressor.supported(5.0, 500)
     with triton_path():

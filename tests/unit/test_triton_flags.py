@@ -87,7 +87,7 @@ def test_judging_is_as_by_torch(count: int, odd: float | None) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 0, 1500])
-def test_a_poisoned_payload_among_many_is_found(bad: int | None) -> None:
+def test_a_nonfinite_payload_among_many_is_found(bad: int | None) -> None:
     compressor = TopK("fp32")
     with triton_path():
         payload = compressor.compress(normal(40).to(DEVICE), 10, Key("w", 0))
