@@ -11,6 +11,7 @@ which it asks for something that was not measured; what would have come then, no
 from __future__ import annotations
 
 import argparse
+from math import isfinite
 from pathlib import Path
 
 from adaptive import Header, StepRecord
@@ -40,6 +41,8 @@ def not_measured(plan: Plan, policy: Policy, record: StepRecord, header: Header)
     report = record.report
     if plan.send != report.cf or dict(plan.layers) != record.layer_cfs:
         return f"a step at CF {plan.send:g}, and CF {report.cf:g} was sent"
+    if not isfinite(report.grad_norm):  # no policy learns a gain from such a gradient
+        return ""
     for cf in {plan.send, *plan.probe} - {DENSE} - set(report.measurements):
         return f"the gain of CF {cf:g}"
     ladder = () if plan.skip_gains or not policy.shadow else policy.candidates()

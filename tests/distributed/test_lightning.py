@@ -62,7 +62,10 @@ def _fit(folder: str, optimizer: str, ckpt_path: str | None = None, **options: A
         dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1
     )
     callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10), granularity="layer")
-    trainer = _trainer(folder, [callback, saving] if ckpt_path is None else [callback], **options)
+    # Lightning would save the resumed run at its end, and the ranks meet before they are saved.
+    saves = ckpt_path is None
+    callbacks = [callback, saving] if saves else [callback]
+    trainer = _trainer(folder, callbacks, enable_checkpointing=saves, **options)
     module = _module(optimizer)
     loader = torch.utils.data.DataLoader(rows(), batch_size=4)
     trainer.fit(module, loader, ckpt_path=ckpt_path)

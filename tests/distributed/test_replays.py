@@ -81,7 +81,7 @@ def test_every_plan_comes_again(
     ("name", "policy", "asked"),
     [
         ("gravac", Fixed(77), "step 0: .* a step at CF 77"),
-        ("gravac", Goodput(gain="error_fed"), "steady-state gain of CF"),
+        ("accordion", Goodput(gain="error_fed"), "step 0: .* the steady-state gain of CF"),
         ("accordion", Accordion(interval=7, eta=0.2), "a sum of the gradients of other steps"),
         ("goodput", Fixed(4, probe=(50,)), "step 0: .* the gain of CF 50"),
     ],

@@ -78,8 +78,6 @@ def test_a_resumed_run_is_one_that_was_never_stopped(
     assert main(["report", str(whole), str(parts), "--out", str(tmp_path / "page")]) == 0
     said = capsys.readouterr().out
     assert "test perplexity" in said
-    page = (tmp_path / "page" / "report.html").read_text()
-    assert "Gradient values before and after compression" in page
     # with another number of workers nobody goes on with what rank 0 carried
     assert main(["simulate", "--resume", str(parts), "--workers", "3", "--steps", "21"]) == 0
 
