@@ -132,7 +132,8 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
     delay = config.delay or 0
     server = None if config.server is None else ServerSpec.parse(config.server, config.workers)
-    return ModelledClock(config.fixed_clock, link, scale, config.overlap, delay, server)
+    overlap = 0 if config.exchange == "gossip" else config.overlap
+    return ModelledClock(config.fixed_clock, link, scale, overlap, delay, server)
 
 
 def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:
@@ -200,17 +201,21 @@ def exchange_options(config: TrainConfig) -> str | ParameterServer:
 
 def synchronisation(config: TrainConfig) -> Synchronisation | None:
     """How the workers keep their models together; None: by an exchange in every step."""
+    outer = {name: getattr(config, name) for name in ("outer_lr", "outer_momentum", "overlap")}
+    outer = {name: value for name, value in outer.items() if value is not None}
     if config.exchange == "gossip":
-        if config.local_steps not in (None, 1) or config.delay:
-            raise ValueError("exchange: gossip does not go with --local-steps or --delay")
+        if outer or config.local_steps == "auto" or config.delay:
+            raise ValueError(
+                "exchange: gossip does not go with --local-steps auto, --outer-lr, "
+                "--outer-momentum, --overlap or --delay"
+            )
         choice: dict[str, Any] = {
             "topology": config.topology,
             "algorithm": config.gossip,
             "consensus_step": config.consensus_step,
+            "every": config.local_steps,
         }
         return Gossip(**{name: value for name, value in choice.items() if value is not None})
-    outer = {name: getattr(config, name) for name in ("outer_lr", "outer_momentum", "overlap")}
-    outer = {name: value for name, value in outer.items() if value is not None}
     if config.delay:
         if outer or config.local_steps not in (None, 1):
             given = ", ".join([*outer, *["local_steps"] * (config.local_steps not in (None, 1))])

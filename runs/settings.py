@@ -173,8 +173,8 @@ class Compressing:
     clip_norm: Annotated[Positive | None, metavar("NORM")] = None
     """Clip local gradients, each parameter's at NORM / sqrt(workers)."""
     local_steps: CountOrAuto | None = None
-    """Each worker takes so many steps by itself between two exchanges; auto: as goodput chooses,
-    with adamw and others like it (1)."""
+    """Each worker takes so many steps by itself between two exchanges, with --exchange gossip, too;
+    auto: as goodput chooses, with adamw and others like it (1)."""
     outer_lr: Positive | None = None
     """Of local steps: by how much of their mean all workers move (1)."""
     outer_momentum: Number | None = None

@@ -229,9 +229,9 @@ class Stopwatch:
 
     def hook_left(self, entered: Timestamp, waits: Iterable[Span]) -> None:
         """Note the end of a hook call. waits: spans in which it waited for the network."""
-        assert self._running is not None
-        self._running.calls.append((entered, self.timestamps()))
-        self._running.waits += waits
+        if self._running is not None:  # a state may have been loaded in the middle of a round
+            self._running.calls.append((entered, self.timestamps()))
+            self._running.waits += waits
 
     def bucket_done(self, decoded: Iterable[Span]) -> None:
         """Note the arrival of a bucket's mean, and the spans in which it was decoded. Called on a

@@ -21,7 +21,8 @@ all), C the compressor, x_i the parameters of rank i, eta the consensus step siz
 
 Of neighbours' replicas nobody needs more than their weighted sum, which the sums of what arrives
 make up. So all five keep one tensor, the *offset* (what the neighbours' parameters differ from this
-rank's, weighted), and at most one more: DeepSqueeze its error, CHOCO-SGD its replica.
+rank's, weighted), and at most one more: DeepSqueeze its error, DCD-PSGD and CHOCO-SGD the replica
+that neighbours have of this rank.
 
 Since rows and columns of W add up to 1, offsets add up to 0 over the ranks: the mean of the ranks'
 parameters moves by the mean of their own steps, exactly, with D-PSGD, DeepSqueeze and CHOCO-SGD
@@ -30,6 +31,10 @@ whatever C does, with DCD-PSGD less what C has just lost of the differences.
 D-PSGD, DCD-PSGD and "naive" mix before the next step, of the gradient of where the rank stood: what
 was sent arrives during forward and backward. DeepSqueeze and CHOCO-SGD, which have the order of
 their papers, wait for it in `optimizer.step()`.
+
+With `every=H` a rank takes H steps between two exchanges, and g is their sum (for CHOCO-SGD and
+D-PSGD: Li and others 2019, "Communication-Efficient Local Decentralized SGD Methods"). A round is
+one exchange and the steps before it. A step of the policy and of the record is a round.
 """
 
 from __future__ import annotations
@@ -95,12 +100,10 @@ class _Round:
 class _Chunk(Chunk):
     """Parameters that travel as one message; all tensors are flat.
 
-    offset, kept: see above; kept is the error or the replica, if the algorithm has one. before:
-    where the rank stood before a step that is being made."""
+    offset, kept: see above; kept is the error or the replica, if the algorithm has one."""
 
     offset: Tensor = field(init=False)
     kept: Tensor | None = None
-    before: Tensor | None = None
     round: _Round | None = None
 
     def __post_init__(self) -> None:
@@ -116,8 +119,10 @@ class _Chunk(Chunk):
 class GossipSync(Synchroniser):
     """Gossip of one model, whose parameters are alike on all ranks when it begins.
 
-    choice: with one of the five algorithms. A backward has its exchange even if its step is left
-    out: then no rank waits for this one."""
+    choice: with one of the five algorithms. The last backward of a round has its exchange even if
+    its step is left out: then no rank waits for this one."""
+
+    apart = True
 
     def __init__(self, averager: Averager, choice: Gossip) -> None:
         super().__init__(averager)
@@ -126,7 +131,9 @@ class GossipSync(Synchroniser):
         topology = choice.topology_of(averager.exchange.world_size)
         assert topology is not None
         self.topology = topology
-        self._open = self._mixed = False  # open: a backward has ended whose step has not been made
+        self._every = choice.every
+        self._backwards = 0  # since the last exchange, but for one whose exchange is to come
+        self._open = False  # the last backward of a round has ended, and its exchange is to come
         self._step_at = choice.step_at
         self._granularity, self._exchange = averager.granularity, averager.exchange
         self._begin()
@@ -134,18 +141,23 @@ class GossipSync(Synchroniser):
     # -- what the ranks do --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Gradients stay what they are."""
+        """Gradients stay what they are. The ranks have done as many backwards each."""
+        ends_round = self._backwards == self._every - 1
         if bucket.index() == 0:
             self.make_up()
-            self.averager.begin(self.alike)
+            if ends_round:
+                self.averager.begin(self.alike)
         if bucket.is_last():
-            self._open = True
+            self._open = ends_round
+            self._backwards = (self._backwards + 1) % self._every
+            self.averager.controller.skipped += not ends_round
             self.averager.reducer.end_backward()
         return done_with(bucket.buffer())
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager = self.averager
-        if self._open and optimizer in averager.optimizers:
+        came = self._open or self._backwards > 0  # a backward, since the last exchange
+        if came and not self._mixed and optimizer in averager.optimizers:
             averager.check_whole()
             stopwatch = averager.controller.stopwatch
             entered = stopwatch.timestamps()
@@ -164,14 +176,14 @@ class GossipSync(Synchroniser):
             self._tell_neighbours()
 
     def _tell_neighbours(self) -> None:
-        """Once for each backward: after its step, or where that was left out, later."""
+        """Once for each round: after its last step, or where that was left out, later."""
         if not self._open:
             return
         averager, controller = self.averager, self.averager.controller
         stopwatch = controller.stopwatch
         entered = stopwatch.timestamps()
         with averager.noting_failure(controller.step):
-            self._mixed = False
+            self._mixed = self.algorithm in AT_ONCE
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)
             sent = stopwatch.timestamps()
@@ -219,25 +231,24 @@ class GossipSync(Synchroniser):
     def _begin(self) -> None:
         """From parameters that are alike on all ranks."""
         self._chunks = [self._chunk(each) for each in chunks(self.parameters)]
+        self._mixed = True  # with what neighbours have sent last
 
     def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
         chunk = _Chunk(parameters)
         if self.algorithm == "deepsqueeze":
             chunk.kept = torch.zeros_like(chunk.offset)
-        elif self.algorithm == "choco-sgd":  # of where all stand
+        elif self.algorithm in ADDING:  # of where all stand
             chunk.kept = chunk.here("replica").clone()
         return chunk
 
     def _mix(self) -> None:
         """The optimizer has its gradients: let in what neighbours have sent, if that is not done
         yet. Its step then goes on from there."""
-        if self.algorithm in AT_ONCE or self._mixed:
+        if self._mixed:
             return
         self._mixed = True
         for chunk in self._chunks:
             self._receive(chunk)
-            if self.algorithm == "dcd-psgd":
-                chunk.before = chunk.here("before")
             chunk.move(chunk.offset, 1.0)
 
     def _end_step(self, cf: float) -> None:
@@ -272,14 +283,8 @@ class GossipSync(Synchroniser):
     def _to_tell(self, chunk: _Chunk) -> Tensor:
         """What is to be compressed, in a buffer of its own."""
         x = chunk.here("sent")
-        if self.algorithm == "dcd-psgd":
-            if chunk.before is None:  # the step was left out
-                chunk.before = chunk.here("before")
-            x.sub_(chunk.before)
-        elif self.algorithm == "deepsqueeze" and chunk.kept is not None:
-            x.add_(chunk.kept)
-        elif self.algorithm == "choco-sgd" and chunk.kept is not None:
-            x.sub_(chunk.kept)
+        if chunk.kept is not None:
+            x.add_(chunk.kept, alpha=-1 if self.algorithm in ADDING else 1)
         return x
 
     def _take_in(
@@ -298,15 +303,15 @@ class GossipSync(Synchroniser):
             chunk.offset.sub_(x)
         else:
             _add(chunk.offset, units, payloads, weight - 1)
-        if self.algorithm == "dcd-psgd" and chunk.before is not None:
-            _add(chunk.before, units, payloads, 1.0)
-            chunk.go_to(chunk.before)
-            chunk.before = None
-        elif self.algorithm == "deepsqueeze" and chunk.kept is not None:
+        if chunk.kept is None:
+            return
+        if self.algorithm == "deepsqueeze":
             chunk.kept.copy_(x)
             _add(chunk.kept, units, payloads, -1.0)
-        elif self.algorithm == "choco-sgd" and chunk.kept is not None:
-            _add(chunk.kept, units, payloads, 1.0)
+            return
+        _add(chunk.kept, units, payloads, 1.0)
+        if self.algorithm == "dcd-psgd":
+            chunk.go_to(chunk.kept)
 
     def _bucket(self, chunk: _Chunk, x: Tensor, step: int) -> Bucket:
         """What is sent of a chunk, in the form of one of DDP's buckets. A value that is not finite
@@ -347,7 +352,8 @@ class GossipSync(Synchroniser):
     def state_dict(self) -> dict[str, Any]:
         """By parameter name, between steps; what is under way is waited for."""
         self._receive_all()
-        state: dict[str, dict[str, Tensor]] = {"offset": {}, "kept": {}}
+        state: dict[str, Any] = {"backwards": self._backwards, "mixed": self._mixed}
+        state |= {"offset": {}, "kept": {}}
         for chunk in self._chunks:
             for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
                 if flat is not None:
@@ -358,15 +364,18 @@ class GossipSync(Synchroniser):
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError unless it is a state of gossip of these parameters."""
         flat = flat_tensors(self.parameters)
-        check_like("sync", state, {"offset": flat, "kept": flat}, complete=True)
-        for what, keys in (("offset", flat.keys()), ("kept", state["kept"].keys() and flat.keys())):
-            require(state[what].keys() == keys, "'sync' has lost some")
+        like = {"backwards": int, "mixed": bool, "offset": flat, "kept": flat}
+        check_like("sync", state, like, complete=True)
+        require(0 <= state["backwards"] < self._every, "'sync' is not in a round of so many steps")
+        for what in ("offset", "kept"):
+            keeps = what == "offset" or self._chunks[0].kept is not None
+            require(state[what].keys() == (flat.keys() if keeps else set()), "'sync' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
-        self._open = self._mixed = False
+        self._open = False
+        self._backwards, self._mixed = state["backwards"], state["mixed"]
         for chunk in self._chunks:
-            chunk.before = None
             for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
                 if flat is not None:
                     for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):

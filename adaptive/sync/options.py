@@ -201,12 +201,16 @@ class Gossip(Synchronisation):
         "choco-sgd".
     consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
         moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
+    every: steps that each rank takes between two exchanges, a whole number >= 1. A step of the
+        policy and of the timeline is then a round of so many.
 
     ValueError or TypeError for a value that is not accepted."""
 
     topology: str | Tensor = "ring"
     algorithm: str = "auto"
     consensus_step: float | None = None
+    every: int = 1
+    overlap = 0
     accepted: ClassVar[Mapping[str, str]] = {**_NO_GRADIENTS, "exchange": "'auto'"}
     memories: ClassVar[tuple[str, ...]] = ("auto", "none")
     default_policy: ClassVar[str] = "fixed"
@@ -217,6 +221,7 @@ class Gossip(Synchronisation):
         of = checks.one_of("topology", of, TOPOLOGIES) if isinstance(of, str) else check_matrix(of)
         object.__setattr__(self, "topology", of)
         checks.one_of("algorithm", self.algorithm, ALGORITHMS)
+        object.__setattr__(self, "every", checks.whole("every", self.every, least=1))
         if self.consensus_step is not None:
             checks.fraction("consensus_step", self.consensus_step)
             if self.algorithm not in ("auto", *STEP_SIZES):
@@ -224,6 +229,9 @@ class Gossip(Synchronisation):
                     f"consensus_step must be None with algorithm={self.algorithm!r}, got "
                     f"{self.consensus_step!r}; it is for {' and '.join(STEP_SIZES)}"
                 )
+
+    def numbers(self, may_part: bool) -> tuple[int, ...]:
+        return (self.every,)
 
     def for_base(self, base: Compressor) -> Gossip:
         if isinstance(base, RoundsCompressor):
@@ -299,4 +307,5 @@ class Gossip(Synchronisation):
 
     def __repr__(self) -> str:
         of = self.topology.tolist() if isinstance(self.topology, torch.Tensor) else self.topology
-        return f"Gossip({of!r}, {self.algorithm!r}, consensus_step={self.consensus_step})"
+        step = f"consensus_step={self.consensus_step}"
+        return f"Gossip({of!r}, {self.algorithm!r}, {step}, every={self.every})"

@@ -101,15 +101,15 @@ def _train(
     }
 
 
-def _reference(ranks: int, optimizer: str, gossip: str, topology: str) -> list[Tensor]:
+def _reference(ranks: int, optimizer: str, gossip: str, topology: str, every: int) -> list[Tensor]:
     """Each rank's parameters, without compression: replicas in one process, mixed as the papers
-    write it."""
+    write it, once in `every` steps."""
     models = [small_net() for _ in range(ranks)]
     steps = [OPTIMIZERS[optimizer](model) for model in models]
     rounds = named(topology, ranks).rounds
 
-    def mix(step: int) -> None:
-        x = rounds[step % len(rounds)] @ torch.stack([flat_parameters(m) for m in models])
+    def mix(exchange: int) -> None:
+        x = rounds[exchange % len(rounds)] @ torch.stack([flat_parameters(m) for m in models])
         for model, there in zip(models, x, strict=True):
             nn.utils.vector_to_parameters(there, model.parameters())
 
@@ -117,39 +117,45 @@ def _reference(ranks: int, optimizer: str, gossip: str, topology: str) -> list[T
         for rank, model in enumerate(models):
             steps[rank].zero_grad()
             _loss(model, step, rank).backward()
-        if gossip in ("d-psgd", "dcd-psgd") and step:
-            mix(step - 1)  # of the gradients of where they stood
+        if gossip in ("d-psgd", "dcd-psgd") and step and step % every == 0:
+            mix(step // every - 1)  # of the gradients of where they stood
         for each in steps:
             each.step()
-        if gossip in ("deepsqueeze", "choco-sgd"):
-            mix(step)
+        if gossip in ("deepsqueeze", "choco-sgd") and (step + 1) % every == 0:
+            mix(step // every)
     return [flat_parameters(model) for model in models]
 
 
 @pytest.mark.parametrize(
-    ("gossip", "topology", "optimizer", "ranks"),
+    ("gossip", "topology", "optimizer", "ranks", "every"),
     [
-        ("d-psgd", "ring", "sgd", 4),
-        pytest.param("d-psgd", "one_peer", "adamw", 2, marks=pytest.mark.long),
-        pytest.param("dcd-psgd", "exponential", "adamw", 4, marks=pytest.mark.long),
-        pytest.param("dcd-psgd", "ring", "sgd", 2, marks=pytest.mark.long),
-        ("deepsqueeze", "one_peer", "adamw", 4),
-        pytest.param("choco-sgd", "torus", "sgd", 4, marks=pytest.mark.long),
+        ("d-psgd", "ring", "sgd", 4, 1),
+        ("d-psgd", "ring", "adamw", 4, 5),
+        pytest.param("d-psgd", "one_peer", "adamw", 2, 1, marks=pytest.mark.long),
+        pytest.param("dcd-psgd", "exponential", "adamw", 4, 1, marks=pytest.mark.long),
+        pytest.param("dcd-psgd", "ring", "sgd", 2, 1, marks=pytest.mark.long),
+        ("dcd-psgd", "ring", "sgd", 2, 4),
+        ("deepsqueeze", "one_peer", "adamw", 4, 1),
+        ("deepsqueeze", "one_peer", "adamw", 4, 2),
+        pytest.param("choco-sgd", "torus", "sgd", 4, 1, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "torus", "sgd", 4, 3, marks=pytest.mark.long),
     ],
 )
 def test_uncompressed_it_is_what_replicas_do_that_mix(
-    gossip: str, topology: str, optimizer: str, ranks: int
+    gossip: str, topology: str, optimizer: str, ranks: int, every: int
 ) -> None:
-    options = {"sync": Gossip(topology, gossip), "network": "10gbit"}
+    options = {"sync": Gossip(topology, gossip, every=every), "network": "10gbit"}
     found = run_ranks(ranks, _train, optimizer, "none", options)
-    own = _reference(ranks, optimizer, gossip, topology)
+    own = _reference(ranks, optimizer, gossip, topology, every)
     mean = torch.stack(own).mean(0)
     for rank, mine in enumerate(found):
         torch.testing.assert_close(mine["own"], own[rank], rtol=0, atol=1e-12)
         torch.testing.assert_close(mine["mean"], mean, rtol=0, atol=1e-12)
         assert torch.equal(mine["united"], mine["mean"])
         assert f"spectral gap {named(topology, ranks).spectral_gap:.4g}" in mine["explained"]
-        assert mine["summary"].gossip in str(mine["summary"])
+        summary = mine["summary"]
+        assert summary.gossip in str(summary)
+        assert (summary.steps, summary.local_steps) == (STEPS // every, STEPS // every * every)
         for told in (str(mine["summary"]), mine["explained"]):
             assert told.startswith("gossip: ")
             assert "than a dense all-reduce" in told
@@ -189,38 +195,65 @@ def _check_invariants(
 
 
 @pytest.mark.parametrize(
-    ("gossip", "topology", "ranks", "on_device"),
+    ("gossip", "topology", "ranks", "on_device", "every"),
     [
-        ("dcd-psgd", "ring", 4, False),
-        pytest.param("deepsqueeze", "exponential", 4, False, marks=pytest.mark.long),
-        ("choco-sgd", "ring", 2, True),
-        pytest.param("deepsqueeze", "ring", 2, True, marks=pytest.mark.long),
-        pytest.param("dcd-psgd", "torus", 4, True, marks=pytest.mark.long),
-        pytest.param("choco-sgd", "exponential", 4, False, marks=pytest.mark.long),
-        pytest.param("naive", "ring", 4, False, marks=pytest.mark.long),
+        ("dcd-psgd", "ring", 4, False, 1),
+        ("dcd-psgd", "ring", 2, True, 3),
+        pytest.param("deepsqueeze", "exponential", 4, False, 1, marks=pytest.mark.long),
+        ("choco-sgd", "ring", 2, True, 1),
+        ("choco-sgd", "ring", 4, False, 3),
+        pytest.param("deepsqueeze", "ring", 2, True, 1, marks=pytest.mark.long),
+        pytest.param("deepsqueeze", "ring", 4, False, 4, marks=pytest.mark.long),
+        pytest.param("dcd-psgd", "torus", 4, True, 1, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "exponential", 4, False, 1, marks=pytest.mark.long),
+        pytest.param("naive", "ring", 4, False, 1, marks=pytest.mark.long),
+        pytest.param("naive", "ring", 2, False, 2, marks=pytest.mark.long),
     ],
 )
 def test_compressed_the_mean_moves_by_the_mean_step_and_bytes_are_those_of_isend(
-    gossip: str, topology: str, ranks: int, on_device: bool
+    gossip: str, topology: str, ranks: int, on_device: bool, every: int
 ) -> None:
     step = 0.4 if gossip in ("deepsqueeze", "choco-sgd") else None
-    options = {"sync": Gossip(topology, gossip, step)}
+    options = {"sync": Gossip(topology, gossip, step, every)}
     found = run_ranks(ranks, _train, "adamw", BASES[gossip], options, on_device)
     _check_invariants(gossip, topology, found)
 
 
+@pytest.mark.parametrize(("gossip", "ranks"), [("choco-sgd", 2), ("dcd-psgd", 4)])
+def test_with_more_steps_between_exchanges_bytes_fall_and_ranks_drift_further(
+    gossip: str, ranks: int
+) -> None:
+    sent, drifts = [], []
+    for every in (1, 4):
+        sync = Gossip(algorithm=gossip, every=every)
+        found = run_ranks(ranks, _train, "adamw", BASES[gossip], {"sync": sync})
+        sent.append(found[0]["sent"])
+        assert found[0]["summary"].dense_bytes > 0
+        own = torch.stack([each["own"] for each in found])
+        drifts.append((own - own.mean(0)).norm())
+        # No further than ranks that never exchange anything, which their own steps take apart.
+        alone = torch.stack([each["start"] + each["moved"] for each in found])
+        assert drifts[-1] < (alone - alone.mean(0)).norm()
+    assert sent[0] == 4 * sent[1]
+    assert drifts[0] < drifts[1]
+
+
 @pytest.mark.parametrize(
-    ("gossip", "base", "ranks"),
+    ("gossip", "base", "ranks", "every"),
     [
-        ("dcd-psgd", "qsgd", 4),
-        pytest.param("d-psgd", "none", 2, marks=pytest.mark.long),
-        pytest.param("choco-sgd", "topk", 2, marks=pytest.mark.long),
+        ("dcd-psgd", "qsgd", 4, 1),
+        ("dcd-psgd", "qsgd", 2, 4),
+        ("d-psgd", "none", 2, 6),
+        pytest.param("d-psgd", "none", 2, 1, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "topk", 2, 1, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "topk", 2, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_leaves_a_step_out_does_not_keep_others_waiting(
-    gossip: str, base: str, ranks: int
+    gossip: str, base: str, ranks: int, every: int
 ) -> None:
-    options = {"sync": Gossip(algorithm=gossip), "leaves_out": STEPS // 2}
+    # With 4 it is the middle of a round, with 6 the first step after an exchange.
+    options = {"sync": Gossip(algorithm=gossip, every=every), "leaves_out": STEPS // 2}
     found = run_ranks(ranks, _train, "sgd", base, options)
     _check_invariants(gossip, "ring", found)
 
@@ -261,14 +294,15 @@ def _train_simulated(rank: int, base: str, options: dict[str, Any]) -> Tensor:
     return flat_parameters(model)
 
 
-def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
+def _resumed(rank: int, gossip: str, base: str, form: str, every: int) -> dict[str, Any]:
     """Parameters after a run that goes on, and after one that goes on from what was saved on the
     way: with "gathered", from what rank 0 has alone."""
 
     def new() -> tuple[DDP, Optimizer, AdaptiveCompressor]:
         model = DDP(small_net())
         optimizer = OPTIMIZERS["adamw"](model)
-        compressor = AdaptiveCompressor(base, (8, 8), sync=Gossip(algorithm=gossip))
+        sync = Gossip(algorithm=gossip, every=every)
+        compressor = AdaptiveCompressor(base, (8, 8), sync=sync)
         return model, optimizer, compressor.attach(model, optimizer=optimizer)
 
     model, optimizer, compressor = new()
@@ -311,18 +345,26 @@ def _resumed(rank: int, gossip: str, base: str, form: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("gossip", "base", "form"),
+    ("gossip", "base", "form", "every"),
     [
-        ("dcd-psgd", "qsgd", "gathered"),
-        pytest.param("choco-sgd", "topk", "rank", marks=pytest.mark.long),
-        pytest.param("deepsqueeze", "topk", "gathered", marks=pytest.mark.long),
-        pytest.param("d-psgd", "none", "rank", marks=pytest.mark.long),
+        ("dcd-psgd", "qsgd", "gathered", 1),
+        # Saved two steps after an exchange, and right after one.
+        ("dcd-psgd", "qsgd", "rank", 4),
+        ("d-psgd", "none", "rank", 4),
+        ("d-psgd", "none", "rank", 3),
+        pytest.param("choco-sgd", "topk", "rank", 1, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "topk", "rank", 4, marks=pytest.mark.long),
+        pytest.param("choco-sgd", "topk", "gathered", 4, marks=pytest.mark.long),
+        pytest.param("deepsqueeze", "topk", "gathered", 1, marks=pytest.mark.long),
+        pytest.param("deepsqueeze", "topk", "rank", 4, marks=pytest.mark.long),
+        pytest.param("naive", "qsgd", "rank", 4, marks=pytest.mark.long),
+        pytest.param("d-psgd", "none", "rank", 1, marks=pytest.mark.long),
     ],
 )
 def test_resumed_it_goes_on_to_the_bit_and_needs_the_optimizer(
-    gossip: str, base: str, form: str
+    gossip: str, base: str, form: str, every: int
 ) -> None:
-    found = run_ranks(2, _resumed, gossip, base, form)
+    found = run_ranks(2, _resumed, gossip, base, form, every)
     assert all(each["alike"] for each in found)
     assert not torch.equal(found[0]["own"], found[1]["own"])
     for each in found:

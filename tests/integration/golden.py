@@ -212,6 +212,16 @@ RUNS: dict[str, Run] = {
         apart=True,
         options={"sync": Gossip(algorithm="choco-sgd")},
     ),
+    "gossip, dcd-psgd every 3 steps": Run(
+        _fixed,
+        "qsgd",
+        "auto",
+        "auto",
+        "auto",
+        4,
+        apart=True,
+        options={"sync": Gossip("exponential", every=3)},
+    ),
     # What else there is
     "server with its own memory": Run(
         _fixed,

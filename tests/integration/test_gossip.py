@@ -83,3 +83,21 @@ def test_options_of_gossip_without_it_are_one_line(tmp_path: Path, capsys: Any) 
     assert "--topology ring needs --exchange gossip" in refused("train", "--topology", "ring")
     told = refused("train", "--exchange", "gossip", "--policy", "gravac")
     assert "--policy must be 'fixed', 'schedule' or 'warmup'" in told
+    told = refused("train", "--exchange", "gossip", "--local-steps", "auto")
+    assert "gossip does not go with --local-steps auto" in told
+    told = refused("train", "--exchange", "gossip", "--local-steps", "4", "--overlap", "2")
+    assert "gossip does not go with" in told
+
+
+def test_local_steps_are_those_between_two_exchanges(
+    text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    sent = []
+    for every in ("1", "2"):
+        words = ("--data", str(text), *SHORT, "--workers", "2", "--local-steps", every)
+        words += ("--steps", "4", "--log-dir", str(tmp_path / every))
+        assert main(["simulate", "--json", *words]) == 0
+        summary = json.loads(capsys.readouterr().out)["summary"]
+        assert (summary["steps"], summary["local_steps"]) == (4 // int(every), 4)
+        sent.append(summary["bytes_sent"])
+    assert sent[0] == 2 * sent[1]

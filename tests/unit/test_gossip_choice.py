@@ -101,6 +101,7 @@ def test_a_matrix_of_ones_own() -> None:
         ({"algorithm": "naive", "consensus_step": 0.5}, "consensus_step must be None"),
         ({"base": "qsgd", "consensus_step": 0.5}, "consensus_step must be None"),
         ({"consensus_step": 1.5}, "consensus_step"),
+        ({"every": 0}, "every=0: must be an int >= 1"),
         ({"base": "powersgd"}, "base must make payloads of one rank's own"),
     ],
 )
