@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from adaptive import checkpoint as forms
 from adaptive.agreement import agree, check_model
 from adaptive.config import (
-    CF_RANGE,
     GRANULARITIES,
+    USUAL,
     Settings,
     debug_interval,
     default_policy,
@@ -38,7 +38,7 @@ from adaptive.sync.options import EveryStep, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline, Sink
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
-from policies import DENSE, PAPERS, Policy, checks, make_policy
+from policies import DENSE, Policy, checks, make_policy
 from policies.base import counted_steps
 from policies.words import named
 
@@ -52,19 +52,21 @@ class AdaptiveCompressor:
     All ranks must make it alike. Only `base` and `cf_range` are positional. docs/settings.md says
     when to touch an argument.
 
-    base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. A sparsifier's name
-        may say how the kept values travel ("topk+fp32" as they are); if it does not, and errors are
-        fed back, they are rounded to 4 bits ("topk+int4"). "none" sends dense. With policy
+    base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. None: "topk". A
+        sparsifier's name may say how the kept values travel ("topk+fp32" as they are); if it does
+        not, and errors are fed back, they are rounded to 4 bits. "none" sends dense. With policy
         "goodput" a sparsifier becomes `Ladder({2: "bf16", 4: "int8"}, base)`: two more CFs, below
         cf_range, for a network that is only a little too slow. Give a `Ladder` for others, or for
         none: `Ladder({}, "topk+int4")`.
-    cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1.
+    cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1. None:
+        (10, 1000).
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
         sparsifiers) without hooks, "gravac" otherwise; a model whose gradients are too few for the
         statistics (more than 1% of dense's bytes) then stays dense, and nothing is measured.
-        "gravac-paper" and "accordion-paper" also set base, memory, granularity and cf_range as in
-        their papers, where these are left at their defaults.
+        A policy may bring base, cf_range, memory and granularity along, for where these are None:
+        `GraVAC.paper()` and `Accordion.paper()` (by name "gravac-paper" and "accordion-paper")
+        bring those of their papers.
     sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 steps by
         itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
@@ -72,17 +74,17 @@ class AdaptiveCompressor:
     memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
         correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer
         has done is fed back and sent, with any optimizers that `attach` is handed. "none": it is
-        lost. Or with settings a `Residual`, `Momentum` or `Updates`. "auto": "none" for an unbiased
-        compressor; else by what `attach` is handed "momentum" for torch's SGD with momentum,
-        "residual" for one without or nothing, and "updates" for others.
+        lost. Or with settings a `Residual`, `Momentum` or `Updates`. None or "auto": "none" for an
+        unbiased compressor; else by what `attach` is handed "momentum" for torch's SGD with
+        momentum, "residual" for one without or nothing, and "updates" for others.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
         with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
         the indices for all). "auto": the fastest by a cost model of the network, which is measured
         when there is a choice.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
-        DDP bucket as one, once DDP has cut its buckets for good. "auto": "bucket" for a base that
-        keeps the largest elements, unless the policy gives layers CFs of their own.
+        DDP bucket as one, once DDP has cut its buckets for good. None or "auto": "bucket" for a
+        base that keeps the largest elements, unless the policy gives layers CFs of their own.
     dense_below: tensors of fewer elements than this are sent uncompressed.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
         them. While one is in use there is no error feedback; a dense step sends the residual first.
@@ -100,14 +102,14 @@ class AdaptiveCompressor:
 
     def __init__(
         self,
-        base: str | Compressor = "topk",
-        cf_range: tuple[float, float] = CF_RANGE,
+        base: str | Compressor | None = None,
+        cf_range: tuple[float, float] | None = None,
         *,
         policy: str | Policy | None = None,
         sync: Synchronisation | None = None,
-        memory: str | Memory = "auto",
+        memory: str | Memory | None = None,
         exchange: str | ParameterServer = "auto",
-        granularity: str = "auto",
+        granularity: str | None = None,
         dense_below: int = 0,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         timeline: Sink | Sequence[Sink] | None = None,
@@ -116,13 +118,13 @@ class AdaptiveCompressor:
         **removed: Never,
     ) -> None:
         refuse_removed(removed)
-        paper = PAPERS.get(policy, {}) if isinstance(policy, str) else {}
-        base = paper.get("base", base) if base == "topk" else base
-        memory = paper.get("memory", memory) if memory == "auto" else memory
-        granularity = (
-            paper.get("granularity", granularity) if granularity == "auto" else granularity
-        )
-        cf_range = paper.get("cf_range", cf_range) if cf_range == CF_RANGE else cf_range
+        unnamed = policy is None
+        made = None if policy is None else make_policy(policy)
+        usual = {**USUAL, **({} if made is None else made.compression)}
+        base = usual["base"] if base is None else base
+        cf_range = checks.cf_range(usual["cf_range"] if cf_range is None else cf_range)
+        memory = usual["memory"] if memory is None else memory
+        granularity = usual["granularity"] if granularity is None else granularity
         accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
         require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
         sync, remembered = sync or EveryStep(), memory_from(memory)
@@ -131,13 +133,10 @@ class AdaptiveCompressor:
         sync = sync.for_base(compressor)
         server = exchange if isinstance(exchange, ParameterServer) else ParameterServer()
         exchange = check_exchange(exchange, compressor)
-        unnamed = policy is None
-        if policy is None:
-            policy = sync.default_policy or default_policy(compressor, foreign)
-        policy = make_policy(policy)
-        cf_range = checks.cf_range(cf_range)
+        if made is None:
+            made = make_policy(sync.default_policy or default_policy(compressor, foreign))
         kind = remembered.kind
-        compressor = with_ladder(compressor, policy, exchange, kind, cf_range[0])
+        compressor = with_ladder(compressor, made, exchange, kind, cf_range[0])
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -146,7 +145,7 @@ class AdaptiveCompressor:
             server=server,
             hooks=foreign,
             cf_range=cf_range,
-            policy=policy,
+            policy=made,
             may_stay_dense=unnamed,
             sync=sync,
             memory=MemoryChoice(compressor, remembered),

@@ -26,7 +26,13 @@ from policies.base import DeclaredPolicy
 
 GRANULARITIES = ("auto", "layer", "bucket")
 
-CF_RANGE = (10.0, 1000.0)
+USUAL: Mapping[str, Any] = {
+    "base": "topk",
+    "cf_range": (10.0, 1000.0),
+    "memory": "auto",
+    "granularity": "auto",
+}
+"""Arguments of `AdaptiveCompressor` where neither the user nor the policy names them."""
 
 INSTEAD = {
     "local_steps": "sync=LocalSteps(8)",

@@ -39,19 +39,6 @@ LIBRARY: Mapping[str, Callable[..., Policy]] = {
 }
 """What makes the library's own policies, by name."""
 
-PAPERS: Mapping[str, Mapping[str, Any]] = {
-    "gravac-paper": {"base": "dgc+fp32", "granularity": "layer", "memory": "residual"},
-    "accordion-paper": {
-        "base": "topk+fp32",
-        "granularity": "layer",
-        "memory": "residual",
-        "cf_range": (1.0, 10.0),
-    },
-}
-"""What the name of a paper's policy also sets, where an argument of `AdaptiveCompressor` is left at
-its default. Compression is tensor by tensor, values travel in 32 bits, and error feedback is plain.
-Accordion's two settings are top-k 99% and 10%."""
-
 _registry = dict(LIBRARY)
 
 

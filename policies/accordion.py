@@ -108,12 +108,24 @@ class Accordion(DeclaredPolicy):
         code asks rank 0 alone. Here the mean of the ranks' norms decides.) Any drop of the
         learning rate makes all regimes critical until the next detection. Tensors of one dimension
         are sent dense. `low` and `high` keep 99% and 10% of the elements, as the authors do with
-        top-k: cf_range must hold both. With PowerSGD they have ranks: paper(4, 1, as_ranks=True),
-        or (2, 1)."""
+        top-k. With PowerSGD they have ranks: paper(4, 1, as_ranks=True), or (2, 1). How gradients
+        are compressed comes along, see `compression`."""
         tenth = max(1, checks.whole("interval", interval, least=2) // 10)
         epoch = tenth if epoch is None else epoch
         published = {"per_layer": True, "compress_vectors": False, "rate_drop": 1.0}
         return cls(low, high, interval=interval, epoch=epoch, **{**published, **settings})
+
+    @property
+    def compression(self) -> Mapping[str, Any]:
+        """As published: the policy's own two CFs (or ranks of PowerSGD) by layers, values of 32
+        bits, plain error feedback."""
+        if self.epoch is None:
+            return {}
+        published = {"granularity": "layer", "memory": "residual"}
+        if self.as_ranks:
+            return {"base": "powersgd", **published}
+        ends = {} if self.low is None or self.high is None else {"cf_range": (self.low, self.high)}
+        return {"base": "topk+fp32", **published, **ends}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -272,6 +272,12 @@ class Policy(ABC):
         """The policy's conclusion in one sentence. "": none yet."""
         return ""
 
+    @property
+    def compression(self) -> Mapping[str, Any]:
+        """Arguments of `AdaptiveCompressor` that belong to the policy, as those of its paper. Each
+        counts where the user leaves that argument out."""
+        return {}
+
     def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
         """Forget what depends on the number of ranks: step times, bytes on the wire, norms of mean
         gradients. Called after a state of another number of ranks was loaded."""

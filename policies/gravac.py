@@ -91,8 +91,10 @@ class GraVAC(DeclaredPolicy):
         the floor moves up to the candidate if that loses no more gain than omega, and stays there.
         When all have been candidates, the CF at which compression throughput saturates is the
         candidate for good, under the same rule. There is no dense measurement, hysteresis or
-        cooldown. The paper has epsilon 0.7 and 0.9; its released code compares it with a ratio of
-        norms (gain="raw"), of which such gains are about the square."""
+        cooldown. How gradients are compressed comes along, see `compression`. The paper has epsilon
+        0.7 and 0.9. Its released code compares it with a ratio of norms (gain="raw"), of which such
+        gains are about the square. That code takes the norm of a candidate from the gradients that
+        the floor has compressed already, here it is compressed from the whole gradient."""
         published = {"epsilon": 0.7, "omega": 0.01, "window": 500, "gain": "error_fed"}
         return cls(**{**published, "as_published": True, **settings})
 
@@ -122,6 +124,12 @@ class GraVAC(DeclaredPolicy):
         bare = self.as_published
         self._rule = SendRule(self.epsilon, self.hysteresis, self.cooldown, bare)
         self._explore()
+
+    @property
+    def compression(self) -> Mapping[str, Any]:
+        """As published: DGC's selection by layers, values of 32 bits, plain error feedback."""
+        published = {"base": "dgc+fp32", "granularity": "layer", "memory": "residual"}
+        return published if self.as_published else {}
 
     @property
     def _dense_may_win(self) -> bool:

@@ -152,6 +152,11 @@ class Warmup(DeclaredPolicy):
         self.shadow, self.layerwise = then.shadow, then.layerwise
         self.chooses_local_steps = then.chooses_local_steps
 
+    @property
+    def compression(self) -> Mapping[str, Any]:
+        """That of `then`."""
+        return {} if self.then is None else self.then.compression
+
     def start(self, context: Context) -> None:
         """Raises ValueError if cf_range does not suit `then`."""
         low, high = context.cf_range

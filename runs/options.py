@@ -13,7 +13,14 @@ from typing import Any
 from runs.config import TrainConfig
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, option, shown
-from runs.policy_expression import BY_NAME, OFF, argument_names, policy_name, with_arguments
+from runs.policy_expression import (
+    BY_NAME,
+    OFF,
+    argument_names,
+    policy_from,
+    policy_name,
+    with_arguments,
+)
 from runs.settings import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS, Compressing
 
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json", "policy")
@@ -41,6 +48,7 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     if "server" in made and made.get("exchange", "auto") == "auto":
         made["exchange"] = "all_reduce" if made.get("base") == "none" else "sharded"
     _check_together(name, {**arguments, **made})
+    made = {**_of_policy(made["policy"]), **made}
     if name == OFF:
         made["base"] = None
     for several in ("cf_range", "betas", "lr_drop"):
@@ -61,6 +69,16 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**made)
     check_optimizer(config)
     return config
+
+
+def _of_policy(policy: str) -> dict[str, Any]:
+    """The settings that belong to a policy (`Policy.compression`), for the record of the run."""
+    if policy == OFF:
+        return {}
+    try:
+        return dict(policy_from(policy).compression)
+    except ValueError:  # is told of where the policy is used
+        return {}
 
 
 def policy_for(given: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from policies import PAPERS
 from runs.config import TrainConfig
 from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
@@ -19,8 +18,8 @@ GRAMMAR = """\
 A contender is NAME[@CF][:key=value,...]. NAME is
   dense          the same hook sending everything, what the others are compared with
   a policy       gravac, accordion, warmup, ... by its name
-  gravac-paper, accordion-paper    as in their papers, with these papers' compression: tensor by
-                 tensor, values of 32 bits, plain error feedback, base dgc and topk
+  gravac-paper, accordion-paper    as in their papers, with these papers' compression where it is
+                 not named: tensor by tensor, values of 32 bits, plain error feedback
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
   off            plain DDP without the hook (of its steps, only number and time are known);
                  off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
@@ -117,7 +116,7 @@ def _meaning(name: str) -> tuple[dict[str, Any], bool, Sequence[str]]:
         own = [
             f"{name}_{each}" if each in CONFIG_OPTIONS else each for each in argument_names(name)
         ]
-        return {"policy": name, **PAPERS.get(name, {})}, False, [*own, *hook]
+        return {"policy": name}, False, [*own, *hook]
     if "(" in name:
         return {"policy": Typed(name)}, False, hook
     raise UsageError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import Accordion, AdaptiveCompressor, GraVAC
-from policies import PAPERS, StepReport
+from policies import StepReport
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, local_gradients, loss_of, same, small_net
 
@@ -36,9 +36,8 @@ def _train(rank: int, policy: Any, cf_range: tuple[float, float]) -> Any:
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     reports = _listening(policy)
-    options = {**PAPERS[f"{policy.name}-paper"], "cf_range": cf_range}
-    options["base"] = "topk+fp32"  # exact, not dgc's threshold
-    compressor = AdaptiveCompressor(policy=policy, **options)
+    # top-k is exact, unlike dgc's threshold
+    compressor = AdaptiveCompressor("topk+fp32", cf_range, policy=policy)
     compressor.attach(model, optimizer=optimizer)
     gradients = []
     for step in range(STEPS):

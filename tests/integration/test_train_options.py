@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runs.__main__ import main
+from runs.build import build_compressor
 from runs.cli import HELP, OPTIONS
 from runs.config import TrainConfig
 from runs.options import make_config
@@ -182,3 +183,21 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
 def test_settings_choose_their_policy(options: str, policy: str) -> None:
     given = read("train", OPTIONS, HELP, options.split())
     assert make_config(given).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "cf_range"),
+    [
+        ("--policy gravac-paper", "dgc+fp32", None),
+        ("--policy gravac-paper --base topk", "topk", None),
+        ("--policy Accordion.paper(4,20)", "topk+fp32", (4, 20)),
+        ("--policy gravac", "topk", None),
+    ],
+)
+def test_the_compression_of_a_papers_policy_is_recorded(
+    options: str, base: str, cf_range: tuple[float, float] | None
+) -> None:
+    made = make_config(read("train", OPTIONS, HELP, options.split()))
+    assert (made.base, made.cf_range) == (base, cf_range)
+    compressor = build_compressor(made)
+    assert compressor._settings.base.shown == base

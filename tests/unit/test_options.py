@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from adaptive import (
+    Accordion,
     AdaptiveCompressor,
     Compressor,
     Delayed,
@@ -19,8 +20,10 @@ from adaptive import (
     Momentum,
     Network,
     ParameterServer,
+    Policy,
     RandomK,
     TopK,
+    Warmup,
 )
 from adaptive.config import make_base
 from adaptive.exchange.choice import EXCHANGES
@@ -192,3 +195,31 @@ print({"torch", "optuna", "matplotlib"} & {*sys.modules})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: python -m runs ") == len(COMMANDS)
     assert done.stdout.endswith("set()\n")
+
+
+GRAVAC = "dgc+fp32", (10, 1000), "layer", "residual"
+ACCORDION = "topk+fp32", (1 / 0.99, 10), "layer", "residual"
+POWERSGD = "powersgd", (10, 1000), "layer", "residual"
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "expected"),
+    [
+        ("gravac-paper", {}, GRAVAC),
+        (GraVAC.paper(window=20), {}, GRAVAC),
+        (Warmup(GraVAC.paper(), steps=3), {}, GRAVAC),
+        ("accordion-paper", {}, ACCORDION),
+        (Accordion.paper(4, 20), {}, ("topk+fp32", (4, 20), "layer", "residual")),
+        (Accordion.paper(4, 1, as_ranks=True), {}, POWERSGD),
+        ("gravac-paper", {"base": "topk"}, ("topk", (10, 1000), "layer", "residual")),
+        ("gravac-paper", {"memory": "auto"}, ("dgc+fp32", (10, 1000), "layer", "auto")),
+        ("gravac", {}, ("topk", (10, 1000), "auto", "auto")),
+    ],
+)
+def test_a_papers_policy_brings_its_compression_along(
+    policy: str | Policy, given: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    """For arguments that are left out; the same by name, as an object, and inside a warm-up."""
+    settings = AdaptiveCompressor(**given, policy=policy)._settings
+    found = settings.base.shown, settings.cf_range, settings.granularity
+    assert (*found, settings.memory.options.kind) == expected
