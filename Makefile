@@ -41,7 +41,7 @@ browser-test: $(STAMP)
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/gpu tests/unit/test_triton_*.py
 
-# Without the extra `test`: it wants a newer Triton than this torch brings along.
+# Without the extra `dev`: it wants a newer Triton than this torch brings along.
 oldest-test: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest -rs --numprocesses 2 tests/unit
 	$(OLDEST)/bin/python -m pytest -rs --numprocesses 2 --dist loadfile \
@@ -66,7 +66,7 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 # The versions of all but torch, and what it has its own opinion of, are those that CI runs.
@@ -75,7 +75,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	sed -E '/^(torch|triton|sympy|mpmath)==/d' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		torch==$(OLDEST_TORCH) pytest pytest-timeout pytest-xdist hypothesis \
-		--editable '.[runs,tensorboard,tune,plots,progress]'
+		--editable '.[all]'
 	touch $(OLDEST)/installed
 
 clean:

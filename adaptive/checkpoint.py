@@ -10,7 +10,7 @@ import io
 import logging
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ from policies.state import read, require
 
 log = logging.getLogger("adaptive")
 
-FORMS = ("auto", "rank", "gathered")
+FormName = Literal["auto", "rank", "gathered"]
+FORMS: tuple[FormName, ...] = get_args(FormName)
 """What `AdaptiveCompressor.state_dict(checkpoint=...)` takes."""
 
 VERSION = 16

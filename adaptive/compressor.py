@@ -18,6 +18,7 @@ from adaptive.agreement import agree, check_model
 from adaptive.config import (
     GRANULARITIES,
     USUAL,
+    GranularityName,
     Settings,
     debug_interval,
     default_policy,
@@ -26,11 +27,11 @@ from adaptive.config import (
     require,
     with_ladder,
 )
-from adaptive.exchange.choice import ParameterServer, check_exchange
+from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
 from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
-from adaptive.memory.options import Memory, memory_from
+from adaptive.memory.options import Memory, MemoryName, memory_from
 from adaptive.replicas import Replica
 from adaptive.session import Session
 from adaptive.summary import Summary
@@ -38,7 +39,7 @@ from adaptive.sync.options import EveryStep, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline, Sink
 from adaptive.wrappers import Unwrapped, unwrap
 from compressors import Compressor
-from policies import DENSE, Policy, checks, make_policy
+from policies import DENSE, Policy, PolicyName, checks, make_policy
 from policies.base import counted_steps
 from policies.words import named
 
@@ -105,11 +106,11 @@ class AdaptiveCompressor:
         base: str | Compressor | None = None,
         cf_range: tuple[float, float] | None = None,
         *,
-        policy: str | Policy | None = None,
+        policy: PolicyName | Policy | None = None,
         sync: Synchronisation | None = None,
-        memory: str | Memory | None = None,
-        exchange: str | ParameterServer = "auto",
-        granularity: str | None = None,
+        memory: MemoryName | Memory | None = None,
+        exchange: ExchangeName | ParameterServer = "auto",
+        granularity: GranularityName | None = None,
         dense_below: int = 0,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
         timeline: Sink | Sequence[Sink] | None = None,
@@ -132,16 +133,16 @@ class AdaptiveCompressor:
         remembered = sync.memory_of(remembered)
         sync = sync.for_base(compressor)
         server = exchange if isinstance(exchange, ParameterServer) else ParameterServer()
-        exchange = check_exchange(exchange, compressor)
+        way = check_exchange(exchange, compressor)
         if made is None:
             made = make_policy(sync.default_policy or default_policy(compressor, foreign))
         kind = remembered.kind
-        compressor = with_ladder(compressor, made, exchange, kind, cf_range[0])
+        compressor = with_ladder(compressor, made, way, kind, cf_range[0])
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
             dense_below=checks.whole("dense_below", dense_below, least=0),
-            exchange=exchange,
+            exchange=way,
             server=server,
             hooks=foreign,
             cf_range=cf_range,
@@ -358,7 +359,7 @@ class AdaptiveCompressor:
         """The hook's work for one bucket; returns a future of the mean gradient."""
         return self.running().reduce(bucket)
 
-    def state_dict(self, checkpoint: str = "auto") -> dict[str, Any]:
+    def state_dict(self, checkpoint: forms.FormName = "auto") -> dict[str, Any]:
         """What is to be saved, on every rank, between steps: policy, statistics, residuals, totals,
         by parameter name.
 

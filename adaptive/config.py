@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,7 +24,8 @@ from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
 
-GRANULARITIES = ("auto", "layer", "bucket")
+GranularityName = Literal["auto", "layer", "bucket"]
+GRANULARITIES: tuple[GranularityName, ...] = get_args(GranularityName)
 
 USUAL: Mapping[str, Any] = {
     "base": "topk",
@@ -35,6 +36,7 @@ USUAL: Mapping[str, Any] = {
 """Arguments of `AdaptiveCompressor` where neither the user nor the policy names them."""
 
 INSTEAD = {
+    "cf": "policy=Fixed(100)",
     "local_steps": "sync=LocalSteps(8)",
     "outer_lr": "sync=LocalSteps(8, outer_lr=0.7)",
     "outer_momentum": "sync=LocalSteps(8, outer_momentum=0.9)",
@@ -56,7 +58,7 @@ INSTEAD = {
     "rungs": "base=Ladder({4: 'int8'}, 'topk+int4')",
     "shadow_sample": "nothing: it is 1/64",
 }
-"""What takes the place of arguments that `AdaptiveCompressor` once had."""
+"""What takes the place of arguments that `AdaptiveCompressor` has not: old ones, and `cf`."""
 
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
@@ -145,7 +147,7 @@ def debug_interval(debug: Any) -> int:
 
 
 def refuse_removed(given: Mapping[str, object]) -> None:
-    """TypeError for arguments that are not there, which says what takes the place of old ones."""
+    """TypeError for arguments that are not there, which says what takes their place."""
     for name in given:
         told = f"AdaptiveCompressor() takes no argument {name!r}"
         raise TypeError(f"{told}; instead: {INSTEAD[name]}" if name in INSTEAD else told)

@@ -1,34 +1,49 @@
 """How to compress one flat gradient tensor, and back. Knows nothing of processes or policies."""
 
-from compressors.base import Compressor as Compressor
-from compressors.base import InvalidPayload as InvalidPayload
-from compressors.base import Key as Key
-from compressors.base import NoCompression as NoCompression
-from compressors.base import Payload as Payload
-from compressors.base import check_cf as check_cf
-from compressors.base import kept as kept
-from compressors.ladder import Ladder as Ladder
-from compressors.powersgd import PowerSGD as PowerSGD
-from compressors.quantizers import BF16 as BF16
-from compressors.quantizers import FP16 as FP16
-from compressors.quantizers import QSGD as QSGD
-from compressors.quantizers import Int8 as Int8
-from compressors.quantizers import Natural as Natural
-from compressors.randomk import RandomK as RandomK
-from compressors.registry import compressor_names as compressor_names
-from compressors.registry import make_compressor as make_compressor
-from compressors.registry import register as register
-from compressors.rounds import RoundsCompressor as RoundsCompressor
-from compressors.signs import OneBit as OneBit
-from compressors.signs import SignSGD as SignSGD
-from compressors.signs import TernGrad as TernGrad
-from compressors.signs import TwoBit as TwoBit
-from compressors.sketch import Sketch as Sketch
-from compressors.sparsifier import Sparsifier as Sparsifier
-from compressors.sparsifier import TopK as TopK
-from compressors.thresholds import DGC as DGC
-from compressors.thresholds import AdaComp as AdaComp
-from compressors.thresholds import RedSync as RedSync
-from compressors.thresholds import SIDCo as SIDCo
-from compressors.thresholds import Threshold as Threshold
-from compressors.wire.values import ValueFormat as ValueFormat
+from compressors.base import Compressor, InvalidPayload, Key, NoCompression, Payload, check_cf, kept
+from compressors.ladder import Ladder
+from compressors.powersgd import PowerSGD
+from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
+from compressors.randomk import RandomK
+from compressors.registry import compressor_names, make_compressor, register
+from compressors.rounds import RoundsCompressor
+from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
+from compressors.sketch import Sketch
+from compressors.sparsifier import Sparsifier, TopK
+from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
+from compressors.wire.values import ValueFormat
+
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "QSGD",
+    "AdaComp",
+    "Compressor",
+    "Int8",
+    "InvalidPayload",
+    "Key",
+    "Ladder",
+    "Natural",
+    "NoCompression",
+    "OneBit",
+    "Payload",
+    "PowerSGD",
+    "RandomK",
+    "RedSync",
+    "RoundsCompressor",
+    "SIDCo",
+    "SignSGD",
+    "Sketch",
+    "Sparsifier",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "TwoBit",
+    "ValueFormat",
+    "check_cf",
+    "compressor_names",
+    "kept",
+    "make_compressor",
+    "register",
+]

@@ -1,6 +1,6 @@
 """An image model with SGD in Accelerate, with compressed gradients, accumulation and checkpoints.
 
-    pip install 'adaptive-compression[hf]'
+    pip install '.[hf]'
     torchrun --nproc-per-node 2 examples/accelerate_image.py      (or: accelerate launch ...)
 
 The images are drawn here: discs, squares and crosses in noise.

@@ -1,6 +1,6 @@
 """A small byte-level GPT in Lightning, with compressed gradients.
 
-    pip install 'adaptive-compression[lightning]'
+    pip install '.[lightning]'
     python examples/lightning_gpt.py --devices 2
 
 The text is the source code of Python's standard library. On several nodes start it as Lightning

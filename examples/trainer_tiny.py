@@ -1,6 +1,6 @@
 """A tiny GPT-2 of one's own in Hugging Face's Trainer, with compressed gradients.
 
-    pip install 'adaptive-compression[hf]'
+    pip install '.[hf]'
     torchrun --nproc-per-node 2 examples/trainer_tiny.py
 
 Nothing is downloaded: tokens are bytes, and the text is the source code of Python's standard

@@ -11,21 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
-from policies.accordion import Accordion as Accordion
-from policies.base import DENSE as DENSE
-from policies.base import Context as Context
-from policies.base import GainKind as GainKind
-from policies.base import Measurement as Measurement
-from policies.base import Plan as Plan
-from policies.base import Policy as Policy
-from policies.base import StepReport as StepReport
-from policies.goodput import Goodput as Goodput
-from policies.gravac import GraVAC as GraVAC
-from policies.simple import Fixed as Fixed
-from policies.simple import Schedule as Schedule
-from policies.simple import Warmup as Warmup
+from policies.accordion import Accordion
+from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
+from policies.goodput import Goodput
+from policies.gravac import GraVAC
+from policies.simple import Fixed, Schedule, Warmup
+
+__all__ = [
+    "DENSE",
+    "LIBRARY",
+    "Accordion",
+    "Context",
+    "Fixed",
+    "GainKind",
+    "Goodput",
+    "GraVAC",
+    "Measurement",
+    "Plan",
+    "Policy",
+    "PolicyName",
+    "Schedule",
+    "StepReport",
+    "Warmup",
+    "make_policy",
+    "policy_names",
+    "register",
+]
+
+PolicyName = Literal[
+    "accordion",
+    "accordion-paper",
+    "fixed",
+    "goodput",
+    "gravac",
+    "gravac-paper",
+    "schedule",
+    "warmup",
+]
+"""Names of the library's own policies. One that was registered is made by `make_policy`."""
 
 LIBRARY: Mapping[str, Callable[..., Policy]] = {
     "accordion": Accordion,

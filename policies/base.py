@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from inspect import signature
 from math import isfinite, isnan, nan, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from policies import checks
 from policies.ladder import make_ladder
@@ -307,6 +308,16 @@ class DeclaredPolicy(Stateful, Policy):
     """A policy that is a dataclass. Its state is its `saved` fields, settings and candidates.
 
     A state of other settings or candidates is refused: the run would go on as something else."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """TypeError for settings that it has not, which says what it has."""
+        taken = signature(cls.__init__)
+        try:
+            taken.bind_partial(None, *args, **settings)
+        except TypeError as error:
+            accepted = ", ".join([*taken.parameters][1:])
+            raise TypeError(f"{cls.__name__}: {error}; accepted: {accepted}") from None
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf, isfinite, nan
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+Name = TypeVar("Name", bound=str)
 
 
 def _check(name: str, value: object, kind: type, fits: bool, wanted: str) -> None:
@@ -45,11 +47,12 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
+def one_of(name: str, value: Any, accepted: Iterable[Name]) -> Name:
     """`value` as one of the `accepted` names."""
     names = sorted(accepted)
     _check(name, value, str, value in names, f"one of {', '.join(map(repr, names))}")
-    return str(value)
+    named: Name = value
+    return named
 
 
 def cf_range(value: Any) -> tuple[float, float]:

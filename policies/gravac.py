@@ -24,7 +24,7 @@ from policies.base import (
     setting,
 )
 from policies.candidates import CandidateStatistics, choose, loses_no_gain
-from policies.ladder import SCALINGS
+from policies.ladder import SCALINGS, ScalingName
 from policies.send_rule import Level, SendRule
 from policies.state import require, saved
 
@@ -62,7 +62,7 @@ class GraVAC(DeclaredPolicy):
     epsilon: float = setting(0.3, checks.fraction)
     omega: float = setting(0.1, checks.fraction)
     window: int = setting(40, checks.whole, least=1)
-    scaling: str = setting("exponential", checks.one_of, accepted=SCALINGS)
+    scaling: ScalingName = setting("exponential", checks.one_of, accepted=SCALINGS)
     step_size: float = setting(2.0, checks.real, above=1)
     gain: GainKind = setting("gradient", checks.one_of, accepted=get_args(GainKind))
     allow_dense: bool = setting(True, checks.flag)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from math import log
+from typing import Literal, get_args
 
-SCALINGS = ("exponential", "geometric")
+ScalingName = Literal["exponential", "geometric"]
+SCALINGS: tuple[ScalingName, ...] = get_args(ScalingName)
 """GraVAC's scaling policies (section 3.2), from 10 to 1000 with step_size 2. "exponential": 10, 20,
 40, 160, 1000, the first CF x step_size^1, ^2, ^4, ^8. "geometric": 10, 20, 40, ..., 640, 1000, each
 CF step_size times the one before."""

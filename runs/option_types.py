@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagConversionOff, arg
 from tyro.constructors import PrimitiveConstructorSpec
@@ -103,7 +103,8 @@ SwitchOrNumber = Annotated[
     bool | float, FlagConversionOff, spec("on|off|CF", _or(_SWITCH, number, "on, off or a CF >= 1"))
 ]
 CountOrAuto = Annotated[
-    int | str, spec("N|auto", _or({"auto": "auto"}, at_least(1), "an integer >= 1 or auto"))
+    int | Literal["auto"],
+    spec("N|auto", _or({"auto": "auto"}, at_least(1), "an integer >= 1 or auto")),
 ]
 Texts = Annotated[tuple[str, ...], spec("TEXT ...", str, "*")]
 Rate = Annotated[str, arg(metavar="RATE[,LATENCY]")]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1)
 SUMMED = Strategy("all_reduce", summed, reduced_bytes, 1)
 SHARDED = Strategy("sharded", sharded, sharded_bytes, 2, sharded=True)
 
-EXCHANGES = ("auto", "all_reduce", "all_gather", "sharded", "voted_indices")
+ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_indices"]
+EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
 
 @dataclass(frozen=True)

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from statistics import median
 
 import torch
 
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost
 
-PROBE_BYTES = 1 << 18
+PROBE_NUMEL = 1 << 16
 PROBES = 5
 
 
 def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:
-    """Time a few small and larger all-gathers. A collective; the result is alike on all ranks."""
+    """Time a few small and larger all-reduces. A collective; the result is alike on all ranks.
 
-    def seconds(nbytes: int) -> float:
-        payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    The shortest times count: those of the network, not of a busy machine. A dense step that is
+    modelled by them is rather too short than too long."""
+
+    def seconds(numel: int) -> float:
+        payload = torch.zeros(numel, device=device)
         times = []
         for _ in range(PROBES):
             began = clock()
-            exchange.all_gather(payload).wait()
+            exchange.all_reduce(payload).wait()
             if device.type == "cuda":  # until here only its stream waits
                 torch.cuda.synchronize(device)
             times.append(clock() - began)
-        return median(times)
+        return min(times)
 
-    seconds(8)  # the first one sets connections up
-    measured = torch.tensor([seconds(8), seconds(PROBE_BYTES)], dtype=torch.float64, device=device)
+    seconds(1)  # the first one sets connections up
+    measured = torch.tensor([seconds(1), seconds(PROBE_NUMEL)], dtype=torch.float64, device=device)
     small, large = (exchange.sum_later(measured).wait() / exchange.ranks).tolist()
     exchange.take_traffic()  # not part of any step
-    hops = max(1, exchange.world_size - 1)
-    slope = (large - small) / (hops * PROBE_BYTES)
-    return LinkCost(max(0.0, small / hops), 1 / slope if slope > 0 else inf)
+    world_size = exchange.world_size
+    nbytes = reduce_wire_bytes(4 * PROBE_NUMEL, world_size)
+    alpha = max(0.0, small / max(1, 2 * (world_size - 1)))
+    return LinkCost(alpha, nbytes / (large - small) if large > small else inf)

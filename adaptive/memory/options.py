@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -101,9 +101,11 @@ class Updates:
         _check_dtype(self.dtype)
 
 
+MemoryName = Literal["auto", "residual", "momentum", "updates", "none"]
+
 Memory = MemoryOptions | Residual | Momentum | Updates
 
-NAMED: dict[str, Memory] = {
+NAMED: dict[MemoryName, Memory] = {
     "auto": MemoryOptions("auto"),
     "residual": Residual(),
     "momentum": Momentum(),
@@ -122,4 +124,4 @@ def memory_from(given: Any) -> Memory:
             f"memory must be one of {', '.join(map(repr, NAMED))}, or a Residual, Momentum or "
             f"Updates, got {given!r}"
         )
-    return NAMED[checks.one_of("memory", given, tuple(NAMED))]
+    return NAMED[checks.one_of("memory", given, NAMED)]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from adaptive.memory.options import NAMED, Memory
-from adaptive.sync.topology import TOPOLOGIES, Topology, check_matrix, named
+from adaptive.sync.topology import TOPOLOGIES, Topology, TopologyName, check_matrix, named
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
 from policies import checks
@@ -33,7 +33,8 @@ AUTO_IS_ONE = (
     "step. A number, as in LocalSteps(4), goes with any optimizer"
 )
 
-ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
+AlgorithmName = Literal["auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive"]
+ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
 STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
 """Gossip algorithms that have a consensus step size, and its default: so much / CF, at most 1. With
@@ -122,7 +123,7 @@ class LocalSteps(Synchronisation):
     ValueError or TypeError for a value that is not accepted.
     """
 
-    steps: int | str
+    steps: int | Literal["auto"]
     outer_lr: float = OUTER_LR
     outer_momentum: float = OUTER_MOMENTUM
     overlap: int | None = None
@@ -206,8 +207,8 @@ class Gossip(Synchronisation):
 
     ValueError or TypeError for a value that is not accepted."""
 
-    topology: str | Tensor = "ring"
-    algorithm: str = "auto"
+    topology: TopologyName | Tensor = "ring"
+    algorithm: AlgorithmName = "auto"
     consensus_step: float | None = None
     every: int = 1
     overlap = 0

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import isqrt
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
+TopologyName = Literal["ring", "torus", "exponential", "one_peer", "complete"]
+TOPOLOGIES: tuple[TopologyName, ...] = get_args(TopologyName)
 TOLERANCE = 1e-6
 """Of the sums of rows and columns of a user's matrix, which may be of float32."""
 

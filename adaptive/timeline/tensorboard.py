@@ -49,8 +49,7 @@ class TensorBoardTimeline(ThinnedTimeline):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "TensorBoardTimeline needs the tensorboard package: "
-                "pip install 'adaptive-compression[tensorboard]'"
+                "TensorBoardTimeline needs the tensorboard package: pip install tensorboard"
             ) from error
         self._own = isinstance(log_dir, (str, Path))
         if not self._own and not isinstance(log_dir, SummaryWriter):

@@ -49,3 +49,20 @@ def test_every_policy_says_where_it_stands(policy: Policy, wanted: list[str]) ->
     for part in wanted:
         assert part in first[1]
     assert "detached" in first[2]
+
+
+def _link(rank: int) -> tuple[float, float]:
+    model = DDP(torch.nn.Linear(8, 8))
+    compressor = AdaptiveCompressor(policy=Fixed(10)).attach(model)
+    link = compressor.running()._choice.link
+    return link.alpha, link.beta
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_real_network_is_measured_alike_on_all_ranks(ranks: int) -> None:
+    """Else a dense step's time would not be known where none is run."""
+    found = run_ranks(ranks, _link)
+    assert found == found[:1] * ranks
+    alpha, beta = found[0]
+    assert alpha > 0
+    assert beta > 0

@@ -10,11 +10,14 @@ import tomllib
 from fnmatch import fnmatch
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tensorboard.plugins.base_plugin import TBLoader
 
 import adaptive
+import compressors
+import policies
+from adaptive.memory.options import NAMED, MemoryName
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -113,3 +116,22 @@ def test_a_folder_without_modules_is_in_nobodys_way(tmp_path: Path) -> None:
     ended = _python("import adaptive, runs; print(runs.__file__)", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == str(ROOT / "runs" / "__init__.py")
+
+
+def test_what_is_public_is_listed_and_there() -> None:
+    for package in (adaptive, compressors, policies):
+        assert len(set(package.__all__)) == len(package.__all__)
+        assert [name for name in package.__all__ if not hasattr(package, name)] == []
+
+
+def test_choices_that_an_editor_knows_are_those_that_are_accepted() -> None:
+    assert set(get_args(policies.PolicyName)) == set(policies.LIBRARY)
+    assert set(get_args(MemoryName)) == set(NAMED)
+
+
+def test_users_install_no_test_tools() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    names = [name for name in extras if name not in ("dev", "browser")]
+    for name in names:
+        assert not [each for each in extras[name] if re.match("pytest|hypothesis|mypy|ruff", each)]
+    assert any(each.startswith("adaptive-compression[all") for each in extras["dev"])
