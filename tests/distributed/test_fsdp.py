@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict
@@ -25,11 +26,15 @@ from adaptive import (
     reshard_states,
 )
 from compressors.kernels import blocks
+from tests.distributed.golden_fsdp import FILE
+from tests.distributed.golden_fsdp import RUNS as GOLDEN
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, listen, same, small_net
 from tests.distributed.test_device_path import ByStep
+from tests.integration.golden import runs_now
 
 RANKS, STEPS = 4, 5
+MAKE = "python -m tests.distributed.golden_fsdp"
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN = MixedPrecisionPolicy()
@@ -226,6 +231,16 @@ def test_every_way_to_exchange() -> None:
         assert are_replicas(list(shards))
         assert shards[0].isfinite().all()
         assert all(each == cfs[0] for each in cfs)
+
+
+@on_this_torch
+def test_whole_runs_end_where_they_did_to_the_bit() -> None:
+    written = json.loads(FILE.read_text(encoding="utf-8"))["runs"]
+    assert list(written) == list(GOLDEN)
+    now = runs_now("tests.distributed.golden_fsdp", FILE)
+    for name, run in written.items():
+        for what in ("cfs", "layer_cfs", "bytes", "parameters"):  # the cause first
+            assert now[name][what] == run[what], f"{name}: {what} differ; if they should: {MAKE}"
 
 
 def _bytes(rank: int, cf: float) -> tuple[float, float, Tensor]:

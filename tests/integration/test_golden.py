@@ -7,8 +7,6 @@ says in its commit why each run that differs does.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from adaptive.exchange.choice import EXCHANGES
 from adaptive.memory.options import NAMED
 from compressors import compressor_names
 from policies import policy_names
-from tests.integration.commands import ROOT
-from tests.integration.golden import FILE, RUNS
+from tests.integration.golden import FILE, RUNS, runs_now
 
 pytestmark = pytest.mark.long
 
@@ -29,17 +26,7 @@ MAKE = "python -m tests.integration.golden"
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What the runs do now, in a process whose arithmetic is pinned."""
-    command = [sys.executable, "-m", "tests.integration.golden", "--print"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr
-    golden = json.loads(done.stdout)
-    if golden["fingerprint"] != WRITTEN["fingerprint"]:
-        pytest.skip(
-            "plain torch and NumPy operations round differently here than where golden.json was "
-            f"made (another version or kind of processor): {MAKE}, on a commit that is known to be "
-            "right, makes one for this machine"
-        )
-    return golden["runs"]
+    return runs_now("tests.integration.golden", FILE)
 
 
 @pytest.mark.parametrize("name", RUNS)
