@@ -20,6 +20,7 @@ from adaptive.config import (
     USUAL,
     GranularityName,
     Settings,
+    below_range,
     debug_interval,
     default_policy,
     make_base,
@@ -315,8 +316,10 @@ class AdaptiveCompressor:
             now = f"{named(self.cf)} after {counted_steps(controller.step)} on {ranks} ranks"
             now = f"detached, {now}" if self.detached else now
         low, high = chosen.cf_range
+        rungs = below_range(chosen.base)
+        below = f" and below it {rungs}" if rungs else ""
         return (
-            f"AdaptiveCompressor(base={chosen.base.shown!r}, cf_range=({low:g}, {high:g}), "
+            f"AdaptiveCompressor(base={chosen.base.shown!r}, cf_range=({low:g}, {high:g}){below}, "
             f"policy={chosen.policy!r}, memory={self.memory!r}; {now})"
         )
 
@@ -325,9 +328,12 @@ class AdaptiveCompressor:
         return self.running().summary()
 
     def explain(self, detail: bool = False) -> str:
-        """The present state in words: whether compression is worth it here, and the CF and why.
-        detail: and the numbers of the policy's rule."""
-        return self.running().explain(detail)
+        """The present state in words: whether compression is worth it here, the CF and why, and
+        candidates below cf_range. detail: and the numbers of the policy's rule."""
+        told, rungs = self.running().explain(detail), below_range(self._settings.base)
+        low, high = self._settings.cf_range
+        below = f"\ncandidates: dense, {rungs}, and CF {low:g} to {high:g}" if rungs else ""
+        return told + below
 
     def flush(self) -> None:
         """Take in the last step's statistics, which otherwise come with the next step's start. On

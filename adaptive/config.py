@@ -123,6 +123,12 @@ def with_ladder(
     return base
 
 
+def below_range(base: Compressor) -> str:
+    """The rungs of a ladder, which are candidates beside dense and cf_range, in words; else ""."""
+    rungs = base.rungs if isinstance(base, Ladder) else {}
+    return ", ".join(f"{rung.shown} at CF {cf:g}" for cf, rung in rungs.items())
+
+
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     """Whether the tensors of a bucket are compressed as one. "auto": where the largest elements of
     all can be told, since each layer then gets its share of them: at CF 20 and 100 that saves most

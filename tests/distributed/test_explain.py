@@ -37,7 +37,10 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
         (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "epsilon 0.3"]),
         (
             Goodput(opening=2),
-            ["since step", "progress a second", "dense was not timed", "rule: candidate"],
+            [
+                *("since step", "progress a second", "dense was not timed", "rule: candidate"),
+                "candidates: dense, bf16 at CF 2, and CF 4 to 100",
+            ],
         ),
     ],
     ids=lambda v: v.name if isinstance(v, Policy) else "",

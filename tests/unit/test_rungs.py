@@ -25,6 +25,12 @@ def test_by_default_bf16_and_int8_are_below_the_range() -> None:
     assert names(cf_range=(3, 100)) == {2.0: "bf16"}
 
 
+def test_a_compressor_names_the_candidates_below_its_range() -> None:
+    told = "cf_range=(10, 1000) and below it bf16 at CF 2, int8 at CF 4, policy="
+    assert told in repr(AdaptiveCompressor(base="topk", cf_range=(10, 1000)))
+    assert "below it" not in repr(AdaptiveCompressor(policy="gravac"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
