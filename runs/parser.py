@@ -13,7 +13,9 @@ from functools import reduce
 from io import StringIO
 from operator import or_
 from pathlib import Path
+from shutil import get_terminal_size
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -38,7 +40,8 @@ def read(
     kind: Any = make_dataclass("Options", parts)
     try:
         with redirect_stderr(errors):
-            found = tyro.cli(kind, prog=prog, description=text, args=list(words), config=markers)
+            about = _wrapped(text)
+            found = tyro.cli(kind, prog=prog, description=about, args=list(words), config=markers)
     except SystemExit as end:
         if end.code in (0, None):
             raise
@@ -100,6 +103,23 @@ def _parts(hint: Any) -> tuple[tuple[Any, ...], list[Any]]:
         kinds = tuple(kind for each, _ in parts for kind in each)
         return kinds, [one for _, metadata in parts for one in metadata]
     return (hint,), []
+
+
+def _wrapped(text: str) -> str:
+    """A help text whose paragraphs fit the terminal; examples, which are indented, are left alone.
+
+    tyro joins lines that do not begin with a space: all but the first of a paragraph do."""
+    width = min(100, get_terminal_size().columns)
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.split("\n")
+        whole = all(line[:1].strip() for line in lines)
+        paragraphs.append(
+            fill(paragraph, width, subsequent_indent="  ", break_on_hyphens=False)
+            if whole
+            else paragraph
+        )
+    return "\n\n".join(paragraphs)
 
 
 def _first_words(box: str) -> str:

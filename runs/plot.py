@@ -73,8 +73,7 @@ def _draw_bytes(axes: Any, recorded: Recorded) -> None:
     known = [value for value in share if isfinite(value)]
     least, most = min([100.0, *known]), max([100.0, *known])
     low = least / 2 if 0 < least < 10 else 0.0  # a small share would not be seen
-    axes.fill_between(xs, share, low, step="post", color=BLUE, alpha=0.25, linewidth=0)
-    steps(axes, xs, share, "sent", color=BLUE, linewidth=1)
+    steps(axes, xs, share, "sent", color=BLUE)
     if low:
         log_axis(axes.yaxis, [least, most], decades=True)
     axes.set_ylim(low, 1.5 * most if low else 1.1 * most)

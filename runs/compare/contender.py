@@ -27,6 +27,7 @@ A contender is NAME[@CF][:key=value,...]. NAME is
                  outer momentum 0.9, nothing overlaps
   a policy with its settings, as Python writes it: "Warmup(steps=50, then=GraVAC(window=20))",
                  "Schedule({0: 1, 100: 10})" (CF 10 from step 100 on)
+
 The keys are the arguments of the policy (epsilon, omega, window, ...) and train's options without
 the dashes: base, cf_range, memory, exchange, ... A value of several numbers has slashes:
 cf_range=10/500.

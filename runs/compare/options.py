@@ -114,7 +114,7 @@ class Comparing:
     seeds: Wholes | None = None
     """Seeds (0)."""
     bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
-    """Networks of the modelled seconds (--link, 100mbit 1gbit)."""
+    """Networks of the modelled seconds (100mbit 1gbit)."""
     goal_step: Count | None = None
     """The quality to reach is that of dense after N steps (at its end)."""
     smooth: Count = 1
@@ -176,8 +176,9 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
         if contender.folder in folders[:i]:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
     seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
-    own = [given["link"]] if given.get("link") else []
-    networks = parse_networks(given.pop("bandwidths", (*own, *BANDWIDTHS)))
+    # What the runs take on the link that they have is in the table anyhow.
+    others = [rate for rate in BANDWIDTHS if rate != given.get("link")]
+    networks = parse_networks(given.pop("bandwidths", others))
     check_sends(given)
     check_modelled({name: value for name, value in given.items() if name != "model_mb"})
     if given.get("simulated") and "fixed_clock" not in given:

@@ -54,7 +54,7 @@ class Showing:
     target: Number | None = None
     """Quality of "time to target", see above."""
     bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
-    """Networks of the modelled seconds (the runs' own links, 100mbit 1gbit)."""
+    """Networks of the modelled seconds (100mbit 1gbit)."""
     title: Annotated[str | None, metavar("TEXT")] = None
     """Heading of the page."""
     out: Annotated[str | None, metavar("DIR")] = None

@@ -96,13 +96,12 @@ def _quality(
     clocks = any(run.config and run.config.fixed_clock is not None for run in runs)
     where = links.pop() if len(links) == 1 else "of different links: do not compare"
     measured = f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})"
-    places: list[tuple[str, _Place]] = [
+    places: list[tuple[str, _Place]] = [(measured, Run.seconds_by)]
+    places += [
         (f"seconds on {network}, modelled", partial(Run.modelled_by, network=network))
         for network in networks
         if any(run.records for run in runs)
     ]
-    # The runs' own link comes first, and then what they took on it.
-    places.insert(1 if any(run.link for run in runs) else 0, (measured, Run.seconds_by))
     places.append(("MB sent by a worker", lambda run, done: run.sent_by(done) / 1e6))
     places.append(("steps", lambda run, done: done))
     qualities = [q for run in runs for _, q in run.evaluations if isfinite(q)]
@@ -125,18 +124,22 @@ def _quality(
             for run in runs
         ],
         "y": {
-            "title": runs[0].quality_name,
+            "title": f"{runs[0].quality_name} ({better(runs[0])} is better)",
             "log": 0 < LOG_FROM * min(qualities) < max(qualities),
         },
         "limit": {"value": goal, "title": f"target {goal:.4g}"} if isfinite(goal) else None,
     }
 
 
+def better(run: Run) -> str:
+    """Which of two qualities is."""
+    return "higher" if run.higher_is_better else "lower"
+
+
 def _told(runs: Sequence[Run]) -> str:
     run = runs[0]
-    better = "higher" if run.higher_is_better else "lower"
     ends = "; ".join(f"{run.name} ends at {run.quality:.4g}" for run in runs)
-    return f"Held-out {run.quality_name} ({better} is better): {ends}"
+    return f"Held-out {run.quality_name} ({better(run)} is better): {ends}"
 
 
 # -- the dashboard's rows ----------------------------------------------------------------------

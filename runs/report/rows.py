@@ -122,9 +122,14 @@ def _choose(runs: list[Run]) -> Target:
 
 
 def own_networks(runs: Sequence[Run]) -> tuple[LinkSpec, ...]:
-    """Of the modelled seconds: the links that the runs had, and others after them."""
-    links = [run.config.link for run in runs if run.config is not None and run.config.link]
-    return tuple(dict.fromkeys(map(LinkSpec.parse, (*links, *BANDWIDTHS))))
+    """Of the modelled seconds: the links that some of the runs had, and others after them. Not one
+    that all had: what they took on that is known."""
+    links = dict.fromkeys(run.config.link if run.config else None for run in runs)
+    parsed = [LinkSpec.parse(link) for link in links if link]
+    others = [LinkSpec.parse(link) for link in BANDWIDTHS]
+    if len(links) == 1:
+        return tuple(link for link in others if link not in parsed)
+    return tuple(dict.fromkeys((*parsed, *others)))
 
 
 def modelled(run: Run, networks: Sequence[LinkSpec], model_mb: float | None = None) -> Run:

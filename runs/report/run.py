@@ -17,6 +17,7 @@ from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
 from runs.logbook import emulated, gain_kind
+from runs.netlab.lab import real_links
 from runs.options import HOOK_OPTIONS
 from runs.parser import shown
 from runs.policy_expression import OFF, UntrustedPolicyError
@@ -104,8 +105,11 @@ class Run:
 
     @property
     def link(self) -> str:
-        """What is to be said of an emulated link; "" without one."""
-        return emulated(self.config) if self.config is not None else ""
+        """What is to be said of a link that is emulated, or of real ones; "" without."""
+        if self.config is None:
+            return ""
+        netlab = self.config.netlab
+        return f"network of {real_links(netlab)}" if netlab else emulated(self.config)
 
     @property
     def task(self) -> str:

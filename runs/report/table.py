@@ -170,7 +170,7 @@ def _run(run: Run) -> dict[str, Any]:
         "quality_name": run.quality_name,
         "higher_is_better": run.higher_is_better,
         "evaluations": [[done, known(quality)] for done, quality in run.evaluations],
-        "emulated_link": run.link or None,
+        "link": run.link or None,
         "share_at_cf": [[cf, share] for cf, share in run.shares.items()],
         "cf_history": [asdict(part) for part in run.history],
         "notes": run.notes,

@@ -2,8 +2,9 @@
 
 import {element, isDark} from './page.js';
 
+// The same hues in the same order; what stands out from the page is another lightness.
 const LIGHT = ['#8ccfc0', '#36a3b4', '#3b6fb6', '#7a3b9a', '#3d0f5c'];
-const DARK = ['#3c6ca8', '#2f8fc4', '#35c0a5', '#a6d84f', '#fbe58a'];
+const DARK = ['#4f8a7d', '#46bccd', '#7fb0f2', '#c78be8', '#f3c6ff'];
 const DENSE = {light: '#9aa0a8', dark: '#8d939c'};
 const LARGEST = 1000; // and what is larger
 

@@ -6,6 +6,7 @@ import {colour} from './colours.js';
 
 export const LAYER_HEIGHT = 14; // pixels
 const MARKS = 11; // pixels above the CFs
+const THICK = 6; // pixels of the line of CFs
 const FONT = '11px sans-serif';
 
 // The canvas's pen, in CSS pixels, and a function from steps or seconds to pixels.
@@ -51,11 +52,11 @@ function pieces(x, starts, end, cfs, each) {
   });
 }
 
-// The CFs as a stepped line on a log axis, filled with their colours.
+// The CFs as a stepped line in their colours on a log axis: an area below it would have no meaning.
 export function drawBand(canvas, data, scale) {
   const {context, width, height, x} = pen(canvas, scale);
   const {band, switches} = data;
-  const bottom = height - 5; // dense still has a colour
+  const bottom = height - THICK;
   const y = (cf) => bottom - (Math.log(cf) / Math.log(scale.top)) * (bottom - MARKS - 4);
   let above = Infinity;
   for (const cf of [1, 10, 100, 1e3, 1e4, 1e5, 1e6, scale.top]) {
@@ -64,15 +65,19 @@ export function drawBand(canvas, data, scale) {
     sideLabel(context, cfName(cf), scale.left, above, width);
   }
   clip(context, scale.left, width, height);
-  const corners = [];
+  const [corners, bars] = [[], []];
   pieces(x, band[scale.axis], band.end[scale.axis], band.cf, (left, right, cf) => {
-    context.fillStyle = colour(cf);
-    context.fillRect(left, y(cf), right - left, height - y(cf));
     corners.push([left, y(cf)], [right, y(cf)]);
+    bars.push([left, Math.round(y(cf) - THICK / 2), right - left, colour(cf)]);
   });
-  context.strokeStyle = context.fillStyle = cssColour('--ink');
-  context.lineWidth = corners.length > width ? 0.5 : 1.5;
+  context.strokeStyle = cssColour('--faint');
+  context.lineWidth = corners.length > width ? 0.5 : 1;
   path(context, corners);
+  for (const [left, top, long, fill] of bars) {
+    context.fillStyle = fill;
+    context.fillRect(left, top, long, THICK);
+  }
+  context.strokeStyle = context.fillStyle = cssColour('--ink');
   switches[scale.axis].forEach((at, i) => {
     mark(context, x(at), switches.before[i] !== switches.cf[i]);
   });

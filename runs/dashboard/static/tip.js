@@ -27,7 +27,10 @@ export const Tip = {
     const {offsetWidth: width, offsetHeight: height} = this.box;
     const beside = event.clientX + 14 + width > innerWidth;
     this.box.style.left = `${Math.max(4, event.clientX + (beside ? -14 - width : 14))}px`;
-    this.box.style.top = `${Math.max(4, Math.min(event.clientY + 14, innerHeight - height - 4))}px`;
+    // It grows upwards, so that it does not lie over what comes below the row.
+    const row = event.target.closest('.plot')?.getBoundingClientRect();
+    const lowest = Math.min(row?.bottom ?? innerHeight, innerHeight - 4) - height;
+    this.box.style.top = `${Math.max(4, Math.min(event.clientY + 14, lowest))}px`;
   },
 
   hide() {

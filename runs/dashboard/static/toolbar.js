@@ -7,7 +7,8 @@ export class Toolbar {
     this.on = on;
     this.hidden = new Set();
     this.filter = element('input', {
-      type: 'search', placeholder: 'filter runs', 'aria-label': 'filter runs', id: 'filter',
+      type: 'search', placeholder: 'filter runs (regex)', id: 'filter',
+      'aria-label': 'filter runs by a regular expression',
       oninput: () => on.changed(),
     });
     this.runs = element('div', {className: 'choices'});
@@ -56,9 +57,20 @@ export class Toolbar {
   }
 
   chosen() {
-    const wanted = this.filter.value.toLowerCase();
+    const wanted = this.pattern();
     const names = (this.names ?? []).filter((name) => !this.hidden.has(name));
-    return new Set(names.filter((name) => name.toLowerCase().includes(wanted)));
+    return new Set(names.filter((name) => wanted.test(name)));
+  }
+
+  // As in TensorBoard's own filters; one that is still being typed, such as "(", filters nothing.
+  pattern() {
+    this.filter.classList.remove('wrong');
+    try {
+      return new RegExp(this.filter.value, 'i');
+    } catch {
+      this.filter.classList.add('wrong');
+      return /(?:)/;
+    }
   }
 
   setZoomed(zoomed) {

@@ -80,6 +80,14 @@ class Page:
         data = self.driver.execute_script(_COLUMN, canvas, x)
         return [data[i : i + 4] for i in range(0, len(data), 4)][::-1]
 
+    def sent(self, canvas: Any, share: float) -> tuple[int, tuple[int, ...]]:
+        """Of the thick line of CFs there: its height in pixels, and its colour."""
+        column = self.column(canvas, share)
+        for height, colour in enumerate(column):
+            if colour[3] == 255 and column[height : height + 4] == [colour] * 4:
+                return height, tuple(colour)
+        return -1, ()  # it is being drawn
+
     def hover(self, run: str, share: float, kind: str = "band") -> str:
         """The text that the pointer brings up there."""
         canvas = self.canvas(run, kind)
