@@ -55,6 +55,7 @@ PolicyName = Literal[
 LIBRARY: Mapping[str, Callable[..., Policy]] = {
     "accordion": Accordion,
     "accordion-paper": Accordion.paper,
+    "dgc-paper": Warmup.paper,
     "fixed": Fixed,
     "goodput": Goodput,
     "gravac": GraVAC,

@@ -129,6 +129,7 @@ class Warmup(DeclaredPolicy):
     then: the `Policy` that follows. It sees no report of the warm-up. None: the largest CF of
         cf_range for good.
     steps: steps of each stage, >= 1. stages: number of stages, >= 1. factor: > 1.
+    as_published: see `paper`.
     CFs outside cf_range become its nearer end.
     ValueError or TypeError names the setting that is wrong.
     """
@@ -140,6 +141,7 @@ class Warmup(DeclaredPolicy):
     steps: int = setting(100, checks.whole, least=1)
     stages: int = setting(4, checks.whole, least=1)
     factor: float = setting(4.0, checks.real, above=1)
+    as_published: bool = setting(False, checks.flag)
 
     _stages: Schedule = saved()
     _then: Policy = saved()
@@ -152,9 +154,24 @@ class Warmup(DeclaredPolicy):
         self.shadow, self.layerwise = then.shadow, then.layerwise
         self.chooses_local_steps = then.chooses_local_steps
 
+    @classmethod
+    def paper(cls, steps: int = 100, **settings: Any) -> Warmup:
+        """Deep Gradient Compression as in its paper (sections 3 and 5). `settings` are this
+        class's.
+
+        75, 93.75, 98.4375 and 99.6% of the elements stay behind for `steps` steps each, an epoch in
+        the paper, then 99.9%. DGC's selection by layers, values of 32 bits, momentum correction and
+        momentum factor masking come along, see `compression`. Clipping by the norm of the whole
+        local gradient and the warm-up of the learning rate belong to the script
+        (docs/recipes.md)."""
+        return cls(steps=steps, **{"as_published": True, **settings})
+
     @property
     def compression(self) -> Mapping[str, Any]:
-        """That of `then`."""
+        """As published: DGC's; else that of `then`."""
+        if self.as_published:
+            whole = {"base": "dgc+fp32", "granularity": "layer", "memory": "momentum"}
+            return {**whole, "cf_range": (4.0, 1000.0)}
         return {} if self.then is None else self.then.compression
 
     def start(self, context: Context) -> None:

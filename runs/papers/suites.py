@@ -310,9 +310,7 @@ HARRIS = Suite(
     ),
 )
 
-DGC_WARMUP = (
-    "warmup:base=dgc+fp32,cf_range=4/1000,granularity=layer,warmup_steps=[5000],warmup=[20000]"
-)
+DGC_WARMUP = "Warmup.paper(steps=[5000]):warmup=[20000]"
 
 DGC = Suite(
     "dgc",
@@ -338,7 +336,7 @@ DGC = Suite(
     (
         entry("dense", "dense", (75.96, 1), (72.30, 1)),
         entry(
-            *("DGC 0.999", f"{DGC_WARMUP},memory=momentum,masking=on,clip_local={{clip}}"),
+            *("DGC 0.999", f"{DGC_WARMUP},clip_local={{clip}}"),
             *((76.15, 277), (72.24, 462)),
         ),
         entry(
@@ -346,12 +344,12 @@ DGC = Suite(
         ),
         entry(
             "... without masking",
-            f"{DGC_WARMUP},memory=momentum,masking=off,clip_local={{clip}}",
+            f"{DGC_WARMUP},masking=off,clip_local={{clip}}",
         ),
-        entry("... without clipping", f"{DGC_WARMUP},memory=momentum,masking=on"),
+        entry("... without clipping", DGC_WARMUP),
         entry(
             "... without any warm-up",
-            "dgc+fp32@1000:granularity=layer,memory=momentum,masking=on,clip_local={clip}",
+            "dgc+fp32@1000:granularity=layer,memory=momentum,clip_local={clip}",
         ),
         entry("the default", "goodput"),
     ),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor
+from adaptive import Accordion, AdaptiveCompressor, Warmup
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, listen
 
@@ -130,3 +132,35 @@ def test_batches_grow_outside_critical_regimes() -> None:
     plain = run_ranks(2, _batches_by_regime, False, first[0])
     torch.testing.assert_close(first[1], plain[0][1])
     assert torch.equal(first[1], second[1])
+
+
+def _dgc(rank: int) -> tuple[list[float], Tensor]:
+    """Each step's root of the mean over ranks of ||g||^2, over the limit, and the parameters."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(12, 60), nn.Tanh(), nn.Linear(60, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norms: list[float] = []
+    compressor = AdaptiveCompressor(
+        policy=Warmup.paper(steps=2),
+        timeline=lambda numbers, step: norms.append(numbers.get("gradient/norm", 0.0)),
+    ).attach(model, optimizer=optimizer)
+    parameters = list(model.parameters())
+    limit = 0.3 / math.sqrt(dist.get_world_size())
+    for step in range(12):
+        x, y = batch(step, rank, torch.float32)
+        loss = ((model(x) - y) ** 2).mean()
+        own = torch.autograd.grad(loss, parameters, retain_graph=True)
+        norm = torch.stack([gradient.norm() for gradient in own]).norm()
+        (loss * (limit / norm).clamp(max=1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert compressor.memory == "momentum"
+    assert compressor.cf == 1000
+    compressor.close()
+    return [norm / limit for norm in norms], flat_parameters(model)
+
+
+def test_deep_gradient_compression_clips_by_the_norm_of_the_whole_local_gradient() -> None:
+    (norms, parameters), (_, others) = run_ranks(2, _dgc)
+    assert max(norms) == pytest.approx(1.0, rel=1e-4)
+    assert torch.equal(parameters, others)

@@ -211,6 +211,7 @@ POWERSGD = "powersgd", (10, 1000), "layer", "residual"
         ("accordion-paper", {}, ACCORDION),
         (Accordion.paper(4, 20), {}, ("topk+fp32", (4, 20), "layer", "residual")),
         (Accordion.paper(4, 1, as_ranks=True), {}, POWERSGD),
+        ("dgc-paper", {}, ("dgc+fp32", (4, 1000), "layer", "momentum")),
         ("gravac-paper", {"base": "topk"}, ("topk", (10, 1000), "layer", "residual")),
         ("gravac-paper", {"memory": "auto"}, ("dgc+fp32", (10, 1000), "layer", "auto")),
         ("gravac", {}, ("topk", (10, 1000), "auto", "auto")),

@@ -174,7 +174,7 @@ def cfs(policy, steps):
 
 
 def test_the_papers_stages_then_the_largest_cf():
-    policy = make_policy("warmup", steps=2)
+    policy = make_policy("dgc-paper", steps=2)
     policy.start(Context((4, 1000), 2))
     assert cfs(policy, 11) == [4, 4, 16, 16, 64, 64, 256, 256, 1000, 1000, 1000]
 

@@ -70,7 +70,7 @@ def test_steps_in_brackets_shrink_with_the_scale() -> None:
     dgc = SUITES["dgc"]
     words = Plan(dgc, dgc.parts[1], dgc.scale).contenders[1].given
     assert words["clip_local"] == 0.25
-    assert words["warmup_steps"] == 5
+    assert words["policy"] == "Warmup.paper(steps=5)"
 
 
 @pytest.mark.parametrize(
