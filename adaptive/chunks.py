@@ -5,30 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adaptive.parameters import ModelParameter
-from compressors.kernels.blocks import is_host
+from adaptive.parameters import ModelParameter, is_dense, memory_of
+from compressors.kernels.blocks import CACHE_BLOCK, is_host
 
 CHUNK = 25 * 2**20
 """Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
+
+
+class Block(NamedTuple):
+    """Elements [start, stop) of a chunk. values: views of the parameters' own memory, flat."""
+
+    start: int
+    stop: int
+    values: list[Tensor]
+
+    def joined(self, out: Tensor) -> Tensor:
+        """The values, in `out`."""
+        return _join(self.values, out)
+
+    @torch.no_grad()
+    def go_to(self, values: Tensor) -> None:
+        """The parameters become `values`, which are those of the block."""
+        torch._foreach_copy_(self.values, list(values.split([len(v) for v in self.values])))
 
 
 @dataclass(eq=False)
 class Chunk:
     """Parameters one behind the other, of one precision and device.
 
+    A parameter's elements are in the order of its memory; where that has gaps, row by row.
     scratch: flat tensors that are written again in each step, by their use; on a device there are
     none, since its allocator keeps them."""
 
     parameters: Sequence[ModelParameter]
     scratch: dict[str, Tensor] = field(default_factory=dict)
+    _memory: list[tuple[Any, ...]] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)  # flat views of parameters
+    _gaps: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and copies
+    _blocks: list[Block] = field(default_factory=list)
 
-    @property
-    def numel(self) -> int:
-        return sum(p.local.numel() for p in self.parameters)
+    def __post_init__(self) -> None:
+        self.sizes = [p.local.numel() for p in self.parameters]
+        self.numel = sum(self.sizes)
 
     def room(self, use: str) -> Tensor:
         """A flat tensor for this use, with any values."""
@@ -42,28 +65,87 @@ class Chunk:
 
     def here(self, use: str) -> Tensor:
         """The parameters' values (a copy), flat, in the room for this use."""
-        values = [p.local.detach().reshape(-1) for p in self.parameters]
-        room = self.room(use)
-        if all(each.dtype == room.dtype for each in values):
-            return torch.cat(values, out=room)
-        torch._foreach_copy_(self.split(room), values)
-        return room
+        return _join(self._read(), self.room(use))
 
     @torch.no_grad()
     def go_to(self, values: Tensor) -> None:
         """The parameters become `values` (flat)."""
-        locals_ = [p.local for p in self.parameters]
-        views = [v.view(p.shape) for v, p in zip(self.split(values), locals_, strict=True)]
-        torch._foreach_copy_(locals_, views)
+        torch._foreach_copy_(self._read(), self.split(values))
+        self.written()
+
+    def blocks(self) -> Sequence[Block]:
+        """The chunk in pieces that fit a host's cache; on a device in one. After `go_to` of blocks
+        `written` must be called."""
+        values = self._read()
+        if not self._blocks:
+            device = self.parameters[0].tensor.device
+            size = CACHE_BLOCK if is_host(device) else max(self.numel, 1)
+            self._blocks = list(_blocks(values, size))
+        return self._blocks
+
+    def written(self) -> None:
+        """Parameters with gaps in their memory become the copies of them."""
+        for p, copy in self._gaps:
+            p.copy_(copy.view(p.shape))
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """By parameter: views."""
-        return list(flat.split([p.local.numel() for p in self.parameters]))
+        return list(flat.split(self.sizes))
+
+    def within(self, flat: Tensor, start: int) -> Iterator[tuple[ModelParameter, Tensor]]:
+        """Parameters whose elements are in `flat`, which begins at `start`, and views of these."""
+        at = 0
+        for parameter, size in zip(self.parameters, self.sizes, strict=True):
+            if start <= at < start + len(flat) and size:
+                yield parameter, flat[at - start : at - start + size]
+            at += size
+
+    @torch.no_grad()
+    def _read(self) -> list[Tensor]:
+        """Flat views of all parameters; a script may have given some of them other memory."""
+        memory = [memory_of(p.tensor) for p in self.parameters]
+        if memory != self._memory:
+            self._memory, self._gaps, self._blocks = memory, [], []
+            self._values = [self._flat(p.local.detach()) for p in self.parameters]
+        for p, copy in self._gaps:
+            copy.view(p.shape).copy_(p)
+        return self._values
+
+    def _flat(self, p: Tensor) -> Tensor:
+        if is_dense(p):
+            return p.as_strided((p.numel(),), (1,), p.storage_offset())
+        copy = p.new_empty(p.numel())
+        self._gaps.append((p, copy))
+        return copy
+
+
+def _join(values: list[Tensor], out: Tensor) -> Tensor:
+    if all(each.dtype == out.dtype for each in values):
+        return torch.cat(values, out=out)
+    torch._foreach_copy_(list(out.split([len(each) for each in values])), values)
+    return out
+
+
+def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
+    """Of `size` elements each, but for the last."""
+    start = stop = 0
+    within: list[Tensor] = []
+    for each in values:
+        at = 0
+        while at < len(each):
+            taken = min(len(each) - at, size - (stop - start))
+            within.append(each[at : at + taken])
+            at, stop = at + taken, stop + taken
+            if stop - start == size:
+                yield Block(start, stop, within)
+                start, within = stop, []
+    if within:
+        yield Block(start, stop, within)
 
 
 def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter]]:
     """Parameters in the model's order, those of each chunk together."""
-    for _, alike in groupby(parameters, key=lambda p: (p.dtype, p.tensor.device)):
+    for _, alike in groupby(parameters, key=lambda p: (p.tensor.dtype, p.tensor.device)):
         chunk: list[ModelParameter] = []
         nbytes = 0
         for p in alike:

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 
 from adaptive.chunks import CHUNK
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.moments import Moments, is_adaptive, mean_share, scale_second_moments
+from adaptive.memory.moments import (
+    Run,
+    have_noise,
+    is_adaptive,
+    mean_share,
+    scale_second_moments,
+)
 from adaptive.parameters import ModelParameter
 
 
@@ -30,10 +36,10 @@ def unite_moments(
         for group in optimizer.param_groups:
             for tensor in of.keys() & set(group["params"]):
                 state = states[of[tensor]] = optimizer.state[tensor]
-                moments = Moments(group, 1.0, state)
-                if is_adaptive(optimizer) and moments.have_noise:
+                if is_adaptive(optimizer) and have_noise(state):
                     # A rank's own second moment has noise that the mean gradient's has not.
-                    scale_second_moments(state, mean_share(moments, exchange.world_size))
+                    own = Run(group, state["step"], state)
+                    scale_second_moments(state, mean_share(own, exchange.world_size))
     agree_on_states(states, exchange)
     for optimizer in optimizers:  # which one has made empty by asking for it
         for tensor in [p for p, kept in optimizer.state.items() if not kept]:

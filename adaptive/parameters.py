@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +155,12 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():  # otherwise it would be a new tensor, with a history
         shard: Tensor = tensor.to_local()
     return shard
+
+
+def memory_of(p: Tensor) -> tuple[Any, ...]:
+    """Tells whether the elements that are here lie where they lay before."""
+    here: Tensor = getattr(p, "_local_tensor", p)
+    return here.untyped_storage()._cdata, here.storage_offset()
 
 
 def largest_shard(p: Tensor) -> torch.Size:

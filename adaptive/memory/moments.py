@@ -13,9 +13,9 @@ of these have in common is used: averages over steps that began with zeros.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from adaptive.memory.handover import Group
 from adaptive.memory.momentum_rule import MomentumRule
-from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, is_host, takes_triton
-
-if TYPE_CHECKING:
-    from compressors.kernels.triton.moments import Piece
+from compressors.kernels.blocks import takes_triton
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -36,6 +33,9 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
+
+Noise = tuple[Any, float]
+"""See `noise_of`."""
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:
@@ -50,69 +50,68 @@ def _is_adaptive(kind: Any) -> bool:
     return any(issubclass(kind, each) and step is inspect.unwrap(each.step) for each in ADAPTIVE)
 
 
-class Moments(NamedTuple):
-    """The moments of one parameter.
+class Run(NamedTuple):
+    """Both moments of parameters that move alike: elements [start, stop) of a flat tensor.
 
-    group: the user's parameter group. share: of the momentum's lag that the step had, in [0, 1].
-    state: the optimizer's, with tensors of the shard that is here."""
+    group: the user's parameter group, with the decays of all. step: how many gradients are in the
+    averages: 0-dim, on the host, or where a device counts them flat, for each element. tensors: by
+    their names in the optimizer's state, flat or in the shape of their parameter."""
 
     group: Group
-    share: float
-    state: dict[str, Any]
+    step: Tensor
+    tensors: Mapping[str, Tensor]
+    start: int = 0
+    stop: int = 0
 
-    @property
-    def have_noise(self) -> bool:
-        """Both moments are there, so that noise can be told."""
-        return "exp_avg" in self.state and "exp_avg_sq" in self.state
+    def between(self, start: int, stop: int) -> Run:
+        """Elements [start, stop) of the flat tensor."""
+        inside = slice(start - self.start, stop - self.start)
+        tensors = {name: tensor[inside] for name, tensor in self.tensors.items()}
+        step = self.step[inside] if self.step.dim() else self.step
+        return Run(self.group, step, tensors, start, stop)
 
     @property
     def mean(self) -> Tensor:
-        return flat(self.state["exp_avg"])
+        return flat(self.tensors["exp_avg"])
 
     @property
     def square(self) -> Tensor:
-        return flat(self.state["exp_avg_sq"])
+        return flat(self.tensors["exp_avg_sq"])
 
 
-def enlarge(updates: Sequence[Tensor], moments: Sequence[Moments], ranks: int) -> None:
-    """Make updates (flat, in place) as large as the mean gradient's second moment would: divide
+def have_noise(state: Mapping[str, Any]) -> bool:
+    """Both moments are there, so that noise can be told."""
+    return "exp_avg" in state and "exp_avg_sq" in state
+
+
+def enlarge(update: Tensor, mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> None:
+    """Make an update (flat, in place) as large as the mean gradient's second moment would: divide
     each element by the root of that moment's share of this rank's own."""
-    if not updates:
-        return
-    if all(map(_takes_triton, updates, moments)):
+    tensors = (update, mean, square)
+    if all(takes_triton(t) and t.dtype == torch.float32 for t in tensors):
         from compressors.kernels.triton import (
             moments as triton_moments,  # here, as Triton need not be installed
         )
 
-        pieces = [_piece(u, m) for u, m in zip(updates, moments, strict=True)]
-        triton_moments.enlarge(pieces, ranks, LEAST)
+        triton_moments.enlarge(*tensors, *_weights(noise, ranks), 1 / ranks, LEAST)
         return
-    noises = [_noise(m) for m in moments]
-    if not is_host(updates[0].device):
-        shares = _mean_shares([m.mean for m in moments], [m.square for m in moments], noises, ranks)
-        torch._foreach_div_(list(updates), list(torch._foreach_sqrt(shares)))
-        return
-    for noise, own, update in zip(noises, moments, updates, strict=True):
-        mean, square = own.mean, own.square
-        for start, stop in block_bounds(update, CACHE_BLOCK):  # block by block, in the cache
-            block = [mean[start:stop]], [square[start:stop]]
-            update[start:stop].mul_(_mean_shares(*block, [noise], ranks)[0].rsqrt_())
+    update.mul_(_mean_share(mean, square, noise, ranks).rsqrt_())
 
 
-def mean_share(moments: Moments, ranks: int) -> Tensor:
+def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
     """The share of each element's second moment that the mean gradient has as well, flat."""
-    return _mean_shares([moments.mean], [moments.square], [_noise(moments)], ranks)[0]
+    return _mean_share(run.mean, run.square, noise_of(run, share), ranks)
 
 
-def undelivered(moments: Moments, share_of_square: Any) -> Tensor:
+def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
     """m / (sqrt(v) + eps) without bias, flat: times beta1 / (1 - beta1) it is what momentum has yet
-    to deliver. share_of_square: of the second moment that counts, flat, or 1."""
-    group, state = moments.group, moments.state
-    beta1, beta2 = group["betas"]
-    mean = moments.mean / _bias(_decay_of_mean(beta1, moments.share), state)
-    square = flat(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
-    square = square / _bias(beta2, state)
-    return mean.div_(square.mul_(share_of_square).sqrt_().add_(group["eps"]))
+    to deliver. share: see `noise_of`. share_of_square: of the second moment that counts, flat, or
+    1."""
+    beta1, beta2 = run.group["betas"]
+    mean = run.mean / _bias(_decay_of_mean(beta1, share), run.step)
+    square = flat(run.tensors["max_exp_avg_sq" if run.group.get("amsgrad") else "exp_avg_sq"])
+    square = square / _bias(beta2, run.step)
+    return mean.div_(square.mul_(share_of_square).sqrt_().add_(run.group["eps"]))
 
 
 def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int) -> Tensor:
@@ -124,15 +123,15 @@ def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int
         return grad
     square = flat(state[name])[::stride]
     if name != "sum":  # an average
-        square = square / _bias(decay_of_square(group), state)
+        square = square / _bias(decay_of_square(group), state["step"])
     return grad / square.sqrt().add_(group["eps"])
 
 
-def scale_second_moments(state: Mapping[str, Tensor], factor: Tensor) -> None:
+def scale_second_moments(tensors: Mapping[str, Any], factor: Tensor) -> None:
     """factor: of each element, flat."""
     for name in SECOND_MOMENTS:
-        if name in state:
-            state[name].mul_(factor.view(state[name].shape))
+        if name in tensors:
+            tensors[name].mul_(factor.view(tensors[name].shape))
 
 
 def is_decoupled(optimizer: Optimizer, group: Group) -> bool:
@@ -157,30 +156,19 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _takes_triton(update: Tensor, moments: Moments) -> bool:
-    """Whether a kernel may enlarge the update."""
-    if not moments.group["betas"][0]:
-        return False
-    step = moments.state["step"]
-    tensors = (moments.state["exp_avg"], moments.state["exp_avg_sq"], update)
-    fits = all(takes_triton(t) and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-    return fits and (step.device.type == "cpu" or step.dtype == torch.float32)
+def noise_of(run: Run, share: float) -> Noise:
+    """(scale, constant): an unbiased estimate of the signal's share of a second moment is
+    scale * m^2 / v - constant. A first moment that does not decay is the last gradient, and tells
+    nothing: then all counts as signal.
 
-
-def _piece(update: Tensor, moments: Moments) -> Piece:
-    """The same as `compressors.kernels.triton.moments` takes it."""
-    from compressors.kernels.triton.moments import Piece
-
-    step = moments.state["step"]
-    beta1 = _decay_of_mean(moments.group["betas"][0], moments.share)
-    return Piece(
-        mean=moments.mean,
-        square=moments.square,
-        update=update,
-        betas=(beta1, moments.group["betas"][1]),
-        step=float(step) if step.device.type == "cpu" else step,
-        of_noise=(1 - beta1) / (1 + beta1),
-    )
+    share: of the momentum's lag that the steps had, in [0, 1]."""
+    beta1 = _decay_of_mean(run.group["betas"][0], share)
+    if beta1 == 0:
+        return 0.0, -1.0
+    of_noise = (1 - beta1) / (1 + beta1)
+    bias1, bias2 = _bias(beta1, run.step), _bias(run.group["betas"][1], run.step)
+    scale, constant = bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
+    return scale if scale.dim() else float(scale), constant
 
 
 def _decay_of_mean(beta1: float, share: float) -> float:
@@ -188,41 +176,23 @@ def _decay_of_mean(beta1: float, share: float) -> float:
     return with_lag(beta1, share) if share else beta1
 
 
-def _bias(beta: float, state: Mapping[str, Tensor]) -> Tensor:
+def _bias(beta: float, step: Tensor) -> Tensor:
     """How much of its weight an average that began with zeros has by now."""
-    return (1 - beta ** state["step"]).clamp(min=1 - beta)
+    return (1 - beta**step).clamp(min=1 - beta)
 
 
-def _noise(moments: Moments) -> tuple[Any, float]:
-    """(scale, constant): an unbiased estimate of the signal's share of a second moment is
-    scale * m^2 / v - constant. A first moment that does not decay is the last gradient, and tells
-    nothing: then all counts as signal."""
-    beta1 = _decay_of_mean(moments.group["betas"][0], moments.share)
-    beta2 = moments.group["betas"][1]
-    if beta1 == 0:
-        scale, constant = 0 * _bias(beta2, moments.state), -1.0
-    else:
-        of_noise = (1 - beta1) / (1 + beta1)
-        bias1, bias2 = _bias(beta1, moments.state), _bias(beta2, moments.state)
-        scale, constant = bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
-    on_host = scale.device.type == "cpu"  # where an optimizer keeps its steps unless capturable
-    return float(scale) if on_host else scale, constant
-
-
-def _mean_shares(
-    means: list[Tensor], squares: list[Tensor], noises: list[tuple[Any, float]], ranks: int
-) -> list[Tensor]:
-    """The share of each second moment that the mean gradient has as well, in [1 / N, 1]: all of the
-    signal's, and 1 / N of the noise's. From first moments, second ones, and `_noise` of each.
+def _mean_share(mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> Tensor:
+    """The share of a second moment that the mean gradient has as well, in [1 / N, 1]: all of the
+    signal's, and 1 / N of the noise's.
 
     Of a second moment that has overflown it is 1 / N, as of mere noise."""
-    shared = 1 - 1 / ranks
-    roots = list(torch._foreach_add(squares, LEAST))
-    torch._foreach_sqrt_(roots)
-    shares = list(torch._foreach_div(means, roots))
-    torch._foreach_mul_(shares, shares)
-    torch._foreach_mul_(shares, [scale * shared for scale, _ in noises])
-    torch._foreach_add_(shares, [1 / ranks - constant * shared for _, constant in noises])
-    torch._foreach_clamp_min_(shares, 1 / ranks)
-    torch._foreach_clamp_max_(shares, 1.0)
-    return shares
+    factor, constant = _weights(noise, ranks)
+    root = torch.add(square, LEAST).sqrt_()
+    share = torch.div(mean, root, out=root)
+    return share.mul_(share).mul_(factor).add_(constant).clamp_(1 / ranks, 1.0)
+
+
+def _weights(noise: Noise, ranks: int) -> Noise:
+    """(factor, constant) of the share: factor * m^2 / v + constant."""
+    (scale, constant), shared = noise, 1 - 1 / ranks
+    return scale * shared, 1 / ranks - constant * shared

@@ -21,7 +21,7 @@ compressed steps momentum keeps only a share of its lag, and what it gives up go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,20 +33,22 @@ from torch.optim import Optimizer
 from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
+from adaptive.memory.flat_moments import FlatMoments
 from adaptive.memory.handover import Group
 from adaptive.memory.moments import (
-    Moments,
+    Run,
     enlarge,
     is_adaptive,
     is_decoupled,
     mean_share,
+    noise_of,
     normalized,
     scale_second_moments,
     undelivered,
     with_lag,
 )
 from adaptive.optimizer_states import agree_on_states
-from adaptive.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from compressors.kernels.blocks import Flag, Scalar
 from policies import state as saved
 
@@ -101,7 +103,8 @@ class UpdateMemory(Residual):
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._stepped: set[Tensor] = set()  # parameters, since the last backward
-        self._aside: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}  # moments
+        self._moments: dict[Chunk, FlatMoments] = {}
+        self._aside: dict[Chunk, Tensor] = {}  # first moments before a step without momentum
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
 
     # -- what is exchanged --
@@ -112,6 +115,7 @@ class UpdateMemory(Residual):
         ours = [parameter for p, parameter in self._parameters.items() if p in self._of]
         if sum(len(chunk.parameters) for chunk in self._chunks) != len(ours):
             self._chunks = [Chunk(each) for each in chunks(ours)]
+            self._moments = {chunk: FlatMoments(chunk) for chunk in self._chunks}
         return self._chunks
 
     def apart(self, parameters: Iterable[Tensor]) -> list[int]:
@@ -128,24 +132,33 @@ class UpdateMemory(Residual):
         self._rates = {id(of[1]): _rates(*of) for of in self._of.values()}
         self._begin_apart(self._share)
 
+    @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> Tensor:
         """What this rank's step has done to the parameters of a chunk, as updates (flat, in the
         chunk's scratch). Zeros for those that no optimizer has stepped since backward."""
-        before, work = self._before.get(chunk), chunk.here("work")
+        before, work = self._before.get(chunk), chunk.room("work")
         if before is None:
             return work.zero_()
-        torch.sub(before, work, out=work)
-        pieces = chunk.split(work)
-        _multiply(work, pieces, [inverse(lr) for lr, _ in self._rates_of(chunk)])
-        told: list[tuple[Tensor, Moments]] = []
-        for parameter, piece in zip(chunk.parameters, pieces, strict=True):
-            if parameter.tensor not in self._stepped:
-                piece.zero_()
-                continue
-            moments = self._moments(parameter, self._share)
-            if moments is not None and moments.have_noise:
-                told.append((piece, moments))
-        enlarge([piece for piece, _ in told], [moments for _, moments in told], self._ranks)
+        rates = [inverse(lr) for lr, _ in self._rates_of(chunk)]
+        rate = _common(rates)
+        runs = [(run, noise_of(run, self._share)) for run in self._runs(chunk)]
+        for block in chunk.blocks():
+            update = block.joined(work[block.start : block.stop])
+            torch.sub(before[block.start : block.stop], update, out=update)
+            if rate is not None:
+                update.mul_(rate)
+            for run, noise in runs:
+                start, stop = max(run.start, block.start), min(run.stop, block.stop)
+                if start < stop:
+                    moments = run.between(start, stop)
+                    part = work[start:stop]
+                    enlarge(part, moments.mean, moments.square, noise, self._ranks)
+        if rate is None:
+            _multiply(work, chunk.split(work), rates)
+        if not self._of.keys() <= self._stepped:
+            for parameter, piece in zip(chunk.parameters, chunk.split(work), strict=True):
+                if parameter.tensor not in self._stepped:
+                    piece.zero_()
         return work
 
     @torch.no_grad()
@@ -154,7 +167,9 @@ class UpdateMemory(Residual):
 
         any_stepped: how many ranks have stepped (0-dim); called on a rank that has not."""
         rates = self._rates_of(chunk)
-        _multiply(mean, chunk.split(mean), [lr for lr, _ in rates])
+        rate = _common([lr for lr, _ in rates])
+        if rate is None:
+            _multiply(mean, chunk.split(mean), [lr for lr, _ in rates])
         before = self._before.get(chunk)
         if before is None or not self._stepped:
             before = chunk.here("unstepped")
@@ -162,7 +177,12 @@ class UpdateMemory(Residual):
             if any(_is_tensor(decay) or decay > 0 for decay in decays):
                 some = (any_stepped() > 0).to(before.dtype)
                 _multiply(before, chunk.split(before), [1 - decay * some for decay in decays])
-        chunk.go_to(before.sub_(mean))
+        for block in chunk.blocks():
+            moved = mean[block.start : block.stop]
+            if rate is not None:
+                moved.mul_(rate)
+            block.go_to(torch.sub(before[block.start : block.stop], moved, out=moved))
+        chunk.written()
 
     def exchanged(self) -> None:
         """All chunks have been."""
@@ -252,52 +272,29 @@ class UpdateMemory(Residual):
             changed.append({**group, "params": ours, "betas": betas})
             rest = [p for p in group["params"] if p not in self._parameters]
             changed += [{**group, "params": rest}] if rest else []
-            without += [p for p in ours if self._share == 0 and p.grad is not None]
+            without += ours if self._share == 0 else []
         if without:
-            self._put_aside(optimizer, set(without))
+            self._put_aside(set(without))
         return changed
 
-    def _put_aside(self, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-        """Zeros, in a room that is not needed until after the step, take the place of moments."""
+    def _put_aside(self, parameters: Set[Tensor]) -> None:
+        """Copy the first moments of chunks with some of these parameters, in a room that is not
+        needed until after the step."""
         for chunk in self.chunks:
-            room = chunk.room("work").zero_()
-            for parameter, zeros in zip(chunk.parameters, chunk.split(room), strict=True):
-                p = parameter.tensor
-                if p not in parameters:
-                    continue
-                state = optimizer.state[p]
-                mean = state.get("exp_avg")
-                if mean is not None:
-                    fits = local(mean).is_contiguous() and mean.dtype == zeros.dtype
-                    if fits:
-                        state["exp_avg"] = like(zeros.view(local(mean).shape), p)
-                    else:
-                        state["exp_avg"] = torch.zeros_like(mean)
-                self._aside[p] = state, mean
+            if parameters.isdisjoint(p.tensor for p in chunk.parameters):
+                continue
+            self._runs(chunk)
+            mean = self._moments[chunk].tensors.get("exp_avg")
+            work = chunk.room("work")
+            self._aside[chunk] = work.zero_() if mean is None else work.copy_(mean)
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        begun: dict[float, list[Tensor]] = {}
-        moved: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for p, (state, mean) in self._aside.items():
-            optimizer, group = self._of[p]
-            weight = 1 - group["betas"][0]
-            last, taken = state.get("exp_avg"), _taken(optimizer)
-            if mean is None and last is not None:  # the average begins with its first value
-                begun.setdefault(weight, []).append(local(last))
-            if mean is None or last is None:
-                continue
-            state["exp_avg"] = mean
-            if isinstance(taken, Tensor):
-                local(mean).lerp_(local(last), (weight * taken).to(mean.dtype))
-            else:
-                means, lasts = moved.setdefault(weight, ([], []))
-                means.append(local(mean))
-                lasts.append(local(last))
-        for weight, lasts in begun.items():
-            torch._foreach_mul_(lasts, weight)
-        for weight, (means, lasts) in moved.items():
-            torch._foreach_lerp_(means, lasts, weight)
+        """After a step without momentum first moments are its gradients: average them."""
+        for chunk, aside in self._aside.items():
+            for run in self._runs(chunk):
+                before = aside[run.start : run.stop].to(run.mean.dtype)
+                torch.lerp(before, run.mean, 1 - run.group["betas"][0], out=run.mean)
         self._aside = {}
 
     # -- dense steps, and ranks that part --
@@ -309,14 +306,11 @@ class UpdateMemory(Residual):
             return
         share = self.moments.share
         self._change_share(1.0)
-        states = {}
-        for p, parameter in self._parameters.items():
-            if p not in self._of:
-                continue
-            states[parameter] = self._state(p)
-            moments = self._moments(parameter, share)
-            if self._own and moments is not None and moments.have_noise:
-                scale_second_moments(moments.state, mean_share(moments, self._ranks))
+        if self._own:
+            for run in self._all_runs():
+                scale_second_moments(run.tensors, mean_share(run, self._ranks, share))
+        ours = [(p, parameter) for p, parameter in self._parameters.items() if p in self._of]
+        states = {parameter: self._state(p) for p, parameter in ours}
         agree_on_states(states, exchange)
         for parameter, state in states.items():
             self._keep(parameter.tensor, state)
@@ -394,13 +388,11 @@ class UpdateMemory(Residual):
         self.moments.differ = True
         if not self._own:
             self._own = True
-            for p, parameter in self._parameters.items():
-                moments = self._moments(parameter, self.moments.share)
-                if p in self._of and moments is not None and moments.have_noise:
-                    # A second moment of the mean has the signal's, and 1 / N of the noise's.
-                    part = mean_share(moments, self._ranks)
-                    scale = part.mul_(-self._ranks).add_(1 + self._ranks)
-                    scale_second_moments(moments.state, scale)
+            for run in self._all_runs():
+                # A second moment of the mean has the signal's, and 1 / N of the noise's.
+                part = mean_share(run, self._ranks, self.moments.share)
+                scale = part.mul_(-self._ranks).add_(1 + self._ranks)
+                scale_second_moments(run.tensors, scale)
             self._back_to_residuals()
         self._change_share(share)
 
@@ -410,21 +402,24 @@ class UpdateMemory(Residual):
         before, self.moments.share = self.moments.share, share
         if before == share:
             return
-        for parameter in self._parameters.values():
-            moments = self._moments(parameter, before)
-            if moments is None or not moments.have_noise or not moments.group["betas"][0]:
-                continue
-            late = undelivered(moments, mean_share(moments, self._ranks) if self._own else 1.0)
-            beta1 = moments.group["betas"][0]
-            alpha = beta1 / (1 - beta1) * (before - share)
-            parameter.open_residual().add_(late, alpha=alpha)
+        for chunk in self.chunks:
+            for run in self._runs(chunk):
+                beta1 = run.group["betas"][0]
+                if not beta1:
+                    continue
+                of_mean = mean_share(run, self._ranks, before) if self._own else 1.0
+                late = undelivered(run, before, of_mean)
+                late.mul_(beta1 / (1 - beta1) * (before - share))
+                for parameter, piece in chunk.within(late, run.start):
+                    parameter.open_residual().add_(piece)
 
-    def _moments(self, parameter: ModelParameter, share: float) -> Moments | None:
-        """Of a parameter that an adaptive optimizer steps."""
-        of = self._of.get(parameter.tensor)
-        if of is None or not is_adaptive(of[0]):
-            return None
-        return Moments(of[1], share, self._state(parameter.tensor))
+    def _runs(self, chunk: Chunk) -> list[Run]:
+        """The moments of a chunk's parameters, as far as they have both."""
+        return self._moments[chunk].runs(self._of)
+
+    def _all_runs(self) -> Iterator[Run]:
+        for chunk in self.chunks:
+            yield from self._runs(chunk)
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's of a parameter; of a sharded one with the shards that are here."""
@@ -455,7 +450,7 @@ class UpdateMemory(Residual):
         """What residuals held before dense steps began."""
         for p in list(self._late):
             late, here = self._late.pop(p), local(p)
-            here.sub_(late.view(here.shape).to(here.dtype) * self._of[p][1]["lr"])
+            here.sub_(shaped(late, here).to(here.dtype) * self._of[p][1]["lr"])
 
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
@@ -480,15 +475,22 @@ def inverse(lr: Scalar) -> Scalar:
 
 def _multiply(whole: Tensor, pieces: Sequence[Tensor], factors: Sequence[Scalar]) -> None:
     """Each piece of `whole` by its factor, in place."""
-    first = factors[0]
-    if all(f is first or (not _is_tensor(f) and f == first) for f in factors):
-        whole.mul_(first)
+    common = _common(factors)
+    if common is not None:
+        whole.mul_(common)
     elif any(map(_is_tensor, factors)):
         torch._foreach_mul_(
             list(pieces), [torch.as_tensor(f, device=whole.device) for f in factors]
         )
     else:
         torch._foreach_mul_(list(pieces), [float(factor) for factor in factors])
+
+
+def _common(factors: Sequence[Scalar]) -> Scalar | None:
+    """The factor, if all are the same."""
+    first = factors[0]
+    same = all(f is first or (not _is_tensor(f) and f == first) for f in factors)
+    return first if same else None
 
 
 def _is_tensor(x: Scalar) -> bool:

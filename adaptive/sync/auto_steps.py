@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from adaptive.averager import Averager
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.updates import UpdateMemory, inverse
+from adaptive.parameters import shaped
 from adaptive.state import SavedPart
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
-from adaptive.sync.local_steps import LocalStepsSync, as_flat, check_local_state
+from adaptive.sync.local_steps import LocalStepsSync, check_local_state
 from adaptive.sync.options import LocalSteps
 from adaptive.sync.own_step import OwnStepSync
 from policies import state as saved
@@ -107,7 +108,8 @@ class AutoStepsSync(Synchroniser):
         memory.meet()
         self._conclude(local)
         for p in self.averager.parameters.values():
-            residual = p.open_residual().add_(local.anchors[p]).sub_(as_flat(p.tensor))
+            residual, here = p.open_residual(), p.tensor.data
+            shaped(residual, here).add_(local.anchors[p].view_as(here)).sub_(here)
             residual.mul_(inverse(memory.learning_rate(p)))
         self._now = _Together(self.averager)
         self._now.left = local
@@ -120,7 +122,7 @@ class AutoStepsSync(Synchroniser):
                 p.tensor.data.copy_(anchor.view_as(p.tensor))
         updates, self._updates = self._updates, []
         for p in updates:
-            p.tensor.data.sub_(p.residual.view(p.tensor.shape))
+            p.tensor.data.sub_(shaped(p.residual, p.tensor.data))
             p.filled = False
         local.conclude(due)
 

@@ -67,7 +67,7 @@ from adaptive.exchange.collectives import Arriving
 from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.optimizer_states import unite_moments
-from adaptive.parameters import ModelParameter
+from adaptive.parameters import ModelParameter, shaped
 from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.statistics.vector import Tally
 from adaptive.step_watch import Groups
@@ -107,13 +107,14 @@ class _Chunk(Chunk):
     round: _Round | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.offset = torch.cat([p.zeros() for p in self.parameters])
 
     @torch.no_grad()
     def move(self, by: Tensor, alpha: float) -> None:
         """Add alpha times `by` to the parameters."""
         for p, each in zip(self.parameters, self.split(by), strict=True):
-            p.tensor.add_(each.view_as(p.tensor), alpha=alpha)
+            p.tensor.add_(shaped(each, p.tensor), alpha=alpha)
 
 
 class GossipSync(Synchroniser):
