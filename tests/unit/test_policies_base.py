@@ -60,7 +60,7 @@ def test_settings_are_passed_on():
 def test_unknown_name_says_what_is_accepted():
     with pytest.raises(
         ValueError,
-        match=r"policy must be one of accordion, accordion-paper, dgc-paper, .*, warmup; got 'best'",
+        match=r"policy must be one of accordion, accordion-paper, .*, warmup; got 'best'",
     ):
         make_policy("best")
 
