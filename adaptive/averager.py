@@ -26,7 +26,7 @@ from adaptive.bucket import Granularity
 from adaptive.config import Settings
 from adaptive.controller import Controller
 from adaptive.exchange.choice import ExchangeChoice, Strategy
-from adaptive.exchange.collectives import Exchange
+from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.hook import send_through
 from adaptive.memory.model_memory import ModelMemory
@@ -166,20 +166,35 @@ class Averager:
             return self.reducer.dense(step, flat, parameters)
         nbytes = self.sizes.bucket_nbytes(cfs)
         strategy = strategy_of(self.choice.pick(nbytes, plan.send))
-        at = bucket.index(), bucket.is_last()
-        return self.reducer.compressed(step, flat, parameters, strategy, *at)
+        return self.reducer.compressed(step, flat, parameters, strategy, bucket.index())
 
     def mean_as_it_is(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """A future of the mean as DDP itself makes it, of sparse or complex gradients."""
-        done = self.exchange.mean_as_it_is(bucket.buffer())
-        if bucket.is_last():
-            self.pipeline.finish()
-        return done
+        return self.exchange.mean_as_it_is(bucket.buffer())
 
     def end(self) -> None:
-        """After the last tensor's own collective: start agreeing on the statistics."""
+        """After the last tensor: issue all collectives that are left, and start agreeing on the
+        statistics."""
+        self.pipeline.finish()
         self.controller.end_step(self.watch.take_found())
-        self.reducer.end_backward()
+
+    def wait(self, done: Future[Tensor]) -> None:
+        """Until a mean is there, for the current stream."""
+        stopwatch, waits = self.controller.stopwatch, self.pipeline.waits
+        self.pipeline.finish()
+        entered = stopwatch.timestamps()
+        done.wait()
+        waits.append((entered, stopwatch.timestamps()))
+        stopwatch.hook_left(entered, drain(waits))
+
+    @contextmanager
+    def replica_calls(self, waits: bool) -> Iterator[None]:
+        """A replica has called: what is done inside is done on our stream. waits: the replica's
+        stream waits for it. RuntimeError once the exchange of an earlier step has failed."""
+        self.check_whole()
+        on_stream = self.pipeline.stream.hook_call(waits)
+        with on_stream, self.noting_failure(self.controller.step):
+            yield
 
     @contextmanager
     def noting_failure(self, step: int) -> Iterator[None]:

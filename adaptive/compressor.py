@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Never
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive import checkpoint as forms
-from adaptive.agreement import agree, check_model
+from adaptive.agreement import agree
 from adaptive.config import (
     GRANULARITIES,
     USUAL,
@@ -30,10 +28,10 @@ from adaptive.config import (
 )
 from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
-from adaptive.hook import Attachment, DDPHook, HookRung, check_hooks
+from adaptive.hook import DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import Memory, MemoryName, memory_from
-from adaptive.replicas import Replica
+from adaptive.replicas import DDPReplica, Replica
 from adaptive.session import Session
 from adaptive.summary import Summary
 from adaptive.sync.options import EveryStep, Synchronisation
@@ -183,19 +181,8 @@ class AdaptiveCompressor:
         another hook, or the ranks disagree.
         """
         inside = unwrap(model, optimizer)
-        ddp = check_model(inside.model, inside.model is not model)
-        attachment: Attachment | None = None
-
-        def check() -> None:
-            nonlocal attachment
-            attachment = Attachment.of(ddp)
-
-        self._start(ddp, ddp.process_group, inside, scaler, samples_per_step, check=check)
-        if attachment is None:
-            Attachment(self).register(ddp)
-        else:
-            attachment.compressor = self
-        return self
+        replica = DDPReplica.of(inside.model, inside.model is not model)
+        return self._start(replica, inside, scaler, samples_per_step)
 
     def attach_fsdp(
         self,
@@ -221,30 +208,21 @@ class AdaptiveCompressor:
 
         inside = unwrap(root, optimizer)
         replica = ShardedReplica.of(inside.model, mesh, self._settings)
-        of, everyone = replica.process_group, replica.everyone
-        free = replica.check_free
-        self._start(replica, of, inside, scaler, samples_per_step, everyone, check=free)
-        replica.start()
-        replica.compressor = self
-        return self
+        return self._start(replica, inside, scaler, samples_per_step)
 
     def _start(
         self,
-        model: Replica,
-        group: dist.ProcessGroup,
+        replica: Replica,
         inside: Unwrapped,
         scaler: GradScaler | None,
         samples_per_step: float | None,
-        everyone: dist.ProcessGroup | None = None,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
-        """inside: with the optimizer. everyone: see `Session`. check: raises what is wrong with the
-        model on this rank, which all are told of."""
+    ) -> AdaptiveCompressor:
+        """inside: with the optimizer. Returns self."""
         optimizers = inside.optimizers
         scaler = inside.scaler if scaler is None else scaler
 
         def check_arguments() -> str:
-            check()
+            replica.check_free()
             for each in optimizers:
                 accepted = "a torch.optim.Optimizer, several of them, or None"
                 require(isinstance(each, Optimizer), "optimizer", each, accepted)
@@ -259,11 +237,11 @@ class AdaptiveCompressor:
                 )
             return ""
 
-        agree(check_arguments, group if everyone is None else everyone)
-        self._session = Session(
-            self._settings, group, model, optimizers, scaler, everyone, samples_per_step
-        )
+        agree(check_arguments, replica.everyone)
+        self._session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
+        replica.start(self._session)
         self._framework_form = "gathered" if inside.by_framework else "rank"
+        return self
 
     def detach(self) -> None:
         """Take the compressor off for good, on every rank (a collective with an optimizer).
@@ -276,6 +254,8 @@ class AdaptiveCompressor:
         if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()
+        if (replica := self._session.replica) is not None:
+            replica.stop()
 
     @property
     def detached(self) -> bool:
@@ -360,10 +340,6 @@ class AdaptiveCompressor:
             self._session.close()
         else:
             self._settings.timeline.close()
-
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The hook's work for one bucket; returns a future of the mean gradient."""
-        return self.running().reduce(bucket)
 
     def state_dict(self, checkpoint: forms.FormName = "auto") -> dict[str, Any]:
         """What is to be saved, on every rank, between steps: policy, statistics, residuals, totals,

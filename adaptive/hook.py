@@ -1,74 +1,23 @@
-"""DDP communication hooks: ours, and existing ones as fixed rungs of the ladder next to it.
-
-A hook can never be unregistered, so what ours does is decided by its state, which can change.
+"""Existing DDP communication hooks as fixed rungs of the ladder.
 
 A foreign hook shows neither what it kept nor what it lost. So its gain is unknown, our residual is
 off while it is in use, and what the residual held is sent first, by one dense step.
-
-No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
-classes themselves, and rejects strings.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.agreement import PYTHON_REDUCER
 from adaptive.exchange.collectives import Exchange
-from adaptive.replicas import Attached
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
-
-
-def adaptive_hook(
-    state: "Attachment", bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Exchange one bucket compressed, as `AdaptiveCompressor.attach` registers it.
-
-    Returns a future of the mean gradient, shape (elements of the bucket,). RuntimeError if DDP
-    hands over no bucket."""
-    if isinstance(bucket, tuple):  # a gradient and its parameter
-        raise RuntimeError(PYTHON_REDUCER)
-    return state.reduce(bucket)
-
-
-@dataclass(eq=False)
-class Attachment:
-    """The hook's state on one model. Copies and pickles of the model leave the compressor
-    behind."""
-
-    compressor: Attached | None = None
-
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        if self.compressor is None:
-            raise RuntimeError("this copy of the model has no compressor: attach one")
-        return self.compressor.reduce(bucket)
-
-    def __reduce__(self) -> "tuple[type[Attachment], tuple[()]]":
-        return Attachment, ()
-
-    @staticmethod
-    def of(model: DistributedDataParallel) -> "Attachment | None":
-        """The model's, if it has one. RuntimeError if nothing can be attached to the model now."""
-        found: Attachment | None = getattr(model, "_adaptive_attachment", None)
-        if found and found.compressor and not found.compressor.detached:
-            raise RuntimeError("model is attached already; detach() its compressor first")
-        if found is None and model._comm_hooks:
-            name = getattr(model._comm_hooks[0][0], "__name__", "?")
-            raise RuntimeError(f"model has a communication hook already ({name}); DDP takes one")
-        return found
-
-    def register(self, model: DistributedDataParallel) -> None:
-        """The model's from now on."""
-        object.__setattr__(model, "_adaptive_attachment", self)  # past nn.Module's own
-        model.register_comm_hook(self, adaptive_hook)
 
 
 @dataclass(frozen=True)

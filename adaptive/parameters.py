@@ -84,25 +84,21 @@ class ModelParameter:
 class ModelParameters(dict[Tensor, ModelParameter]):
     """What is kept of each parameter of a model.
 
-    model: is not kept alive. residual_dtype: see `ModelParameter`.
+    replica: is not kept alive. residual_dtype: see `ModelParameter`.
     as_they_are: parameters, by name, whose gradients are exchanged as by DDP without a hook (see
     `travel_as_they_are`); nothing is kept of these.
     """
 
     def __init__(
         self,
-        model: Replica,
+        replica: Replica,
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self._model = weakref.ref(model)
+        self._replica = weakref.ref(replica)
         self.as_they_are: dict[str, Tensor] = {}
-        sparse = _with_sparse_gradients(model.module)
-        # DDP looks parameters of the outermost module up as ".name", so never ignores those.
-        ignored = model.parameters_to_ignore
-        for name, p in model.module.named_parameters():
-            if not p.requires_grad or (name if "." in name else f".{name}") in ignored:
-                continue
+        sparse = _with_sparse_gradients(replica.module)
+        for name, p in replica.parameters():
             name = name.replace(COMPILED, "")
             if p.is_complex() or p in sparse:
                 self.as_they_are[name] = p
@@ -113,10 +109,9 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         """Of a parameter in a bucket. RuntimeError if the model has it not."""
         if param in self:
             return self[param]
-        model = self._model()
-        names: dict[Tensor, str] = (
-            {p: name for name, p in model.module.named_parameters()} if model else {}
-        )
+        replica = self._replica()
+        named = replica.module.named_parameters() if replica and replica.model else ()
+        names: dict[Tensor, str] = {p: name for name, p in named}
         raise RuntimeError(
             f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
             f"be reduced when the compressor was attached: freeze parameters before DDP(model)"
@@ -127,8 +122,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     def maybe_unused(self) -> bool:
         """A step may leave some of them without a gradient on all ranks."""
-        model = self._model()
-        return model is None or model.find_unused_parameters or model.static_graph
+        replica = self._replica()
+        return replica is None or replica.maybe_unused
 
     @property
     def device(self) -> torch.device:

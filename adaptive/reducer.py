@@ -106,11 +106,10 @@ class Reducer:
         parameters: Sequence[ModelParameter],
         strategy: Strategy,
         index: int,
-        last: bool,
     ) -> Future[Tensor]:
         """Exchange the gradients of bucket `index` compressed as `step.cfs` says.
 
-        strategy: how payloads become the mean. last: no bucket of this step comes after it."""
+        strategy: how payloads become the mean. After the last bucket comes `Pipeline.finish`."""
         rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
         bucket = self._open(step, buffer, parameters, rooms)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
@@ -144,7 +143,7 @@ class Reducer:
             return _written_back(bucket, buffer)
 
         rounds = strategy.start(self.exchange, outgoing)  # 4
-        return self.pipeline.run(rounds, strategy.collectives, finish, buffer.device, last)
+        return self.pipeline.run(rounds, strategy.collectives, finish, buffer.device)
 
     def dense(
         self,

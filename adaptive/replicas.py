@@ -1,67 +1,188 @@
-"""The contract of a replica: a model whose gradients arrive in buckets and are to become a mean.
+"""A replica: a model whose gradients arrive in buckets, which are replaced by something else.
 
-`DistributedDataParallel` is one as it is. `ShardedReplica` (adaptive/integrations/fsdp.py) makes
-one of a model that FSDP2 shards.
+`DDPReplica` is one under `DistributedDataParallel`. `ShardedReplica` (integrations/fsdp.py) is one
+that FSDP2 shards. Both hand their buckets to a session, whose way to synchronise says what takes a
+bucket's place: the mean of the ranks' gradients, or this rank's own.
+
+No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
+classes themselves, and rejects strings.
 """
 
-from __future__ import annotations
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol, Self
 
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
-
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
+from adaptive.agreement import PYTHON_REDUCER, check_model
 
-class Replica(Protocol):
-    """What a session knows of the model.
+ATTRIBUTE = "_adaptive_replica"
+"""Of a model: its replica, from the first compressor on."""
 
-    parameters_to_ignore: names of parameters whose gradients do not arrive. static_graph: buckets
-    are cut anew once more. find_unused_parameters: a step may leave a parameter without a gradient
-    on all ranks. broadcast_buffers: buffers are sent in every forward."""
-
-    module: nn.Module
-    static_graph: bool
-    find_unused_parameters: bool
-    broadcast_buffers: bool
-
-    @property
-    def parameters_to_ignore(self) -> Collection[str]: ...
-
-    def register_forward_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """As of `nn.Module`."""
-        ...
+JOIN = (
+    "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
+    "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
+    "drop_last=True), and leave join() out"
+)
 
 
 class Exchanging(Protocol):
-    """What a replica calls: a session."""
+    """What a replica hands its buckets to. In each backward every rank hands over the same buckets
+    in the same order, and then says that it was the last."""
 
-    def reduce_now(self, bucket: dist.GradBucket) -> Tensor:
-        """The mean gradient of a bucket."""
+    def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
+        """A future of what takes the place of a bucket's gradients. at_once: it is there, for the
+        current stream, when this returns."""
         ...
 
-    def end_backward(self) -> None:
-        """After the last bucket of a backward."""
-        ...
-
-    def gradients_arrive(self) -> None:
-        """A backward begins to write gradients."""
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        """After the last bucket. last: some gradients of this backward, as `reduce` has returned
+        them. Returns a future of them: they may have to become nan."""
         ...
 
 
-class Attached(Protocol):
-    """The compressor of a replica."""
+class Replica(ABC):
+    """A model on this rank. It is not kept alive.
+
+    group: the ranks that exchange. everyone: the ranks that decide alike; more than `group` where
+    the model is sharded. settling: backwards after which its buckets stay as they are.
+    exchanging: takes the buckets. free: another one may take its place.
+    """
+
+    NAME: ClassVar[str]
+    """Of the model, as an argument."""
+
+    settling = 0
+    sends_buffers = False  # in every forward
+    group: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    exchanging: Exchanging | None = None
+    free = True
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    @classmethod
+    def _found(cls, model: nn.Module) -> Self | None:
+        """The model's, unless it has none, or the model is a copy."""
+        found: Any = getattr(model, ATTRIBUTE, None)
+        return found if isinstance(found, cls) and found.model is model else None
 
     @property
-    def detached(self) -> bool:
-        """True unless it is attached to a model."""
-        ...
+    def model(self) -> Any:
+        """None once it is garbage."""
+        return None if self._model is None else self._model()
+
+    @property
+    @abstractmethod
+    def maybe_unused(self) -> bool:
+        """A step may leave a parameter without a gradient on all ranks."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """Has the parameters, by the names that are used for them."""
+
+    @abstractmethod
+    def _ignored(self) -> set[str]:
+        """Names of parameters whose gradients do not arrive."""
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those whose gradients arrive, by name."""
+        ignored = self._ignored()
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and name not in ignored:
+                yield name, p
+
+    def check_free(self) -> None:
+        """RuntimeError if no compressor can be attached now."""
+        if not (self._found(self.model) or self).free:
+            raise RuntimeError(f"{self.NAME} is attached already; detach() its compressor first")
+
+    def start(self, exchanging: Exchanging) -> None:
+        """Hand buckets over from now on. A collective."""
+        self.exchanging, self.free = exchanging, False
+        if self._found(self.model) is not self:
+            object.__setattr__(self.model, ATTRIBUTE, self)  # past nn.Module's own
+            self._register()
+
+    @abstractmethod
+    def _register(self) -> None:
+        """Have torch hand over what it reduces, for good."""
+
+    def stop(self) -> None:
+        """Another compressor may be attached. Until then buckets go where they went."""
+        self.free = True
+
+
+class DDPReplica(Replica):
+    """The state of our hook on one model. Copies and pickles of the model leave it behind."""
+
+    NAME = "model"
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        super().__init__(model)
+        if model is not None:
+            self.group = self.everyone = model.process_group
+            # DDP rebuilds its buckets after the first backward, with a static graph after the
+            # second.
+            self.settling = 1 + model.static_graph
+            buffers = any(buffer.numel() for buffer in model.module.buffers())
+            self.sends_buffers = model.broadcast_buffers and buffers
+
+    @classmethod
+    def of(cls, model: object, compiled: bool) -> "DDPReplica":
+        """The one of this model, made if there is none. compiled, and what is raised: see
+        `check_model`."""
+        ddp = check_model(model, compiled)
+        return cls._found(ddp) or cls(ddp)
+
+    def __reduce__(self) -> "tuple[type[DDPReplica], tuple[()]]":
+        return DDPReplica, ()
+
+    @property
+    def maybe_unused(self) -> bool:
+        model = self.model
+        return model is None or model.find_unused_parameters or model.static_graph
+
+    @property
+    def module(self) -> nn.Module:
+        inside: nn.Module = self.model.module
+        return inside
+
+    def _ignored(self) -> set[str]:
+        # DDP looks parameters of the outermost module up as ".name", so never ignores "name".
+        names = self.model.parameters_to_ignore
+        return {name.removeprefix(".") for name in names if "." in name}
+
+    def check_free(self) -> None:
+        super().check_free()
+        hooks = [hook for hook, _ in self.model._comm_hooks if hook is not adaptive_hook]
+        if hooks:
+            name = getattr(hooks[0], "__name__", "?")
+            raise RuntimeError(f"model has a communication hook already ({name}); DDP takes one")
+
+    def _register(self) -> None:
+        self.model.register_comm_hook(self, adaptive_hook)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A communication hook's work for one bucket."""
-        ...
+        """The hook's work for one bucket."""
+        if self.exchanging is None:
+            raise RuntimeError("this copy of the model has no compressor: attach one")
+        if self.model is not None and self.model._join_config.enable:
+            raise RuntimeError(JOIN)
+        done = self.exchanging.reduce(bucket)
+        return self.exchanging.end_backward(done) if bucket.is_last() else done
 
-    def running(self) -> Exchanging:
-        """Its session. RuntimeError before it is attached."""
-        ...
+
+def adaptive_hook(state: DDPReplica, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Hand one bucket of DDP's over. Returns a future of what DDP gets back, shape (elements of the
+    bucket,). RuntimeError if DDP hands over no bucket."""
+    if isinstance(bucket, tuple):  # a gradient and its parameter
+        raise RuntimeError(PYTHON_REDUCER)
+    return state.reduce(bucket)

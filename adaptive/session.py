@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive.agreement import agree
@@ -26,7 +25,7 @@ from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import TOO_SMALL, Controller
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.exchange.collectives import Exchange, drain
+from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import EmulatedLink
 from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
@@ -56,12 +55,6 @@ BROADCASTS = (
     " DDP(model, broadcast_buffers=False)"
 )
 
-JOIN = (
-    "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
-    "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
-    "drop_last=True), and leave join() out"
-)
-
 SMALL = 0.01
 """Of a dense step's bytes, what statistics may be."""
 
@@ -73,8 +66,7 @@ ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """One compressor at work on one model: wires the parts together.
 
-    model: is not kept alive: its hook keeps the session alive. everyone: where a model is sharded,
-    all ranks of all replicas, which decide alike; `group` has those that hold the same shard.
+    replica: is not kept alive: it keeps the session alive.
 
     A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
     the ranks differ.
@@ -83,20 +75,18 @@ class Session:
     def __init__(
         self,
         settings: Settings,
-        group: dist.ProcessGroup,
-        model: Replica,
+        replica: Replica,
         optimizers: Sequence[Optimizer] = (),
         scaler: GradScaler | None = None,
-        everyone: dist.ProcessGroup | None = None,
         samples_per_step: float | None = None,
     ) -> None:
         self.settings = settings
         self._samples_per_step = samples_per_step or 1.0
-        self._model = weakref.ref(model)
+        self._replica = weakref.ref(replica)
         link = EmulatedLink(settings.network.spec) if settings.network.spec else None
-        self.exchange = Exchange(group, link, everyone)
+        self.exchange = Exchange(replica.group, link, replica.everyone)
         world_size = self.exchange.world_size
-        self._parameters = ModelParameters(model, settings.memory.options.dtype)
+        self._parameters = ModelParameters(replica, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
         self._watch = StepWatch(
             self._parameters, self._step_begins, self._before_step, self._after_step
@@ -135,13 +125,11 @@ class Session:
             self._sizes,
             self._requested,
             self.controller,
-            # DDP rebuilds its buckets after the first backward, with a static graph after the
-            # second.
-            isinstance(model, DistributedDataParallel) * (1 + model.static_graph),
+            replica.settling,
         )
         self._sync = start(self._averager, self._numbers)
-        self._warn(optimizers)
-        self._start_watching()
+        self._warn(optimizers, replica)
+        self._start_watching(replica)
 
     # -- attaching --
 
@@ -280,64 +268,42 @@ class Session:
             self._memory.release()  # which holds nothing yet
             log.info("%s", TOO_SMALL)
 
-    def _warn(self, optimizers: Sequence[Optimizer]) -> None:
+    def _warn(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
         """Of what whoever attaches should know, once."""
         sync, warnings = self.settings.sync, []
         if sync.takes_optimizer:
             warnings.append(self._memory.warning(optimizers))
         if sync.lets_ranks_differ and self._numbers == (1,) and sync.takes_optimizer:
             warnings.append(AUTO_IS_ONE)
-        model = self.model if sync.lets_ranks_differ else None
-        if model and model.broadcast_buffers and any(b.numel() for b in model.module.buffers()):
+        if sync.lets_ranks_differ and replica.sends_buffers:
             warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
             if self.exchange.place == 0 and self._watch.is_new(warning):
                 log.warning("%s", warning)
 
-    def _start_watching(self) -> None:
+    def _start_watching(self, replica: Replica) -> None:
         """What the script does with the gradients, and when the model's forward begins."""
         self._watch.start()
-        mark, model = self.controller.stopwatch.forward, self.model
+        mark = self.controller.stopwatch.forward
         mark.begins = weakref.WeakMethod(self._forward_begins)
-        self._forward_hook = None if model is None else model.register_forward_pre_hook(mark)
+        self._forward_hook = replica.model.register_forward_pre_hook(mark)
 
     # -- a step --
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The hook's work for one bucket; a future of what autograd gets back. RuntimeError once
-        the exchange of an earlier step has failed."""
-        self._averager.check_whole()
-        model = self.model
-        if isinstance(model, DistributedDataParallel) and model._join_config.enable:
-            raise RuntimeError(JOIN)
-        on_stream = self._averager.pipeline.stream.hook_call(bucket.is_last())
-        with on_stream, self._averager.noting_failure(self.controller.step):
-            return self._sync.reduce(bucket)
+    def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
+        """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed."""
+        with self._averager.replica_calls(waits=at_once):
+            done = self._sync.reduce(bucket)
+            if at_once:
+                self._averager.wait(done)
+            return done
 
-    def reduce_now(self, bucket: dist.GradBucket) -> Tensor:
-        """The mean itself, for whoever takes it from the hook's hands, as FSDP does: on a device
-        the current stream waits for it. `bucket` is never the last; `end_backward` comes after."""
-        done, pipeline = self.reduce(bucket), self._averager.pipeline
-        stopwatch = self.controller.stopwatch
-        with pipeline.stream.hook_call(last=True):
-            with self._averager.noting_failure(self.controller.step):
-                pipeline.finish()
-            entered = stopwatch.timestamps()
-            mean = done.wait()
-            pipeline.waits.append((entered, stopwatch.timestamps()))
-            stopwatch.hook_left(entered, drain(pipeline.waits))
-        return mean
-
-    def end_backward(self) -> None:
-        """After the last `reduce_now` of a backward."""
-        self._averager.check_whole()
-        on_stream = self._averager.pipeline.stream.hook_call(last=True)
-        with on_stream, self._averager.noting_failure(self.controller.step):
-            self._sync.end_backward()
-
-    def gradients_arrive(self) -> None:
-        """A backward begins to write them, where torch's hooks on parameters are not called."""
-        self._watch.gradient_arrives()
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        """See `Exchanging`."""
+        with self._averager.replica_calls(waits=True):
+            done = self._sync.end_backward(last)
+            self._averager.reducer.end_backward()
+            return done
 
     def _forward_begins(self) -> None:
         self._sync.forward_begins()
@@ -361,8 +327,7 @@ class Session:
         self.controller.flush()
         self.controller.forced_dense = True
         ATTACHED.discard(self)
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        self._forward_hook.remove()
         self._sync.stop()
         self.controller.take_steps(1)
         self._memory.release(self.exchange)
@@ -515,9 +480,9 @@ class Session:
         return self._sizes.supported(cf)
 
     @property
-    def model(self) -> Replica | None:
+    def replica(self) -> Replica | None:
         """None once it is garbage."""
-        return self._model()
+        return self._replica()
 
     @property
     def detached(self) -> bool:

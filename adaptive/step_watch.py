@@ -199,7 +199,7 @@ class StepWatch:
 
     def gradient_arrives(self) -> None:
         """The witness has a new gradient, which is yet to be added to `p.grad`. (FSDP sets those
-        itself, and torch's hooks see nothing of it.)"""
+        itself, of which torch's hooks see nothing.)"""
         p = self._witness
         if p is not None and _is_empty(p.grad):
             self.ours = False  # until our hook is called

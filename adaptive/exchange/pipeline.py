@@ -2,7 +2,7 @@
 
 A collective may only be issued in the body of a hook call, never in a future's callback (callbacks
 run in an order that differs between ranks). So an exchange with a second round waits for its first
-in the body of a later hook call, and the last bucket's call drains what is left.
+in the body of a later hook call, and after the last bucket `finish` drains what is left.
 
 On a CUDA device there are three kinds of streams: backward's, that of the hook's work
 (`HookStream`), and those on which torch runs the callbacks of NCCL's futures, a new one each time.
@@ -114,21 +114,17 @@ class Pipeline:
         collectives: int,
         decode: Callable[[Received], Tensor],
         device: torch.device,
-        last: bool,
     ) -> Future[Tensor]:
         """Start an exchange of so many `collectives`; a future of what `decode`, on a thread of the
         process group, makes of what has arrived.
 
-        Then let the exchanges of earlier buckets take their next round; if this bucket is the
-        `last`, all of them, and this one too."""
+        Then let the exchanges of earlier buckets take their next round."""
         done = new_future(device)
         earlier = list(self._queue)
         self._queue.append(_Running(rounds, collectives, decode, done))
         self._issue(self._queue[-1], None)
         for running in earlier:
             self._advance(running)
-        if last:
-            self.finish()
         return done
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ What differs from DDP:
 
 - The hook must have written the mean when it returns: on a CPU backward waits for each exchange, on
   a device its stream does.
-- Nobody says which module is the last. A step ends when backward does; a module without a gradient
+- No module says that it is the last. A step ends when backward does; a module without a gradient
   takes no part in it, and of one in which some parameters have none, FSDP leaves those out.
 - FSDP pads shards to equal size in what it reduces. Padding is not exchanged.
 """
@@ -31,14 +31,12 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from adaptive.config import Settings
+from adaptive.exchange.pipeline import done_with
 from adaptive.parameters import largest_shard, local
-from adaptive.replicas import Attached, Exchanging
+from adaptive.replicas import Exchanging, Replica
 from adaptive.sync.options import EveryStep
-
-_ATTRIBUTE = "_adaptive_replica"
 
 _NO_HOOK = (
     f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and not "
@@ -74,10 +72,6 @@ class ShardBucket:
         parts = self.flat.split([shard.numel() for shard in shards])
         return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
 
-    def is_last(self) -> bool:
-        """Never: see `Session.end_backward`."""
-        return False
-
 
 @dataclass(eq=False)
 class _Unit:
@@ -106,30 +100,18 @@ class _Unit:
         )
 
 
-class ShardedReplica:
-    """One replica of a sharded model, as a `Session` knows a model under DDP.
+class ShardedReplica(Replica):
+    """One replica of a sharded model. group: the ranks that hold the same shard, one of each
+    replica. everyone: all ranks of the mesh."""
 
-    process_group: the ranks that hold the same shard, one of each replica. everyone: all ranks.
-    compressor: whoever exchanges the gradients.
-    """
-
-    broadcast_buffers = static_graph = False
+    NAME = "root"
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
-        self.module = root
+        super().__init__(root)
         self.mesh = mesh
-        self.process_group = mesh.get_group(0)
-        self.everyone = _group_of(mesh)
-        self.find_unused_parameters = False  # a backward has left a parameter out
-        self.compressor: Attached | None = None
+        self.group, self.everyone = mesh.get_group(0), _group_of(mesh)
+        self._unused = False  # a backward has left a parameter out
         self._units = list(_units(root))
-        managed = {p for unit in self._units for p in unit.parameters}
-        self.parameters_to_ignore = {
-            name if "." in name else f".{name}"
-            for name, p in root.named_parameters()
-            if p not in managed
-        }
-        self._registered = False
         self._reduced: set[Tensor] = set()  # in this backward
         self._buckets = 0  # of this backward, so far
         self._kept: list[Tensor] = []
@@ -140,40 +122,37 @@ class ShardedReplica:
         compressed."""
         root = getattr(root, "_orig_mod", root)  # of torch.compile
         _check(root, mesh, settings)
-        found: ShardedReplica | None = getattr(root, _ATTRIBUTE, None)
-        if found is None or found.mesh != mesh:
-            return cls(root, mesh)
-        return found
+        found = cls._found(root)
+        return found if found is not None and found.mesh == mesh else cls(root, mesh)
 
-    def check_free(self) -> None:
-        """RuntimeError if a compressor is attached already."""
-        before = getattr(self.module, _ATTRIBUTE, self).compressor
-        if before is not None and not before.detached:
-            raise RuntimeError("root is attached already; detach() its compressor first")
+    @property
+    def module(self) -> nn.Module:
+        root: nn.Module = self.model
+        return root
 
-    def start(self) -> None:
-        """Let all replicas begin with the parameters and buffers of the first (a collective), and
-        FSDP hand over its gradients from now on. RuntimeError on all ranks if torch cannot reduce
-        them inside a replica."""
+    @property
+    def maybe_unused(self) -> bool:
+        return self._unused
+
+    def _ignored(self) -> set[str]:
+        managed = {p for unit in self._units for p in unit.parameters}
+        return {name for name, p in self.module.named_parameters() if p not in managed}
+
+    def start(self, exchanging: Exchanging) -> None:
+        """All replicas begin with the parameters and buffers of the first. RuntimeError on all
+        ranks if torch cannot reduce gradients inside a replica."""
         _check_mean(self.mesh)
         with torch.no_grad():
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                _broadcast(local(tensor), self.process_group)
-        if self._registered:
-            return
-        self._registered = True
-        setattr(self.module, _ATTRIBUTE, self)
+                _broadcast(local(tensor), self.group)
+        super().start(exchanging)
+
+    def _register(self) -> None:
         self.module.register_forward_pre_hook(self._forward_begins)
         for unit in self._units:
             for module in unit.group.modules:
                 module.set_all_reduce_hook(self._hook(unit))
                 module.register_forward_pre_hook(_ArrivalMarks(unit))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.module.parameters()
-
-    def register_forward_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        return self.module.register_forward_pre_hook(hook)
 
     def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
         def exchange_between_replicas(flat: Tensor) -> None:
@@ -181,20 +160,16 @@ class ShardedReplica:
 
         return exchange_between_replicas
 
-    def _session(self) -> Exchanging:
-        assert self.compressor is not None
-        return self.compressor.running()
-
     def _forward_begins(self, *_: Any) -> None:
         self._buckets = 0  # a backward that raised has not ended
 
     def _reduce(self, unit: _Unit, flat: Tensor) -> None:
         """Write the mean over the replicas to `flat`, the padded shards of a unit's gradients."""
         self._check_scale(unit, flat)
-        parameters, session = unit.reduced(flat.numel()), self._session()
+        parameters = unit.reduced(flat.numel())
+        assert self.exchanging is not None
         if self._buckets == 0:
             self._reduced.clear()
-            session.gradients_arrive()
             # FSDP's own callback, which may have modules left to reduce, is queued already.
             Variable._execution_engine.queue_callback(self._end_backward)
         self._reduced.update(parameters)
@@ -206,7 +181,7 @@ class ShardedReplica:
         if buffer.dtype.itemsize >= 4:  # the memory is of that precision
             buffer = buffer.to(dtype)
         bucket: Any = ShardBucket(self._buckets, buffer, parameters)  # in a GradBucket's stead
-        mean = session.reduce_now(bucket)
+        mean = self.exchanging.reduce(bucket, at_once=True).value()
         self._buckets += 1
         if mean.data_ptr() != flat.data_ptr():
             for shard, of_mean in zip(shards, mean.split(numels), strict=True):
@@ -242,10 +217,12 @@ class ShardedReplica:
         """All modules with gradients have been reduced."""
         self._buckets = 0
         self._kept.clear()
-        if not self.find_unused_parameters:
+        if not self._unused:
             trained = (p for unit in self._units for p in unit.parameters if p.requires_grad)
-            self.find_unused_parameters = any(p not in self._reduced for p in trained)
-        self._session().end_backward()
+            self._unused = any(p not in self._reduced for p in trained)
+        grads = [local(p.grad) for _, p in self.parameters() if p.grad is not None]
+        assert self.exchanging is not None
+        self.exchanging.end_backward(done_with(grads[-1] if grads else torch.empty(0))).wait()
 
 
 class _ArrivalMarks:

@@ -132,8 +132,8 @@ class AutoStepsSync(Synchroniser):
             self._conclude(self._now.left)
             self._now.left = None
 
-    def end_backward(self) -> None:
-        self._now.end_backward()
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        return self._now.end_backward(last)
 
     # -- a step --
 

@@ -35,12 +35,14 @@ class Synchroniser:
     # -- a backward --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The communication hook's work for one bucket; a future of what autograd gets back."""
+        """A future of what autograd gets back for one bucket."""
         raise NotImplementedError
 
-    def end_backward(self) -> None:
-        """After the last `reduce` of a backward, where no bucket says that it is the last."""
-        raise NotImplementedError(f"{type(self).__name__} needs buckets of DDP")
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        """After the last `reduce` of a backward. last: gradients that it has returned. Returns a
+        future of them, which must become nan where a script must see that some rank's are not
+        finite."""
+        raise NotImplementedError
 
     # -- a step --
 

@@ -31,12 +31,11 @@ class AsDDP(Synchroniser):
         else:
             exchange.count_floats(buffer.numel())
             done = exchange.all_reduce(buffer.div_(exchange.world_size))
-        if bucket.is_last():
-            self.end_backward()
         return done
 
-    def end_backward(self) -> None:
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         self.averager.controller.count_dense_step()
+        return last
 
 
 class EveryStepSync(Synchroniser):
@@ -62,8 +61,6 @@ class EveryStepSync(Synchroniser):
                 work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
             parameters = [averager.parameters.find(p) for p in of]
             done = averager.mean(bucket, work, parameters, scale)
-        if bucket.is_last():
-            self._end(scale_now)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -77,18 +74,17 @@ class EveryStepSync(Synchroniser):
 
         return done.then(finish)
 
-    def end_backward(self) -> None:
-        self._end(loss_scale(self.averager.scaler, self.averager.device))
-
-    def _end(self, scale: Tensor | None) -> None:
-        """After the last bucket's own collective."""
-        averager = self.averager
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        averager, stopwatch = self.averager, self.averager.controller.stopwatch
+        entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
         # After `detach` nobody would compare gradients. In parameter space they are the script's.
         memory = averager.memory.now
         compare = bool(memory.keeps) and memory.moments is None
         compare = compare and not averager.controller.forced_dense
         averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
+        stopwatch.hook_left(entered, drain(averager.pipeline.waits))
+        return last
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager, memory = self.averager, self.averager.memory

@@ -142,18 +142,23 @@ class GossipSync(Synchroniser):
     # -- what the ranks do --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Gradients stay what they are. The ranks have done as many backwards each."""
-        ends_round = self._backwards == self._every - 1
+        """Gradients stay what they are."""
         if bucket.index() == 0:
             self.make_up()
-            if ends_round:
+            if self._ends_round:
                 self.averager.begin(self.alike)
-        if bucket.is_last():
-            self._open = ends_round
-            self._backwards = (self._backwards + 1) % self._every
-            self.averager.controller.skipped += not ends_round
-            self.averager.reducer.end_backward()
         return done_with(bucket.buffer())
+
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        self._open = self._ends_round
+        self.averager.controller.skipped += not self._open
+        self._backwards = (self._backwards + 1) % self._every
+        return last
+
+    @property
+    def _ends_round(self) -> bool:
+        """The backward under way is the last of a round. All ranks have done as many."""
+        return self._backwards == self._every - 1
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager = self.averager

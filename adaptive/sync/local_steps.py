@@ -130,10 +130,6 @@ class LocalStepsSync(Synchroniser):
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         averager = self.averager
         if not self.due:
-            if bucket.is_last():
-                self._backwards += 1
-                averager.reducer.end_backward()
-                averager.controller.skipped += 1
             return done_with(bucket.buffer())
         if bucket.index() == 0:
             self._begin_exchange()
@@ -143,10 +139,6 @@ class LocalStepsSync(Synchroniser):
         parameters = [averager.parameters.find(p) for p in bucket.parameters()]
         flat = self._outer_gradients(bucket.index(), parameters)
         done = self._mean(bucket, flat, parameters)
-        if bucket.is_last():
-            averager.end()
-            self._backwards = 1
-            self.every = averager.controller.local_steps
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -157,6 +149,18 @@ class LocalStepsSync(Synchroniser):
                 return mean
 
         return self._incoming(bucket, parameters, done.then(finish))
+
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        averager, controller = self.averager, self.averager.controller
+        if not self.due:
+            self._backwards += 1
+            controller.skipped += 1
+            return last
+        entered = controller.stopwatch.timestamps()
+        averager.end()
+        self._backwards, self.every = 1, controller.local_steps
+        controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
+        return last
 
     def _mean(
         self, bucket: dist.GradBucket, flat: Tensor, parameters: Sequence[ModelParameter]

@@ -16,7 +16,7 @@ from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
 from adaptive.memory.handover import loss_scale
 from adaptive.memory.updates import UpdateMemory
-from adaptive.parameters import local, travel_as_they_are
+from adaptive.parameters import travel_as_they_are
 from adaptive.reducer import Step
 from adaptive.step_watch import Groups
 from adaptive.sync.every_step import EveryStepSync
@@ -53,27 +53,11 @@ class OwnStepSync(EveryStepSync):
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """This rank's own. Parameters that no optimizer handed over steps, and gradients that only
-        DDP can average, get the mean.
-
-        If some rank's gradients are not finite, all ranks' are not: what a script or a `GradScaler`
-        does then is the same on all ranks."""
+        DDP can average, get the mean."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if travel_as_they_are(buffer, of):
-            done = self.averager.mean_as_it_is(bucket)
-        else:
-            done = self._measured(buffer, of)
-        if not bucket.is_last():
-            return done
-        nonfinite, stream = self._end_own_backward(), self.averager.pipeline.stream
-
-        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
-            gradients, sum_of_flags = (future.value() for future in futures.value())
-            flag = bool(sum_of_flags) if is_host(sum_of_flags.device) else sum_of_flags[0] > 0
-            fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
-            stream.keep(sum_of_flags, flag)
-            return gradients
-
-        return torch.futures.collect_all([done, nonfinite]).then(finish)
+            return self.averager.mean_as_it_is(bucket)
+        return self._measured(buffer, of)
 
     def _measured(self, buffer: Tensor, of: Sequence[Tensor]) -> Future[Tensor]:
         """Add a bucket's gradients to the statistics."""
@@ -105,24 +89,28 @@ class OwnStepSync(EveryStepSync):
 
         return exchange.all_reduce(flat).then(finish)
 
-    def _end_own_backward(self) -> Future[Tensor]:
-        """After the last bucket; a future of whether some rank's gradients are not finite."""
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        """If some rank's gradients are not finite, all ranks' are not: what a script or a
+        `GradScaler` does then is the same on all ranks."""
         averager, controller = self.averager, self.averager.controller
+        if not averager.compresses:
+            return super().end_backward(last)
+        entered, stream = controller.stopwatch.timestamps(), averager.pipeline.stream
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.memory.backward_ends(controller.plan.send)
-        averager.reducer.end_backward()
-        averager.watch.backward_ends(None, False, averager.pipeline.stream.backward_waited)
-        return averager.exchange.any_rank(flag, averager.device)
+        averager.watch.backward_ends(None, False, stream.backward_waited)
+        nonfinite = averager.exchange.any_rank(flag, averager.device)
 
-    def end_backward(self) -> None:
-        if not self.averager.compresses:
-            super().end_backward()
-            return
-        nonfinite = self._end_own_backward().wait()
-        grads = [local(p.grad) for p in self.averager.parameters if p.grad is not None]
-        for grad in grads[-1:]:
-            fill_if(bool(nonfinite) if is_host(grad.device) else nonfinite[0] > 0, grad, nan)
+        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+            gradients, sum_of_flags = (future.value() for future in futures.value())
+            flag = bool(sum_of_flags) if is_host(sum_of_flags.device) else sum_of_flags[0] > 0
+            fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
+            stream.keep(sum_of_flags, flag)
+            return gradients
+
+        controller.stopwatch.hook_left(entered, ())
+        return torch.futures.collect_all([last, nonfinite]).then(finish)
 
     # -- a step --
 
@@ -158,11 +146,12 @@ class OwnStepSync(EveryStepSync):
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             nbytes = averager.sizes.bucket_nbytes(cfs)
             strategy = averager.choice.pick(nbytes, cfs.send)
-            done, last = [], len(updates.chunks) - 1
+            done = []
             for i, chunk in enumerate(updates.chunks):
                 work = updates.outgoing(chunk)
-                args = chunk.parameters, strategy, i, i == last
+                args = chunk.parameters, strategy, i
                 done.append(averager.reducer.compressed(step, work, *args))
+            averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
             sent = stopwatch.timestamps()

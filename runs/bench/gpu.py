@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from adaptive import AdaptiveCompressor, Fixed, Updates
 from adaptive.exchange.pipeline import done_with
+from adaptive.replicas import DDPReplica
 from compressors import Compressor, make_compressor
 from compressors.base import kept
 from policies import Policy
@@ -165,7 +166,9 @@ def _bucket_step(
         hook.__annotations__ = {"bucket": dist.GradBucket}
         model.register_comm_hook(None, hook)
     else:
-        reduce = compressor.attach(model).reduce
+        replica = compressor.attach(model).running().replica
+        assert isinstance(replica, DDPReplica)
+        reduce = replica.reduce
 
         def timed(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             began = time.perf_counter()
@@ -174,7 +177,7 @@ def _bucket_step(
                 host.append(time.perf_counter() - began)
             return done
 
-        compressor.reduce = timed  # type: ignore[method-assign]
+        replica.reduce = timed  # type: ignore[method-assign]
 
     def step() -> None:
         optimizer.zero_grad()

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from adaptive import AdaptiveCompressor
 from adaptive.config import Settings, with_ladder
@@ -38,6 +37,7 @@ from adaptive.exchange.link import LinkCost, new_future
 from adaptive.exchange.measure import measure_link
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import NAMED
+from adaptive.replicas import DDPReplica
 from adaptive.session import Session
 from adaptive.sync.options import EveryStep
 from adaptive.timeline.recorder import SafeTimeline
@@ -183,20 +183,21 @@ def look_at(
     steps: at least 25. tell: is called with the verdict on rank 0.
     RuntimeError unless the compressor is attached to a DDP model; ValueError for a base that is no
     sparsifier, and for local steps."""
-    model = None if compressor.detached else compressor.running().model
+    replica = None if compressor.detached else compressor.running().replica
     settings = compressor._settings
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(replica, DDPReplica):
         raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
     checks.whole("steps", steps, least=LEAST)
     check_settings(settings)
     compressor.detach()
-    doctor = Doctor(settings, model, steps, tell)
-    compressor.reduce = doctor.reduce  # type: ignore[method-assign]
+    doctor = Doctor(settings, replica, steps, tell)
+    replica.start(doctor)
+    replica.stop()  # another compressor may be attached at any time
     return doctor
 
 
 class Doctor:
-    """Looks at some steps of a model in training. Its `reduce` takes the place of a compressor's.
+    """Looks at some steps of a model in training, whose buckets it gets in a session's place.
 
     settings: of the compressor, see `check_settings`. steps: how many. A collective. verdict: None
     until it has seen all; from then on steps are dense.
@@ -205,7 +206,7 @@ class Doctor:
     def __init__(
         self,
         settings: Settings,
-        model: DistributedDataParallel,
+        replica: DDPReplica,
         steps: int = STEPS,
         tell: Callable[[Verdict], None] | None = None,
     ) -> None:
@@ -233,7 +234,7 @@ class Doctor:
             debug=0,
         )
         with _quiet():
-            self._session = Session(own, model.process_group, model)
+            self._session = Session(own, replica)
         self._names = {cf: base.at(cf).name for cf in base.known_gains}
         self._low = self._session.supported(low)
         self._high = self._session.supported(min(FAR * low, settings.cf_range[1]))
@@ -270,7 +271,7 @@ class Doctor:
         self._trial.cf = self._kind
         self._began = self._clock()
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """A future of the dense mean of the bucket, which is all that training sees."""
         if bucket.index() == 0 and not self.over:
             self._begin_step()
@@ -285,18 +286,26 @@ class Doctor:
             self._copies.append(self._session.reduce(_Copied(bucket, copy)))  # type: ignore[arg-type]
         mean: Future[Tensor] = new_future(buffer.device)
         self._gradients.append((buffer, mean))
-        if bucket.is_last():
-            for rehearsed in self._copies:
-                rehearsed.wait()
-            with self._stopped():
-                means = [_dense_mean(exchange, each) for each, _ in self._gradients]
-                for arriving, (_, waiting) in zip(means, self._gradients, strict=True):
-                    waiting.set_result(arriving.wait())
-                exchange.take_traffic()
-                # Some ranks are through earlier than others, by what queues on the way hold.
-                dist.barrier(group=exchange.group)
-            self._copies, self._gradients = [], []
         return mean
+
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        """After the rehearsal the gradients themselves are exchanged."""
+        if not self._copies:
+            return last
+        with _quiet():
+            self._copies.append(self._session.end_backward(self._copies[-1]))
+        for rehearsed in self._copies:
+            rehearsed.wait()
+        exchange = self._session.exchange
+        with self._stopped():
+            means = [_dense_mean(exchange, each) for each, _ in self._gradients]
+            for arriving, (_, waiting) in zip(means, self._gradients, strict=True):
+                waiting.set_result(arriving.wait())
+            exchange.take_traffic()
+            # Some ranks are through earlier than others, by what queues on the way hold.
+            dist.barrier(group=exchange.group)
+        self._copies, self._gradients = [], []
+        return last
 
     @property
     def _kind(self) -> float:
@@ -406,9 +415,6 @@ class _Copied:
 
     def parameters(self) -> list[Tensor]:
         return list(self.of.parameters())
-
-    def is_last(self) -> bool:
-        return bool(self.of.is_last())
 
 
 def _error(seconds: Sequence[float]) -> float:

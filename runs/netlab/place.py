@@ -103,10 +103,11 @@ class Place:
         return None if total is None else total - self._reported
 
     def _bytes_of_compressor(self) -> float | None:
-        attachment = getattr(self.model, "_adaptive_attachment", None)
-        if attachment is None or attachment.compressor is None:
-            return None
-        return float(attachment.compressor.summary().bytes_sent)
+        from adaptive.replicas import ATTRIBUTE
+        from adaptive.session import Session
+
+        session = getattr(getattr(self.model, ATTRIBUTE, None), "exchanging", None)
+        return float(session.summary().bytes_sent) if isinstance(session, Session) else None
 
     def counted(self, reported: float | None) -> dict[str, Any]:
         """What goes into result.json. reported: bytes that the steps are said to have sent."""

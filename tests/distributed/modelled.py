@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from threading import Semaphore, Thread
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Network, Policy
 from adaptive.exchange.link import EmulatedLink
-from adaptive.statistics.timing import Span
 from tests.distributed.setting import Clock, loss_of
 
 COMPUTE = 0.005
@@ -20,7 +18,8 @@ COMPUTE = 0.005
 
 
 class ModelledLink(EmulatedLink):
-    """Moves a clock on by what a transfer would take, once the hook call that began it is over.
+    """Moves a clock on by what a transfer would take, once the last hook call of the backward that
+    began it is over.
 
     One bucket at a time: a second one's hook call would see the first one's transfer go on.
     """
@@ -80,15 +79,15 @@ class ModelledRun:
         session = self.compressor._session
         assert session is not None
         self.dense_bytes = session._sizes.wire_bytes(1.0)
-        stopwatch = session.controller.stopwatch
         self.link = session.exchange._link = ModelledLink(self.clock)
-        left = stopwatch.hook_left
+        end = session.end_backward
 
-        def hook_left(entered: float, waits: Iterable[Span]) -> None:
-            left(entered, waits)
+        def end_backward(last: Future[torch.Tensor]) -> Future[torch.Tensor]:
+            done = end(last)
             self.link.hook_over.release()
+            return done
 
-        stopwatch.hook_left = hook_left  # type: ignore[method-assign]
+        session.end_backward = end_backward  # type: ignore[method-assign]
 
     def step(self) -> float:
         """One step; the CF that it sent."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.hook import Attachment, adaptive_hook
+from adaptive.replicas import DDPReplica, adaptive_hook
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 
@@ -90,7 +90,7 @@ def _python_reducer(rank: int) -> list[str]:
         compressor.attach(model)
     except RuntimeError as error:
         said.append(str(error))
-    model.register_comm_hook(Attachment(compressor), adaptive_hook)
+    model.register_comm_hook(DDPReplica(), adaptive_hook)
     try:
         loss_of(model, 0, rank).backward()
     except RuntimeError as error:
@@ -104,5 +104,5 @@ def test_the_python_reducer_is_refused_with_what_to_set_instead() -> None:
     # Older DDP hands hooks gradients only inside a compiled graph, and else buckets, as ever.
     always = not hasattr(DDP, "_should_disable_cpp_reducer")
     for attached, hooked in run_ranks(2, _python_reducer):
-        assert hooked == attached if always else "attach(model) first" in hooked
+        assert hooked == attached if always else "no compressor" in hooked
         assert "leave optimize_ddp at True" in attached

@@ -6,13 +6,12 @@ comes to the same parameters, to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -180,16 +179,19 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
     )
     compressor.attach(model, optimizer=optimizer)
     session: Any = compressor._session
-    begin, reduce = session.controller.begin_step, session.reduce
+    begin = session.controller.begin_step
     gather = session.exchange.gather_objects
 
     def begin_step() -> None:  # the statistics of two steps before are on the host by now
         with _disable_current_modes():
             begin()
 
-    def watched(bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        with _NoReading():
-            return reduce(bucket)
+    def watched(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def watch(given: Any) -> Any:
+            with _NoReading():
+                return call(given)
+
+        return watch
 
     def gather_objects(own: Any) -> list[Any]:
         # Before a dense step that follows compressed ones: which tensors the ranks' optimizers
@@ -197,7 +199,8 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
         with _disable_current_modes():
             return gather(own)
 
-    session.controller.begin_step, session.reduce = begin_step, watched
+    session.controller.begin_step = begin_step
+    session.reduce, session.end_backward = watched(session.reduce), watched(session.end_backward)
     session.exchange.gather_objects = gather_objects
     conclude = LocalStepsSync.conclude
 

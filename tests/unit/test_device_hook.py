@@ -173,7 +173,8 @@ class Hook:
         elif not measured:
             done = self.reducer.dense(step, buffer, self.parameters)
         else:
-            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0, True)
+            done = self.reducer.compressed(step, buffer, self.parameters, self.strategy, 0)
+            self.reducer.pipeline.finish()
         assert done.wait().shape == buffer.shape
         for corrupt in self.exchange.invalid:
             tally.at("invalid").add_(corrupt)
@@ -192,8 +193,9 @@ class Hook:
         step = replace(step, updates=True)
         for i, chunk in enumerate(memory.chunks):
             work = memory.outgoing(chunk)
-            args = chunk.parameters, self.strategy, i, True
-            mean = self.reducer.compressed(step, work, *args).wait()
+            done = self.reducer.compressed(step, work, chunk.parameters, self.strategy, i)
+            self.reducer.pipeline.finish()
+            mean = done.wait()
             memory.apply(chunk, mean, lambda: step.tally.at("stepped"))
         memory.exchanged()
 

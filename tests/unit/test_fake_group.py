@@ -7,7 +7,7 @@ operations are started as among real ranks, and on a device nobody may wait for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -57,17 +57,23 @@ def _operations(
     compressor.attach(model, optimizer=optimizer)
     session = compressor._session
     assert session is not None
-    reduce, counted = session._sync.reduce, []
+    counted: list[Counter[str]] = []
 
-    def counting(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        started.clear()
-        with Operations() as operations:
-            done = reduce(bucket)
-        counted.append(operations.names + Counter(started))
-        return done
+    def counting(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def count(given: Any) -> Any:
+            before = len(started)
+            with Operations() as operations:
+                done = call(given)
+            counted[-1].update(operations.names + Counter(started[before:]))
+            return done
 
-    session._sync.reduce = counting  # type: ignore[method-assign]
+        return count
+
+    session._sync.reduce = counting(session._sync.reduce)  # type: ignore[method-assign]
+    ended = counting(session._sync.end_backward)
+    session._sync.end_backward = ended  # type: ignore[method-assign]
     for _ in range(7):
+        counted.append(Counter())
         model(torch.randn(4, width)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -128,15 +128,18 @@ def test_what_a_callback_uses_is_kept(case: str, lifetimes: Lifetimes) -> None:
     compressor = AdaptiveCompressor(base, (2, 1000), policy=ByStep(cfs), **options)
     compressor.attach(model, optimizer=chosen)
     session: Any = compressor._session
-    reduce = session._sync.reduce
 
-    def watched(bucket: dist.GradBucket) -> Any:
-        with lifetimes:
-            done = reduce(bucket)
-        lifetimes.hook_is_over()
-        return done
+    def watched(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def watch(given: Any) -> Any:
+            with lifetimes:
+                done = call(given)
+            lifetimes.hook_is_over()
+            return done
 
-    session._sync.reduce = watched
+        return watch
+
+    session._sync.reduce = watched(session._sync.reduce)
+    session._sync.end_backward = watched(session._sync.end_backward)
     for _ in range(6):
         model(torch.randn(4, 64)).square().mean().backward()
         chosen.step()
