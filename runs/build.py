@@ -48,7 +48,17 @@ _SYNC = ("local_steps", "outer_lr", "outer_momentum", "overlap", "delay")
 _GOSSIP = ("topology", "gossip", "consensus_step")
 _MEMORY = ("memory", "residual_dtype", "momentum_lag", "masking", "clip_norm")
 _ELSEWHERE = (
-    *("base", "cf_range", "rungs", "fixed_clock", "model_mb", "server", "link", "exchange"),
+    *(
+        "base",
+        "cf_range",
+        "rungs",
+        "fixed_clock",
+        "model_mb",
+        "coding",
+        "server",
+        "link",
+        "exchange",
+    ),
     *("down_cf", "server_memory", *_MEMORY, *_SYNC, *_GOSSIP),
 )
 _OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
@@ -133,7 +143,11 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
     delay = config.delay or 0
     server = None if config.server is None else ServerSpec.parse(config.server, config.workers)
     overlap = 0 if config.exchange == "gossip" else config.overlap
-    return ModelledClock(config.fixed_clock, link, scale, overlap, delay, server)
+    coded = 1e-9 * (config.coding or 0.0) * numel * scale
+    dense = 8 * numel * (config.workers - 1) / config.workers  # of an all-reduce
+    return ModelledClock(
+        config.fixed_clock, link, scale, overlap, delay, server, coded, 0.99 * dense
+    )
 
 
 def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:

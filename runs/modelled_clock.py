@@ -49,9 +49,9 @@ def imagined_bytes(wire_bytes: float, statistics: float, scale: float) -> float:
 
 
 class ModelledClock(StepClock):
-    """A clock, for `AdaptiveCompressor(clock=...)`, by which a step takes `compute` seconds and
-    what a link takes for the bytes that the step sends. Nothing waits, compression is free, and
-    what a policy decides owes nothing to the machine: the same run always goes the same way.
+    """A clock, for `AdaptiveCompressor(clock=...)`, by which a step takes `compute` seconds, those
+    of compression, and what a link takes for the bytes that the step sends. Nothing waits, and what
+    a policy decides owes nothing to the machine: the same run always goes the same way.
 
     compute: seconds of forward, backward and optimizer, > 0; ValueError otherwise.
     link: that bytes go over, a rank's; None: the network takes no time.
@@ -60,6 +60,8 @@ class ModelledClock(StepClock):
     overlap: the compressor's: so many local steps hide the network's time.
     delay: the compressor's: a round may be under way while all but one of so many steps compute.
     server: that makes the means, instead of the ranks; `link` is then a worker's to the server.
+    coded: seconds of compressing and decoding in a step that sends fewer than `dense_bytes` bytes
+        of gradients, whatever its CF; 0: compression is free.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class ModelledClock(StepClock):
         overlap: int | None = None,
         delay: int = 0,
         server: ServerSpec | None = None,
+        coded: float = 0.0,
+        dense_bytes: float = inf,
     ) -> None:
         if not (isfinite(compute) and compute > 0):
             raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
@@ -81,6 +85,7 @@ class ModelledClock(StepClock):
         self.overlap = overlap
         self.delay = delay
         self.server = server
+        self.coded, self.dense_bytes = coded, dense_bytes
         self.network = "" if link is None else f"modelled {link} link"
 
     def exchange(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
@@ -110,8 +115,12 @@ class ModelledClock(StepClock):
     def exposed(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
         """What of that policies are told: with a delay what is not hidden, else all of it."""
         if self.delay:
-            return self.step(wire_bytes, statistics, 1, down) - self.compute
+            coding = self.coding(wire_bytes, statistics)
+            return self.step(wire_bytes, statistics, 1, down) - self.compute - coding
         return self.exchange(wire_bytes, statistics, down)
+
+    def coding(self, wire_bytes: float, statistics: float = 0.0) -> float:
+        return self.coded if 0 < wire_bytes - statistics < self.dense_bytes else 0.0
 
     def step(
         self, wire_bytes: float, statistics: float = 0.0, steps: int = 1, down: float = 0.0
@@ -119,9 +128,12 @@ class ModelledClock(StepClock):
         """Seconds of so many steps, one of which has sent something. With a delay D those of one of
         many: the link carries one round after the other, and a round that leaves when a step ends
         must be there when the step D - 1 later does."""
-        exchange = self.exchange(wire_bytes, statistics, down)
+        exchange, coding = (
+            self.exchange(wire_bytes, statistics, down),
+            self.coding(wire_bytes, statistics),
+        )
         if self.delay:
-            busy = self.sending(wire_bytes, statistics, down)
-            return max(self.compute, busy, (self.compute + exchange) / self.delay)
+            busy, own = self.sending(wire_bytes, statistics, down), self.compute + coding
+            return max(own, busy, (own + exchange) / self.delay)
         hidden = self.compute * overlapped(self.overlap, steps)
-        return self.compute * steps + max(0.0, exchange - hidden)
+        return self.compute * steps + coding + max(0.0, exchange - hidden)

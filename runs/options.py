@@ -29,7 +29,7 @@ CONFIG_OPTIONS = frozenset(each.name for each in fields(TrainConfig))
 _OF_COMPRESSING = tuple(each.name for each in fields(Compressing))
 HOOK_OPTIONS = (
     *(name for name in _OF_COMPRESSING if name not in ("policy", "ddp_hook")),
-    *("fixed_clock", "model_mb", "server"),
+    *("fixed_clock", "model_mb", "coding", "server"),
 )
 """What makes no sense without the library's hook."""
 
@@ -153,6 +153,10 @@ def check_modelled(given: Mapping[str, Any]) -> None:
                 f"--model-mb {given['model_mb']:g} is for modelled step times; it needs "
                 f"--fixed-clock"
             )
+    if "coding" in given and clock is None:
+        raise UsageError(
+            f"--coding {given['coding']:g} is for modelled step times; it needs --fixed-clock"
+        )
     if "server" not in given:
         return
     told = f"--server {given['server']}"

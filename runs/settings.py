@@ -241,6 +241,9 @@ class Modelling:
     model_mb: Annotated[Positive | None, metavar("MB")] = None
     """With --fixed-clock, step times as if the gradients were so large (ResNet-101 170, VGG-16 528,
     a large LSTM 252)."""
+    coding: Annotated[NotNegative | None, metavar("NS")] = None
+    """With --fixed-clock: nanoseconds for each gradient element that compressing and decoding take
+    in a compressed step (0: compression is free)."""
     server: Annotated[str | None, metavar("RATE[/RATE]")] = None
     """With --fixed-clock, a server makes the means, and its link, e.g. 1gbit or 1gbit/500mbit (up
     and down), carries what all workers send and are sent; --exchange is sharded, or all_reduce

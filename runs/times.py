@@ -106,20 +106,25 @@ def compute_seconds(records: Sequence[StepRecord]) -> float:
 
 
 def modelled_seconds(
-    records: Sequence[StepRecord], network: LinkSpec, times: float = 1.0
+    records: Sequence[StepRecord],
+    network: LinkSpec,
+    times: float = 1.0,
+    coded: float | None = None,
 ) -> list[float]:
     """When each step of the optimizer would have ended on that network; nan throughout if no step
     was timed.
 
     times: the size of the model that is imagined, in sizes of the one that was trained. Bytes of
-    gradients and compression count so many times, compute and statistics once.
+    gradients and compression count so many times, compute and statistics once. coded: how many
+    times compression counts instead, where its seconds are those of a larger model already.
     """
+    coded = times if coded is None else coded
     compute, rate = compute_seconds(records), network.bits_per_second
     reports = [record.report for record in records]
     rounds = zip(reports, coding_seconds(records), local_steps(records), strict=True)
     ends = accumulate(
         compute * steps
-        + times * spent
+        + coded * spent
         + network.latency
         + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
         for sent, spent, steps in rounds

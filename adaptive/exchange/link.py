@@ -105,6 +105,10 @@ class StepClock(ABC):
     ) -> float:
         """Seconds of so many local steps with one exchange."""
 
+    def coding(self, wire_bytes: float, statistics: float = 0.0) -> float:
+        """Seconds of compressing and decoding in these steps, which `step` counts too."""
+        return 0.0
+
     @abstractmethod
     def exposed(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
         """Seconds of an exchange, as policies are told of them."""

@@ -219,6 +219,7 @@ class Stopwatch:
         seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, StepClock):
             seconds["compute_seconds"] = self.clock.compute * timed.steps
+            seconds["compress_seconds"] = self.clock.coding(timed.wire, timed.statistics)
             seconds["exchange_seconds"] = self.clock.exposed(
                 timed.wire, timed.statistics, timed.down
             )

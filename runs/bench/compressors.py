@@ -31,7 +31,7 @@ def _gradient(numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator)
 
 
-def _textbook(residual: Tensor, grad: Tensor, cf: float) -> tuple[Tensor, Tensor, float, float]:
+def textbook(residual: Tensor, grad: Tensor, cf: float) -> tuple[Tensor, Tensor, float, float]:
     """Accumulate, select, pack, residual, energies: as papers write it down."""
     residual.add_(grad)
     _, indices = torch.topk(residual.abs(), kept(residual.numel(), cf), sorted=False)
@@ -69,7 +69,7 @@ def _topk_rows(grad: Tensor, rounds: int) -> list[Row]:
         state = {name: torch.zeros(numel) for name in ("textbook", "ours", "candidate", "copy")}
         times = interleaved(
             {
-                "textbook": partial(_textbook, state["textbook"], grad, cf),
+                "textbook": partial(textbook, state["textbook"], grad, cf),
                 "ours": partial(our_step, topk, wire, state["ours"], grad, cf),
                 "candidate": partial(_with_candidate, state["candidate"], grad, cf, 10 * cf),
                 "copy": partial(state["copy"].copy_, grad),

@@ -12,7 +12,7 @@ from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
 from runs.parser import UsageError, option, options, read
 from runs.policy_expression import BY_NAME, EXAMPLE, OFF, Typed, argument_names, value_of
-from runs.settings import COMPRESSORS, Compressing, Optimizing, Training
+from runs.settings import COMPRESSORS, Compressing, Modelling, Optimizing, Training
 
 GRAMMAR = """\
 A contender is NAME[@CF][:key=value,...]. NAME is
@@ -34,12 +34,13 @@ cf_range=10/500.
 steps and what belongs to the optimizer (lr, lr_drop, momentum, optimizer, betas, weight_decay,
 warmup, lr_schedule, clip_grad, clip_local) may be a contender's own, too:
 topk@100:steps=900,lr_drop=540 trains longer than others do in 600, and
-topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer."""
+topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer.
+With --fixed-clock coding=NS says what compression takes, nanoseconds an element."""
 
-_KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compressing)}
+_KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compressing, Modelling)}
 _TRAINING = ("steps", *(each.name for each in fields(Optimizing)))
 _cf = number_that(lambda cf: cf >= 1, "a CF >= 1 after @")
-_ELSEWHERE = ("link", "fixed_clock", "model_mb")  # the same for all contenders
+_ELSEWHERE = ("link", "fixed_clock", "model_mb", "server")  # the same for all contenders
 
 
 @dataclass(frozen=True)

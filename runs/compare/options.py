@@ -43,7 +43,7 @@ examples:
       --contender "gravac:epsilon=0.5,omega=0.1,base=dgc" --task cifar10 --data DIR
   python -m runs compare --contender dense --contender "accordion:cf_range=10/200,memory=residual"
   python -m runs compare --suite gravac --data DIR --seeds 0 1
-      the table of the GraVAC paper beside its figures, at 0.02 of its steps (--scale) and with a
+      the table of the GraVAC paper beside its figures, at 0.04 of its steps (--scale) and with a
       small model; --task words: its LSTM. Other options, and further contenders, as ever
 
 Contenders take turns, a slice of steps each (--slice), and who begins goes round, so that a busy
@@ -104,15 +104,15 @@ class Comparing:
     """NAME[@CF][:key=value,...], see above; once for each (dense, topk@100, goodput, gravac,
     accordion)."""
     suite: Annotated[str | None, metavar("PAPER")] = None
-    """The contenders of a paper's table, beside its figures: gravac, accordion, harris, dgc or
-    liu."""
+    """The contenders of a paper's table, beside its figures: gravac, gravac-randomk,
+    accordion, harris, dgc or liu."""
     scale: Annotated[Positive | None, metavar("SHARE")] = None
     """With --suite: of the paper's steps; from 1 on the paper's model, too (some hundred steps of a
     small model)."""
     only: Texts | None = None
     """With --suite: those of its contenders in whose names one of these is (all)."""
     seeds: Wholes | None = None
-    """Seeds (0)."""
+    """Seeds (0; with --suite as many as the table has)."""
     bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
     """Networks of the modelled seconds (100mbit 1gbit)."""
     goal_step: Count | None = None
@@ -175,7 +175,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     for i, contender in enumerate(contenders):
         if contender.folder in folders[:i]:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
-    seeds = tuple(dict.fromkeys(given.pop("seeds", (0,))))
+    usual = (0,) if plan is None else plan.suite.seeds
+    seeds = tuple(dict.fromkeys(given.pop("seeds", usual)))
     # What the runs take on the link that they have is in the table anyhow.
     others = [rate for rate in BANDWIDTHS if rate != given.get("link")]
     networks = parse_networks(given.pop("bandwidths", others))

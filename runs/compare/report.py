@@ -179,8 +179,8 @@ def _speeds(config: TrainConfig) -> str:
         return "speeds are modelled from measured times of computing and compression"
     size = f", gradients as large as {config.model_mb:g} MB" if config.model_mb else ""
     return (
-        f"speeds are modelled, {config.fixed_clock:g} s of computing a step and none of "
-        f"compression, {emulated(config) or 'no link'}{size}"
+        f"speeds are modelled, {config.fixed_clock:g} s of computing a step, each contender's "
+        f"nanoseconds of compression, {emulated(config) or 'no link'}{size}"
     )
 
 

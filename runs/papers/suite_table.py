@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan
+from dataclasses import replace
+from math import inf, isfinite, nan
 from typing import Any
 
 from rich.table import Table
 
-from runs.papers.suites import Column, Figure, Plan
+from runs.papers.suites import Column, Figure, Plan, label
 from runs.report.rows import UNKNOWN, Row, Spread
 from runs.report.run import Run
 from runs.tables import table
 
 Pair = tuple[Figure, Spread]
 """The paper's figure, and what came out here."""
+
+
+def at_best_rates(plan: Plan, rows: Sequence[Row]) -> tuple[list[Row], dict[str, float]]:
+    """The rows under their entries' names, each with the learning rate that is best on validation
+    data, and these rates by name. Rows that are no entry's follow."""
+    best: list[Row] = []
+    rates: dict[str, float] = {}
+    by_label = {row.label: row for row in rows}
+    for entry in plan.suite.entries if plan.suite.lrs else ():
+        tried = {lr: by_label.pop(label(entry.name, lr), None) for lr in plan.suite.lrs}
+        scores = {lr: _score(row) for lr, row in tried.items() if row is not None}
+        if scores:
+            rates[entry.name] = max(scores, key=lambda lr: scores[lr])
+            found = tried[rates[entry.name]]
+            assert found is not None
+            best.append(replace(found, label=entry.name))
+    return [*best, *by_label.values()], rates
+
+
+def _score(row: Row) -> float:
+    """Its quality, larger is better; of a run that has diverged none is worse."""
+    quality = row.of(lambda run: run.quality).mean
+    better = quality if row.run.higher_is_better else -quality
+    return better if isfinite(better) else -inf
 
 
 def suite_pairs(plan: Plan, rows: Sequence[Row]) -> list[list[Pair]]:
@@ -29,12 +54,18 @@ def suite_pairs(plan: Plan, rows: Sequence[Row]) -> list[list[Pair]]:
 
 def suite_table(plan: Plan, rows: Sequence[Row]) -> Table:
     """The paper's figures and what came out here, side by side."""
+    rows, rates = at_best_rates(plan, rows)
     head = [
         "contender",
+        *(["learning\nrate"] if rates else []),
         *(word for name in _names(plan, rows) for word in (f"{name}:\npaper", "here")),
     ]
     lines = [
-        [row.label, *(text for theirs, ours in pairs for text in (_shown(theirs), ours.text(4)))]
+        [
+            row.label,
+            *([f"{rates[row.label]:g}" if row.label in rates else UNKNOWN] if rates else []),
+            *(text for theirs, ours in pairs for text in (_shown(theirs), ours.text(4))),
+        ]
         for row, pairs in zip(rows, suite_pairs(plan, rows), strict=True)
     ]
     return table(head, lines)
@@ -42,7 +73,8 @@ def suite_table(plan: Plan, rows: Sequence[Row]) -> Table:
 
 def suite_json(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     """The same, and what it is of."""
-    specs = {entry.name: plan.spec(entry) for entry in plan.suite.entries}
+    rows, rates = at_best_rates(plan, rows)
+    specs = {entry.name: plan.spec(entry, rates.get(entry.name)) for entry in plan.suite.entries}
     return {
         "name": plan.suite.name,
         "paper": plan.suite.paper,

@@ -1,9 +1,11 @@
 """The tables of five papers as comparisons: who takes part, on what, and what the paper reports.
 
 A suite is data. Steps in brackets, as in `window=[500]`, are the paper's, and shrink with --scale,
-`[2<660]` to no fewer than 2; {clip} differs from part to part. A paper's figures are
-those of its table, a tuple for each part, in the order of the suite's columns; a text is what the
-paper says in words, None what it does not report.
+`[40<500]` to no fewer than 40. {clip} differs from part to part. {lr} is each of the suite's
+learning rates, of which the best counts; {lr/10} is a tenth of it. {NAME@CF} is what compressing
+and decoding take, as in `CODING`. A paper's figures are those of its table, a tuple for each part,
+in the order of the suite's columns. A text is what the paper says in words, None what it does not
+report.
 """
 
 from __future__ import annotations
@@ -19,6 +21,26 @@ Figure = float | str | None
 
 FIXED_CLOCK, LINK = 0.2, "100mbit"
 """Of the modelled step times: seconds of computing, and the network."""
+
+CODING = {
+    "textbook@10": 21.0,
+    "textbook@1000": 12.7,
+    "topk@10": 3.1,
+    "topk@100": 1.2,
+    "topk@1000": 0.7,
+    "dgc@10": 3.4,
+    "dgc@100": 1.4,
+    "dgc@1000": 0.8,
+    "redsync@10": 3.2,
+    "redsync@1000": 0.8,
+    "randomk@10": 4.9,
+    "randomk@1000": 0.4,
+    "powersgd@100": 4.1,
+    "qsgd@4": 3.6,
+}
+"""Nanoseconds an element of compressing and decoding on one thread (docs/studies/coding.py).
+"textbook" is top-k by `torch.topk`, as papers time it. Where the CF changes, it is that of
+CF 100."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,7 @@ class Part:
     the paper's. model_mb: the paper's gradients, for modelled times. drops: steps after which the
     learning rate is a tenth. weight_decay, workers, batch_size: options of train. top5: whether the
     paper's quality is top-5 accuracy. epoch: steps of one. clip: stands for {clip} in contenders.
+    momentum: an option of train.
     """
 
     task: str
@@ -60,6 +83,7 @@ class Part:
     top5: bool = False
     epoch: int = 0
     clip: float = 0.0
+    momentum: float | None = None
 
 
 class Entry(NamedTuple):
@@ -77,7 +101,8 @@ def entry(name: str, spec: str, *figures: tuple[Figure, ...]) -> Entry:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite is a paper's table. differs: what is another way here, in sentences."""
+    """A suite is a paper's table. differs: what is another way here, in sentences. lrs: learning
+    rates that each entry is tried with. seeds: unless others are given."""
 
     name: str
     paper: str
@@ -86,6 +111,8 @@ class Suite:
     entries: tuple[Entry, ...]
     scale: float
     differs: tuple[str, ...]
+    lrs: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = (0,)
 
     def part(self, task: str) -> Part | None:
         """The part of that task, if there is one."""
@@ -121,16 +148,22 @@ class Plan:
             "weight_decay": part.weight_decay,
             "workers": part.workers,
             "batch_size": part.batch_size,
+            "momentum": part.momentum,
         }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def contenders(self) -> list[Contender]:
-        """Of the entries, by their names."""
-        return [
-            replace(parse_contender(self.spec(one)), label=one.name)
+        """Of the entries, by their names; with each of several learning rates."""
+        wanted = [
+            one
             for one in self.suite.entries
             if not self.only or any(text in one.name for text in self.only)
+        ]
+        return [
+            replace(parse_contender(self.spec(one, lr)), label=label(one.name, lr))
+            for one in wanted
+            for lr in self.suite.lrs or (None,)
         ]
 
     def figures(self, name: str) -> tuple[Figure, ...]:
@@ -139,24 +172,31 @@ class Plan:
         found = [one.figures for one in self.suite.entries if one.name == name]
         return found[0][part] if found and part < len(found[0]) else ()
 
-    def spec(self, entry: Entry) -> str:
-        """Of an entry, with the steps that it has at this scale."""
+    def spec(self, entry: Entry, lr: float | None = None) -> str:
+        """Of an entry, with the steps that it has at this scale, and a learning rate."""
 
         def scaled(found: re.Match[str]) -> str:
             return str(max(int(found[1] or 1), self._scaled(int(found[2]))))
 
-        return re.sub(r"\[(?:(\d+)<)?(\d+)\]", scaled, entry.spec).replace(
-            "{clip}", f"{self.part.clip:g}"
-        )
+        spec = re.sub(r"\[(?:(\d+)<)?(\d+)\]", scaled, entry.spec)
+        numbers = {**CODING, "clip": self.part.clip, "lr": lr or 0.0, "lr/10": (lr or 0.0) / 10}
+        return re.sub(r"\{(.+?)\}", lambda found: f"{numbers[found[1]]:g}", spec)
 
     def _scaled(self, steps: int) -> int:
         return max(1, ceil(steps * self.scale - 1e-9))
 
 
+def label(name: str, lr: float | None) -> str:
+    """Of an entry with one of several learning rates."""
+    return name if lr is None else f"{name}, lr {lr:g}"
+
+
 RESIDUAL = "granularity=layer,memory=residual"
 """Tensor by tensor, with plain error feedback."""
 
-GRAVAC_7 = "gravac-paper:epsilon=0.7,omega=0.01,window=[500]"
+GRAVAC_7 = "gravac-paper:epsilon=0.7,omega=0.01,window=[40<500],coding={dgc@100}"
+ACCORDION_EPOCHS = "interval=[120<660],epoch=[30<66]"
+OVER_RANDOMK = "base=randomk,cf_range=1.5/1000,coding={randomk@10}"
 
 GRAVAC = Suite(
     "gravac",
@@ -175,15 +215,36 @@ GRAVAC = Suite(
     (
         entry("dense", "dense"),
         *(
-            entry(name, f"{spec}:{RESIDUAL}", *figures)
-            for name, spec, *figures in (
-                ("top-k 10", "topk+fp32@10", (80.14, 1), (91.2, 1), (22.0, 1)),
-                ("top-k 1000", "topk+fp32@1000", (76.4, 3.02), (90.68, 3.22), (26.78, 3.36)),
-                ("DGC 10", "dgc+fp32@10", (80.4, 1.23), (90.8, 0.935), (21.67, 1.23)),
-                ("DGC 1000", "dgc+fp32@1000", (78.6, 5.19), (90.4, 3.35), (25.14, 6.25)),
-                ("RedSync 10", "redsync+fp32@10", (79.4, 1.2), (90.45, 0.99), (21.65, 1.17)),
-                ("RedSync 1000", "redsync+fp32@1000", (77.4, 6.94), (90.3, 3.6), (24.24, 6.9)),
-                ("random-k 10", "randomk@10", ("fails", None), (87.8, 0.7), (24.15, 1.3)),
+            entry(f"{name} {cf}", f"{base}@{cf}:{RESIDUAL},coding={{{timed}@{cf}}}", *figures)
+            for name, base, timed, cf, *figures in (
+                *(
+                    ("top-k", "topk+fp32", "textbook", cf, *figures)
+                    for cf, *figures in (
+                        (10, (80.14, 1), (91.2, 1), (22.0, 1)),
+                        (1000, (76.4, 3.02), (90.68, 3.22), (26.78, 3.36)),
+                    )
+                ),
+                ("DGC", "dgc+fp32", "dgc", 10, (80.4, 1.23), (90.8, 0.935), (21.67, 1.23)),
+                ("DGC", "dgc+fp32", "dgc", 1000, (78.6, 5.19), (90.4, 3.35), (25.14, 6.25)),
+                (
+                    "RedSync",
+                    "redsync+fp32",
+                    "redsync",
+                    10,
+                    (79.4, 1.2),
+                    (90.45, 0.99),
+                    (21.65, 1.17),
+                ),
+                (
+                    "RedSync",
+                    "redsync+fp32",
+                    "redsync",
+                    1000,
+                    (77.4, 6.94),
+                    (90.3, 3.6),
+                    (24.24, 6.9),
+                ),
+                ("random-k", "randomk", "randomk", 10, ("fails", None), (87.8, 0.7), (24.15, 1.3)),
             )
         ),
         entry(
@@ -191,31 +252,72 @@ GRAVAC = Suite(
             *((80.2, 4.32, None, 163), (90.48, 1.95, None, 80), (21.25, 6.67, None, 289)),
         ),
         entry(
-            *("GraVAC, epsilon 0.9", "gravac-paper:epsilon=0.9,omega=0.01,window=[500]"),
+            *("GraVAC, epsilon 0.9", GRAVAC_7.replace("0.7", "0.9")),
             *((None, None, None, 19), (None, None, None, 13.5), (None, None, None, 279)),
         ),
         entry("GraVAC, 0.7, raw gain", f"{GRAVAC_7},gain=raw"),
         entry(
             "our GraVAC, 0.7",
-            "gravac:base=topk+fp32,granularity=layer,epsilon=0.7,omega=0.01,window=[500],"
-            "gain=error_fed",
+            "gravac:base=topk+fp32,granularity=layer,epsilon=0.7,omega=0.01,"
+            "window=[40<500],gain=error_fed,coding={topk@100}",
         ),
         entry(
             "Accordion 10/1000",
-            "accordion-paper:low=10,high=1000,cf_range=10/1000,interval=[2<660],epoch=[66]",
+            f"accordion-paper:low=10,high=1000,{ACCORDION_EPOCHS},coding={{topk@100}}",
         ),
         entry(
             "our Accordion 10/1000",
-            "accordion:base=topk+fp32,granularity=layer,interval=[2<660]",
+            "accordion:base=topk+fp32,granularity=layer,interval=[120<660],coding={topk@100}",
         ),
-        entry("the default", "goodput"),
+        entry("the default", "goodput:coding={topk@100}"),
     ),
-    0.02,
+    0.04,
     (
+        "windows have at least 40 steps, Accordion's epochs 30",
+        "compression counts as measured on one thread, top-k as `torch.topk` does it",
         "the paper's 32 workers are --workers here; its bandwidth is not reported",
         "VGG-16 without its two hidden linear layers; --model-mb counts them in the modelled times",
     ),
+    seeds=(0, 1, 2),
 )
+
+RANDOMK = Suite(
+    "gravac-randomk",
+    "GraVAC (Tyagi, Swany, 2023) against Accordion, both over random-k, CF 1.5 to 1000",
+    (
+        Column("{quality}", "quality"),
+        Column("floats, times fewer than dense", "floats", over="dense"),
+        Column("speed-up over dense", "seconds", over="dense"),
+    ),
+    GRAVAC.parts,
+    (
+        entry("dense", "dense"),
+        entry(
+            "GraVAC, random-k",
+            f"gravac-paper:{OVER_RANDOMK},gain=raw,epsilon=0.7,omega=0.01,window=[40<2000]",
+            *((None, 44.5), (None, 22.4), (None, 104)),
+        ),
+        entry(
+            "GraVAC, random-k, gain of the paper",
+            f"gravac-paper:{OVER_RANDOMK},epsilon=0.7,omega=0.01,window=[40<2000]",
+        ),
+        entry(
+            "Accordion, random-k",
+            f"accordion-paper:low=1.5,high=1000,{OVER_RANDOMK},{ACCORDION_EPOCHS}",
+        ),
+        entry("the default", "goodput:coding={topk@100}"),
+    ),
+    GRAVAC.scale,
+    GRAVAC.differs[:3],
+    seeds=GRAVAC.seeds,
+)
+
+
+def by_ranks(low: int, high: int) -> str:
+    """Accordion between two ranks of PowerSGD, or always at one."""
+    epochs = "interval=[40<1950], epoch=[30<195]"
+    return f"Accordion.paper({low}, {high}, as_ranks=True, {epochs}):coding={{powersgd@100}}"
+
 
 ACCORDION = Suite(
     "accordion",
@@ -229,34 +331,32 @@ ACCORDION = Suite(
     (Part("cifar10", "resnet18", "resnet8", 58_500, 44.7, (29_250, 48_750), 5e-4),),
     (
         entry("dense", "dense"),
-        entry("PowerSGD low", "powersgd@10:memory=residual", (94.5, 1)),
-        entry("PowerSGD high", "powersgd@1000:memory=residual", (94.1,)),
-        entry(
-            "PowerSGD Accordion",
-            "accordion-paper:base=powersgd,low=10,high=1000,cf_range=10/1000,interval=[2<1950],"
-            "epoch=[195]",
-            (94.5, 1.5),
-        ),
-        entry("top-k low", f"topk+fp32@1.01:{RESIDUAL}", (94.2, None, 1)),
-        entry("top-k high", f"topk+fp32@10:{RESIDUAL}", (93.1,)),
+        entry("PowerSGD low", by_ranks(2, 2), (94.5, 1)),
+        entry("PowerSGD high", by_ranks(1, 1), (94.1,)),
+        entry("PowerSGD Accordion", by_ranks(2, 1), (94.5, 1.5)),
+        entry("top-k low", f"topk+fp32@1.01:{RESIDUAL},coding={{topk@10}}", (94.2, None, 1)),
+        entry("top-k high", f"topk+fp32@10:{RESIDUAL},coding={{topk@10}}", (93.1,)),
         entry(
             "top-k Accordion",
-            "accordion-paper:cf_range=1.01/10,interval=[2<1950],epoch=[195]",
+            "accordion-paper:interval=[40<1950],epoch=[30<195],coding={topk@10}",
             (93.9, None, 2.8),
         ),
         entry(
             "our Accordion, top-k",
-            "accordion:base=topk+fp32,granularity=layer,cf_range=1.01/10,interval=[2<1950]",
+            "accordion:base=topk+fp32,granularity=layer,cf_range=1.01/10,interval=[40<1950],"
+            "coding={topk@10}",
         ),
-        entry("the default", "goodput"),
+        entry("the default", "goodput:coding={topk@100}"),
     ),
     0.01,
     (
-        "a setting of PowerSGD is a CF here: CF 10 has ranks from 1 to 5 in the small model's "
-        "layers, CF 1000 has rank 1 (the paper: 2 and 1 everywhere)",
+        "epochs have at least 30 steps; compression counts as measured on one thread",
         "the paper's batch-size variant is a recipe (docs/recipes.md)",
     ),
 )
+
+TOPK = "topk+fp32@{cf}:memory=residual,lr={{lr}}"
+DGC_MOMENTUM = "dgc+fp32@{cf}:memory=momentum,momentum=0.9,lr={{lr/10}}"
 
 HARRIS = Suite(
     "harris",
@@ -268,49 +368,55 @@ HARRIS = Suite(
         Column("bytes, times fewer than none", "bytes", over="none"),
         Column("s an epoch", "epoch"),
     ),
-    (Part("words", "lstm-medium", "lstm-small", 13_270, 17.8, epoch=1_327),),
+    (Part("words", "lstm-medium", "lstm-small", 13_270, 17.8, epoch=1_327, momentum=0),),
     (
-        entry("none", "dense", (92.2, 0, 1, 9.16)),
+        entry("none", "dense:lr={lr}", (92.2, 0, 1, 9.16)),
         *(
             entry(
                 f"{name} {times}x",
-                f"{base}+fp32@{2 * times}:{RESIDUAL}",
+                f"{how.format(cf=2 * times)},granularity=layer,coding={{{timed}}}",
                 (perplexity, 100 * (perplexity / 92.2 - 1), times, seconds),
             )
-            for name, base, times, perplexity, seconds in (
-                ("top-k", "topk", 50, 89.6, 11.6),
-                ("top-k", "topk", 500, 93.1, 11.4),
-                ("top-k", "topk", 5000, 107.5, 10.7),
-                ("DGC", "dgc", 50, 88.5, 10.2),
-                ("DGC", "dgc", 500, 91.4, 10.4),
-                ("DGC", "dgc", 5000, 124.2, 10.4),
+            for name, how, times, timed, perplexity, seconds in (
+                ("top-k", TOPK, 50, "topk@100", 89.6, 11.6),
+                ("top-k", TOPK, 500, "topk@1000", 93.1, 11.4),
+                ("top-k", TOPK, 5000, "topk@1000", 107.5, 10.7),
+                ("DGC", DGC_MOMENTUM, 50, "dgc@100", 88.5, 10.2),
+                ("DGC", DGC_MOMENTUM, 500, "dgc@1000", 91.4, 10.4),
+                ("DGC", DGC_MOMENTUM, 5000, "dgc@1000", 124.2, 10.4),
             )
         ),
         *(
             entry(
                 f"QSGD {bits} bits",
-                f"qsgd@{32 / bits:.6g}:granularity=layer",
+                f"qsgd@{32 / bits:.6g}:granularity=layer,lr={{lr}},coding={{qsgd@4}}",
                 (perplexity, 100 * (perplexity / 92.2 - 1), 32 / bits, 10.0),
             )
             for bits, perplexity in ((7, 93.1), (5, 91.6), (3, 94.4))
         ),
-        entry("random-k 10x, fed back", f"randomk@10:{RESIDUAL}", (None, "about 76", 10, None)),
+        entry(
+            "random-k 10x, fed back",
+            f"randomk@10:{RESIDUAL},lr={{lr/10}},coding={{randomk@10}}",
+            (None, "about 76", 10, None),
+        ),
         entry(
             "random-k 10x, not fed back",
-            "randomk@10:granularity=layer,memory=none",
+            "randomk@10:granularity=layer,memory=none,lr={lr},coding={randomk@10}",
             (None, "about 271", 10, None),
         ),
     ),
     0.03,
     (
-        "one learning rate for all, and with that less of what its tuning finds: "
-        "`tune --sampler random` is its procedure",
-        "the paper's seconds are those of compression on one worker, ours those of a network and "
-        "none of compression",
+        "each setting has the best of three learning rates by validation, where the paper tries 60 "
+        "at random (`tune --sampler random` does that); DGC, with momentum 0.9, and random-k fed "
+        "back have a tenth of these",
+        "the paper's seconds are those of compression on one worker, ours those of computing, of "
+        "compression on one thread, and of a network",
     ),
+    lrs=(2, 8, 32),
 )
 
-DGC_WARMUP = "Warmup.paper(steps=[5000]):warmup=[20000]"
+DGC_WARMUP = "Warmup.paper(steps=[5000]):warmup=[20000],coding={dgc@1000}"
 
 DGC = Suite(
     "dgc",
@@ -349,7 +455,7 @@ DGC = Suite(
         entry("... without clipping", DGC_WARMUP),
         entry(
             "... without any warm-up",
-            "dgc+fp32@1000:granularity=layer,memory=momentum,clip_local={clip}",
+            "dgc+fp32@1000:granularity=layer,memory=momentum,clip_local={clip},coding={dgc@1000}",
         ),
         entry("the default", "goodput"),
     ),
@@ -403,4 +509,4 @@ LIU = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (GRAVAC, ACCORDION, HARRIS, DGC, LIU)}
+SUITES = {suite.name: suite for suite in (GRAVAC, RANDOMK, ACCORDION, HARRIS, DGC, LIU)}

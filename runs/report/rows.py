@@ -137,7 +137,10 @@ def modelled(run: Run, networks: Sequence[LinkSpec], model_mb: float | None = No
     workers = run.config.workers if run.config is not None else 1
     own = model_bytes(run.records, workers)
     times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
-    ends = {one: modelled_seconds(run.records, one, times) for one in networks}
+    config, coded = run.config, times
+    if config is not None and config.fixed_clock is not None and config.model_mb and own:
+        coded /= config.model_mb * 1e6 / own
+    ends = {one: modelled_seconds(run.records, one, times, coded) for one in networks}
     return replace(run, modelled=ends)
 
 

@@ -58,6 +58,21 @@ def test_a_small_model_stands_for_a_large_one() -> None:
         assert report["exchange_seconds"] == pytest.approx(0.01 + imagined / 1e5)
 
 
+def test_compression_takes_what_it_is_said_to_take_and_a_dense_step_none_of_it() -> None:
+    clock = ModelledClock(COMPUTE, LINK, coded=0.05, dense_bytes=1000)
+    assert [clock.coding(*sent) for sent in ((999, 0), (1000, 0), (1100, 101), (50, 50))] == [
+        0.05,
+        0.0,
+        0.05,
+        0.0,
+    ]
+    assert clock.step(500) == pytest.approx(COMPUTE + 0.05 + clock.exchange(500))
+    assert clock.step(1000) == pytest.approx(COMPUTE + clock.exchange(1000))
+    delayed = ModelledClock(COMPUTE, LINK, delay=4, coded=0.05, dense_bytes=1000)
+    assert delayed.step(10) == pytest.approx(COMPUTE + 0.05)
+    assert delayed.exposed(10) == pytest.approx(0.0)
+
+
 def test_the_same_run_goes_the_same_way_also_when_it_was_saved_in_the_middle() -> None:
     policy = GraVAC(window=6, dense_window=3, epsilon=0.05)
     first, again = run_ranks(2, _run, policy, 40)[0], run_ranks(2, _run, policy, 40)[0]

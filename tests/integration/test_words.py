@@ -181,12 +181,12 @@ def test_a_suite_is_interrupted_and_continued(words: Path, tmp_path: Path, start
     folder = tmp_path / "log"
     ours = (*options, "--only", "none", "k 50x", "--slice", 4, "--simulated", "on")
     first = start(*python_m("compare"), *ours, "--log-dir", folder)
-    first.until(lambda: "turn 2 of 4" in first.err)
+    first.until(lambda: "turn 2 of 12" in first.err)
     first.interrupt()
     assert first.end() == 130, first.err
     second = start(*python_m("compare"), *ours, "--log-dir", folder)
     assert second.end() == 0, second.err
-    assert "turn 1 of 4" not in second.err
+    assert "turn 1 of 12" not in second.err
     result = json.loads(second.out)
     assert result["suite"]["name"] == "harris"
     assert [row["contender"] for row in result["suite"]["rows"]] == ["none", "top-k 50x"]

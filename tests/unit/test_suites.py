@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from adaptive import LinkSpec
 from runs.build import check_compression
 from runs.compare.options import make_comparison
 from runs.models import MODELS
-from runs.papers.suite_table import suite_json, suite_notes, suite_table
-from runs.papers.suites import SUITES, Plan
+from runs.papers.suite_table import at_best_rates, suite_json, suite_notes, suite_table
+from runs.papers.suites import CODING, SUITES, Plan
 from runs.parser import UsageError
 from runs.report.rows import Row
 from runs.report.run import Ending
@@ -29,8 +30,10 @@ PARTS = [(suite, part) for suite in SUITES.values() for part in suite.parts]
 def test_every_part_is_a_comparison(suite, part, scale) -> None:
     given = {"suite": suite.name, "task": part.task, "data": "somewhere"}
     comparison = make_comparison(given if scale is None else {**given, "scale": scale})
-    assert len(comparison.contenders) == len(suite.entries)
-    assert len({contender.folder for contender in comparison.contenders}) == len(suite.entries)
+    number = len(suite.entries) * max(1, len(suite.lrs))
+    assert len(comparison.contenders) == number
+    assert len({contender.folder for contender in comparison.contenders}) == number
+    assert comparison.seeds == suite.seeds
     assert comparison.steps == -(-part.steps * (scale or suite.scale) // 1)
     assert comparison.model_mb == part.model_mb
     for contender in comparison.contenders:
@@ -59,24 +62,59 @@ def test_a_suite_refers_to_its_own_columns_and_entries(suite) -> None:
 
 def test_steps_in_brackets_shrink_with_the_scale() -> None:
     gravac = SUITES["gravac"]
-    plan = Plan(gravac, gravac.parts[0], 0.02, ("epsilon 0.7", "our Acc"))
+    plan = Plan(gravac, gravac.parts[0], 0.2, ("epsilon 0.7", "our Acc"))
     found = {contender.label: contender.given for contender in plan.contenders}
-    assert found["GraVAC, epsilon 0.7"]["window"] == 10
-    assert found["our Accordion 10/1000"]["interval"] == 14
+    assert found["GraVAC, epsilon 0.7"]["window"] == 100
+    assert found["our Accordion 10/1000"]["interval"] == 132
     assert len(found) == 2
-    assert plan.options["lr_drop"] == [180, 280]
-    tiny = Plan(gravac, gravac.parts[0], 1e-6).contenders
-    assert min(c.given["interval"] for c in tiny if "interval" in c.given) == 2
+    assert plan.options["lr_drop"] == [1800, 2800]
+    tiny = [c.given for c in Plan(gravac, gravac.parts[0], 1e-6).contenders]
+    assert {given["window"] for given in tiny if "window" in given} == {40}
+    assert {given["interval"] for given in tiny if "interval" in given} == {120}
     dgc = SUITES["dgc"]
     words = Plan(dgc, dgc.parts[1], dgc.scale).contenders[1].given
     assert words["clip_local"] == 0.25
     assert words["policy"] == "Warmup.paper(steps=5)"
 
 
+def test_compression_of_each_contender_takes_what_was_measured_for_it() -> None:
+    gravac = SUITES["gravac"]
+    given = {c.label: c.given for c in Plan(gravac, gravac.parts[0], 1.0).contenders}
+    assert given["top-k 10"]["coding"] == CODING["textbook@10"]
+    assert given["DGC 1000"]["coding"] == CODING["dgc@1000"]
+    assert [name for name, each in given.items() if "coding" not in each] == ["dense"]
+
+
+def test_each_entry_counts_with_its_best_learning_rate() -> None:
+    harris = SUITES["harris"]
+    plan = Plan(harris, harris.parts[0], 0.01, ("none", "DGC 50x"))
+    given = {c.label: c.given["lr"] for c in plan.contenders}
+    assert given == {
+        **{f"none, lr {lr}": lr for lr in (2, 8, 32)},
+        **{f"DGC 50x, lr {lr}": lr / 10 for lr in (2, 8, 32)},
+    }
+    qualities = {
+        **{"none, lr 2": 120.0, "none, lr 8": 110.0, "none, lr 32": nan},
+        **{"DGC 50x, lr 2": 99.0, "DGC 50x, lr 8": 100.0, "topk@7": 50.0},
+    }
+    rows = [_row(name, [(0, quality, 8, 4e6, 1)]) for name, quality in qualities.items()]
+    best, rates = at_best_rates(plan, rows)
+    assert rates == {"none": 8, "DGC 50x": 2}
+    assert [(row.label, row.run.quality) for row in best] == [
+        *(("none", 110.0), ("DGC 50x", 99.0), ("topk@7", 50.0))
+    ]
+    worse = {each["contender"]: each["columns"][1] for each in suite_json(plan, rows)["rows"]}
+    assert worse["DGC 50x"]["here"]["mean"] == pytest.approx(100 * (100 / 111 - 1))
+    assert "learning" in text_of(suite_table(plan, rows))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"suite": "x"}, "--suite 'x': is unknown; accepted: gravac, accordion, harris, dgc, liu"),
+        (
+            {"suite": "x"},
+            "--suite 'x': is unknown; accepted: gravac, gravac-randomk, accordion, harris",
+        ),
         ({"suite": "harris", "task": "text"}, "--task text: has no such part; accepted: words"),
         ({"suite": "liu", "scale": 0.1, "steps": 9}, "--scale 0.1 --steps 9: accepted: one"),
         ({"scale": 0.5}, "--scale 0.5: needs --suite"),

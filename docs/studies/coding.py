@@ -1,0 +1,63 @@
+"""What compressing and decoding take, in nanoseconds an element, for `--coding`.
+
+    python docs/studies/coding.py topk+fp32@10 dgc+fp32@1000 qsgd@4.5714
+
+Processor time of one thread, for one tensor: accumulate, select, pack, take what is sent off the
+residual, and decode one payload for each of two workers. Medians of rounds. "textbook@CF" is top-k
+as papers write it down, by `torch.topk` and a dense copy of what is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import torch
+
+from compressors import RoundsCompressor, make_compressor
+from runs.bench.compressors import KEY, in_rounds, our_step, textbook
+
+
+def nanoseconds(spec: str, numel: int, rounds: int, workers: int = 2) -> float:
+    """Of a contender NAME@CF, for each element."""
+    name, _, cf = spec.partition("@")
+    side = int(numel**0.5)
+    numel, key = side * side, KEY._replace(shape=(side, side))
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator)
+    residual, mean = torch.zeros(numel), torch.zeros(numel)
+    compressor = make_compressor("topk" if name == "textbook" else name)
+    spent = []
+    for _ in range(rounds):
+        began = time.process_time()
+        if name == "textbook":
+            indices, values, *_ = textbook(residual, grad, float(cf))
+            for _ in range(workers):
+                mean.index_add_(0, indices, values, alpha=1 / workers)
+            payloads = []
+        elif isinstance(compressor, RoundsCompressor):
+            payloads = in_rounds(compressor, [residual.add_(grad)], float(cf), [key])
+        else:
+            wire = torch.empty(compressor.payload_nbytes(numel, float(cf)), dtype=torch.uint8)
+            own = our_step(compressor, wire, residual, grad, float(cf))
+            payloads = [own] * workers
+        for payload in payloads:
+            compressor.add_to(mean, payload, 1 / workers)
+        spent.append(time.process_time() - began)
+    return 1e9 * median(spent) / numel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("spec", nargs="+", metavar="NAME@CF")
+    parser.add_argument("--numel", type=int, default=25_600_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for spec in given.spec:
+        print(f"{spec:20} {nanoseconds(spec, given.numel, given.rounds):8.2f} ns an element")
+
+
+if __name__ == "__main__":
+    main()
