@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import exp
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from runs.models import make_model
 from runs.papers.word_lstm import WordLSTM
 from runs.tasks.base import Batch, DataNotFoundError, Task, device_of, evaluating, unwrapped
-from runs.tasks.corpus import MAX_BYTES, TEST_NAMES, TRAIN_NAMES, VALID_NAMES, windows
+from runs.tasks.corpus import MAX_BYTES, TEST_NAMES, TRAIN_NAMES, VALID_NAMES, perplexity, windows
 
 UNKNOWN, END = "<unk>", "<eos>"
 MAX_WORDS = 300_000
@@ -120,8 +119,7 @@ class WordsTask(Task):
                 logits, state = lstm.continued(inputs, state)
                 logits = logits.flatten(0, 1)
                 nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
-        mean = nats / (words * EVALUATION_TRACKS)
-        return {self.quality_name: exp(mean) if mean < 700 else float("inf")}
+        return {self.quality_name: perplexity(nats / (words * EVALUATION_TRACKS))}
 
 
 def read_splits(data: Path | None) -> Splits:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import exp, inf, log
 from pathlib import Path
 
 import numpy as np
@@ -146,3 +147,8 @@ def _join(root: Path, names: Sequence[str]) -> Bytes:
         raise ValueError(f"data={str(root)!r} is {size:,} bytes of text; accepted: {MAX_BYTES:,}")
     text = b"\n".join((root / name).read_bytes() for name in names)
     return np.frombuffer(text, dtype=np.uint8)
+
+
+def perplexity(nats: float) -> float:
+    """The exponential of a mean loss. inf where it is larger than what records hold, 1e100."""
+    return inf if nats > log(1e100) else exp(nats)

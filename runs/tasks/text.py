@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn import functional as F
 
 from runs.models import make_model
 from runs.tasks.base import Batch, Task, device_of, evaluating
-from runs.tasks.corpus import stdlib_corpus, user_corpus, windows
+from runs.tasks.corpus import perplexity, stdlib_corpus, user_corpus, windows
 
 EVALUATED_BYTES = 65_536  # of the held-out text, unless all of it is asked for
 EVALUATION_BATCH = 32  # windows
@@ -69,5 +68,4 @@ class TextTask(Task):
                 inputs, targets = (part.to(device_of(inner)) for part in batch)
                 logits = inner(inputs).flatten(0, 1)
                 nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
-        mean = torch.tensor(nats / (count * self.length), dtype=torch.float64)
-        return {self.quality_name: mean.exp().item()}
+        return {self.quality_name: perplexity(nats / (count * self.length))}

@@ -2,6 +2,7 @@
 
 import random
 import sysconfig
+from math import inf, isnan, nan
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from runs.models import make_model
 from runs.tasks import DataNotFoundError, make_task
 from runs.tasks import corpus as corpus_module
-from runs.tasks.corpus import stdlib_corpus, user_corpus
+from runs.tasks.corpus import perplexity, stdlib_corpus, user_corpus
 from runs.tasks.text import TextTask
 
 
@@ -186,3 +187,10 @@ def test_initial_weights_follow_the_seed_alone(model, folder):
     for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+
+def test_a_perplexity_is_one_that_records_hold_or_infinite():
+    assert perplexity(0.0) == 1
+    assert perplexity(230.0) < 1e100
+    assert perplexity(231.0) == perplexity(1e9) == inf
+    assert isnan(perplexity(nan))
