@@ -17,7 +17,7 @@ from pathlib import Path
 from adaptive import Header, StepRecord
 from adaptive.sizes import are_updates
 from policies import DENSE, Context, Plan, Policy
-from runs.policy_expression import Typed, policy_from
+from runs.expression import Typed, policy_from
 from runs.records import Recorded, read_records
 
 

@@ -9,59 +9,32 @@ from math import cos, pi
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn, optim
 
 from adaptive import (
     AdaptiveCompressor,
     Delayed,
     Fixed,
-    Gossip,
     LinkSpec,
-    LocalSteps,
-    Momentum,
     Network,
-    ParameterServer,
     Policy,
-    Residual,
     Schedule,
     Timeline,
-    Updates,
 )
-from adaptive.config import make_base
-from adaptive.memory.options import Memory
 from adaptive.sync.options import Synchronisation
-from compressors import Compressor, Ladder
-from compressors.sparsifier import Sparsifier
 from policies import DENSE
 from runs.config import TrainConfig
+from runs.expression import OFF, made_from, policy_from
 from runs.modelled_clock import ModelledClock, ServerSpec
-from runs.options import HOOK_OPTIONS, check_optimizer
+from runs.options import check_optimizer
 from runs.papers.fine_tuning import initial_model
 from runs.parser import UsageError, option
-from runs.policy_expression import OFF, policy_from
 from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, DEFAULT_CF, LR, WITH_BETAS
 from runs.tasks import Task, make_task, trainable
 
 CF_RANGE = (10.0, 1000.0)
-_SYNC = ("local_steps", "outer_lr", "outer_momentum", "overlap", "delay")
-_GOSSIP = ("topology", "gossip", "consensus_step")
-_MEMORY = ("memory", "residual_dtype", "momentum_lag", "masking", "clip_norm")
-_ELSEWHERE = (
-    *(
-        "base",
-        "cf_range",
-        "rungs",
-        "fixed_clock",
-        "model_mb",
-        "coding",
-        "server",
-        "link",
-        "exchange",
-    ),
-    *("down_cf", "server_memory", *_MEMORY, *_SYNC, *_GOSSIP),
-)
-_OPTIONAL = tuple(name for name in HOOK_OPTIONS if name not in _ELSEWHERE)
+_WRITTEN = ("sync", "memory", "exchange")
+"""Options that may be objects of the library, as Python writes them."""
 
 _CLASSES = (optim.SGD, optim.AdamW, optim.Adam, optim.NAdam, optim.RAdam, optim.RMSprop)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -120,17 +93,25 @@ def build_compressor(
     """
     assert config.base is not None, "policy off has no compressor"
     policy = build_policy(config)
-    settings = compressor_settings(config, policy)
+    _check_pieces(config, policy)
+    given = {name: getattr(config, name) for name in (*_WRITTEN, "granularity", "dense_below")}
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings |= {name: made_from(settings[name], name) for name in _WRITTEN if name in settings}
+    if config.cf_range is not None or cf_range(config, policy) != CF_RANGE:
+        settings["cf_range"] = cf_range(config, policy)
     clock = modelled_clock(config, numel)
     # A modelled clock counts the link's time, too, which is not waited for.
     network = Network(config.link) if clock is None else Network(clock=clock)
-    base: str | Compressor = config.base
-    if config.rungs is False:
-        made = make_base(base, config.memory or "auto")
-        base = Ladder({}, made) if isinstance(made, Sparsifier) else base
+    base = made_from(config.base, "base")
     return AdaptiveCompressor(
         base, policy=policy, network=network, timeline=list(timeline), **settings
     )
+
+
+def synchronisation(config: TrainConfig) -> Synchronisation:
+    """How the workers keep their models together. ValueError if it cannot be read."""
+    made: Synchronisation = made_from(config.sync or "EveryStep()", "sync")
+    return made
 
 
 def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
@@ -140,104 +121,14 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
         return None
     link = None if config.link is None else LinkSpec.parse(config.link)
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
-    delay = config.delay or 0
+    sync = synchronisation(config)
+    delay = sync.steps if isinstance(sync, Delayed) else 0
     server = None if config.server is None else ServerSpec.parse(config.server, config.workers)
-    overlap = 0 if config.exchange == "gossip" else config.overlap
     coded = 1e-9 * (config.coding or 0.0) * numel * scale
     dense = 8 * numel * (config.workers - 1) / config.workers  # of an all-reduce
     return ModelledClock(
-        config.fixed_clock, link, scale, overlap, delay, server, coded, 0.99 * dense
+        config.fixed_clock, link, scale, sync.overlap, delay, server, coded, 0.99 * dense
     )
-
-
-def compressor_settings(config: TrainConfig, policy: Policy) -> dict[str, Any]:
-    """The arguments of `AdaptiveCompressor` that were given, beside base and policy."""
-    settings = {n: getattr(config, n) for n in _OPTIONAL if getattr(config, n) is not None}
-    if config.cf_range is not None or cf_range(config, policy) != CF_RANGE:
-        settings["cf_range"] = cf_range(config, policy)
-    _check_pieces(config, policy)
-    if (sync := synchronisation(config)) is not None:
-        settings["sync"] = sync
-    settings["memory"] = memory_options(config)
-    settings["exchange"] = exchange_options(config)
-    return settings
-
-
-def memory_options(config: TrainConfig) -> str | Memory:
-    """What becomes of what is not sent. ValueError for options of different memories."""
-    kind = config.memory or "auto"
-    given = [name for name in _MEMORY[1:] if getattr(config, name) is not None]
-    apart = {"local_steps": config.local_steps, "delay": config.delay}
-    apart = {name: value for name, value in apart.items() if value not in (None, 0, 1)}
-    if apart and config.clip_norm is not None:
-        told = ", ".join(f"{name}={value}" for name, value in apart.items())
-        raise ValueError(
-            f"clip_norm: must be None (clip p.grad instead) with {told}, which exchange no "
-            f"gradients; got {config.clip_norm:g}"
-        )
-    if not given:
-        return kind
-    if kind == "auto":
-        sgd = config.optimizer == "sgd" and config.momentum != 0
-        of_momentum = sgd and given != ["residual_dtype"]
-        kind = "momentum" if of_momentum or "masking" in given or "momentum_lag" in given else kind
-        kind = "residual" if kind == "auto" and config.optimizer == "sgd" else kind
-        kind = "updates" if kind == "auto" else kind
-    accepted = {
-        "momentum": {"momentum_lag": "lag", "masking": "masking", "clip_norm": "clip_norm"},
-        "residual": {"residual_dtype": "dtype", "clip_norm": "clip_norm"},
-        "updates": {"residual_dtype": "dtype"},
-    }.get(kind, {})
-    for name in given:
-        if name not in accepted:
-            value = getattr(config, name)
-            raise ValueError(f"{name}: does not go with memory {kind}, got {value!r}")
-    settings = {accepted[name]: getattr(config, name) for name in given}
-    if "dtype" in settings:
-        settings["dtype"] = getattr(torch, settings["dtype"], settings["dtype"])
-    made: dict[str, Any] = {"momentum": Momentum, "residual": Residual, "updates": Updates}
-    memory: Memory = made[kind](**settings)
-    return memory
-
-
-def exchange_options(config: TrainConfig) -> str | ParameterServer:
-    """How payloads become the mean. ValueError for options of another exchange."""
-    if config.exchange == "gossip":  # see `synchronisation`
-        return "auto"
-    if config.down_cf is None and not config.server_memory:
-        return config.exchange or "auto"
-    if config.exchange != "sharded":
-        name = "server_memory" if config.down_cf is None else "down_cf"
-        got = config.exchange or "auto"
-        raise ValueError(f"{name}: needs exchange sharded, which compresses means; got {got}")
-    return ParameterServer(config.down_cf, bool(config.server_memory))
-
-
-def synchronisation(config: TrainConfig) -> Synchronisation | None:
-    """How the workers keep their models together; None: by an exchange in every step."""
-    outer = {name: getattr(config, name) for name in ("outer_lr", "outer_momentum", "overlap")}
-    outer = {name: value for name, value in outer.items() if value is not None}
-    if config.exchange == "gossip":
-        if outer or config.local_steps == "auto" or config.delay:
-            raise ValueError(
-                "exchange: gossip does not go with --local-steps auto, --outer-lr, "
-                "--outer-momentum, --overlap or --delay"
-            )
-        choice: dict[str, Any] = {
-            "topology": config.topology,
-            "algorithm": config.gossip,
-            "consensus_step": config.consensus_step,
-            "every": config.local_steps,
-        }
-        return Gossip(**{name: value for name, value in choice.items() if value is not None})
-    if config.delay:
-        if outer or config.local_steps not in (None, 1):
-            given = ", ".join([*outer, *["local_steps"] * (config.local_steps not in (None, 1))])
-            raise ValueError(f"delay: does not go with {given}; got {config.delay}")
-        return Delayed(config.delay)
-    if config.local_steps in (None, 1):
-        return None
-    return LocalSteps(config.local_steps, **outer)
 
 
 def _check_pieces(config: TrainConfig, policy: Policy) -> None:
@@ -350,15 +241,10 @@ def check_compression(config: TrainConfig) -> None:
         raise UsageError(_with_option(str(error))) from error
 
 
-_OPTION_OF = {"sync": "local_steps", "lag": "momentum_lag", "dtype": "residual_dtype"}
-"""Options of the command line, by the library's argument."""
-
-
 def _with_option(message: str) -> str:
     """The library names its argument first; on the command line that is an option."""
     word = re.match(r"\w*", message)
-    word_of_library = word[0] if word else ""
-    name = _OPTION_OF.get(word_of_library, word_of_library)
+    name = word[0] if word else ""
     if name not in {field.name for field in fields(TrainConfig)}:
         return message
-    return option(name) + message[len(word_of_library) :]
+    return option(name) + message[len(name) :]

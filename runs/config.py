@@ -16,7 +16,7 @@ from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
 
 CONFIG_FILE = "config.json"
 
-_COUNTS = ("workers", "steps", "threads", "batch_size", "local_steps", "lora")
+_COUNTS = ("workers", "steps", "threads", "batch_size", "lora")
 _FIELDS = Fields(
     {
         **{"float": Limits(0, float_info.max), "int": Limits(0, 2**63)},
@@ -30,7 +30,7 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
     """The settings of one run of `python -m runs train` or `simulate`; None takes the default of
     the task or library.
 
-    policy: by name or as Python writes it (runs/policy_expression.py), "off" is plain DDP without a
+    policy: by name or as Python writes it (runs/expression.py), "off" is plain DDP without a
     hook. base: None only with policy "off". fixed_clock: of `simulate`, its step seconds.
     simulated: by `simulate`, all workers in one process.
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.

@@ -12,10 +12,10 @@ from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.expression import canonical
 from runs.netlab.lab import Lab, real_links
 from runs.options import RESUME_OPTIONS, make_config
 from runs.parser import UsageError, check_writable, option
-from runs.policy_expression import canonical
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from adaptive.timeline.recorder import SafeTimeline
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.expression import policy_name, written_arguments
 from runs.hparams import end_session, start_run
 from runs.parser import UsageError
-from runs.policy_expression import policy_name, written_arguments
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before, read_header
 

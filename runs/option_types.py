@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import FlagConversionOff, arg
 from tyro.constructors import PrimitiveConstructorSpec
@@ -68,26 +68,15 @@ def one_of(*names: str) -> PrimitiveConstructorSpec[Any]:
     return spec(f"{{{','.join(names)}}}", parse)
 
 
-def _or(names: dict[str, Any], parse: Parse, wanted: str) -> Parse:
-    def read(text: str) -> Any:
-        if text in names:
-            return names[text]
-        try:
-            return parse(text)
-        except ValueError:
-            raise ValueError(f"must be {wanted}, got {text!r}") from None
-
-    return read
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(f"must be on or off, got {text!r}")
+    return text == "on"
 
 
 number = number_that(lambda value: True, "a finite number")
 _positive = number_that(lambda value: value > 0, "a finite number > 0")
 _below_one = number_that(lambda value: 0 <= value < 1, "a number in [0, 1)")
-_SWITCH = {"on": True, "off": False}
 
 Count = Annotated[int, spec("N", at_least(1))]
 Whole = Annotated[int, spec("N", at_least(0))]
@@ -98,13 +87,6 @@ Positive = Annotated[float, spec("X", _positive)]
 NotNegative = Annotated[float, spec("X", number_that(lambda v: v >= 0, "a number >= 0"))]
 BelowOne = Annotated[float, spec("X", _below_one)]
 TwoBelowOne = Annotated[tuple[float, float], spec("B1 B2", _below_one, 2)]
-Switch = Annotated[bool, FlagConversionOff, spec("on|off", _or(_SWITCH, _no_number, "on or off"))]
-SwitchOrNumber = Annotated[
-    bool | float, FlagConversionOff, spec("on|off|CF", _or(_SWITCH, number, "on, off or a CF >= 1"))
-]
-CountOrAuto = Annotated[
-    int | Literal["auto"],
-    spec("N|auto", _or({"auto": "auto"}, at_least(1), "an integer >= 1 or auto")),
-]
+Switch = Annotated[bool, FlagConversionOff, spec("on|off", _switch)]
 Texts = Annotated[tuple[str, ...], spec("TEXT ...", str, "*")]
 Rate = Annotated[str, arg(metavar="RATE[,LATENCY]")]

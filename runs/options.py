@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.config import TrainConfig
-from runs.netlab.lab import Lab
-from runs.parser import UsageError, option, shown
-from runs.policy_expression import (
+from runs.expression import (
     BY_NAME,
     OFF,
     argument_names,
@@ -21,6 +19,8 @@ from runs.policy_expression import (
     policy_name,
     with_arguments,
 )
+from runs.netlab.lab import Lab
+from runs.parser import UsageError, option, shown
 from runs.settings import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS, Compressing
 
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json", "policy")
@@ -88,7 +88,7 @@ def policy_for(given: Mapping[str, Any]) -> str:
     from compressors import make_compressor
 
     base = str(given.get("base") or TrainConfig.base)
-    if base == "none" or given.get("exchange") == "gossip":
+    if base == "none" or str(given.get("sync")).startswith("Gossip"):
         return "fixed"
     try:
         chosen = default_policy(make_compressor(base))
@@ -125,17 +125,6 @@ def _check_together(policy: str, given: Mapping[str, Any]) -> None:
             f"--policy {given['policy']}"
         )
     check_modelled(given)
-    for name in ("outer_lr", "outer_momentum", "overlap"):
-        if name in given and given.get("local_steps", 1) == 1:
-            raise UsageError(f"{told(name)} needs --local-steps 2 or more")
-    for name in ("topology", "gossip", "consensus_step"):
-        if name in given and given.get("exchange") != "gossip":
-            raise UsageError(f"{told(name)} needs --exchange gossip")
-    for name in ("momentum_lag", "masking"):
-        if name in given and given.get("memory", "auto") not in ("auto", "momentum"):
-            raise UsageError(
-                f"{told(name)} is for --memory momentum (or auto), got --memory {given['memory']}"
-            )
 
 
 def check_modelled(given: Mapping[str, Any]) -> None:
@@ -162,7 +151,7 @@ def check_modelled(given: Mapping[str, Any]) -> None:
     told = f"--server {given['server']}"
     if clock is None:
         raise UsageError(f"{told} is modelled; it needs --fixed-clock, or simulate")
-    if given["exchange"] not in ("sharded", "all_reduce"):
+    if not given["exchange"].startswith(("sharded", "ParameterServer", "all_reduce")):
         raise UsageError(
             f"{told} makes the means: --exchange must be sharded or all_reduce, got "
             f"{given['exchange']}"
@@ -191,17 +180,16 @@ def check_optimizer(config: TrainConfig) -> None:
             raise UsageError(
                 f"{option(name)} {value!r} is unknown; accepted: {', '.join(accepted)}"
             )
-    owners = {"momentum": ("sgd",), "momentum_lag": ("sgd",), "masking": ("sgd",)}
-    for name, optimizers in {**owners, "betas": WITH_BETAS}.items():
+    for name, optimizers in (("momentum", ("sgd",)), ("betas", WITH_BETAS)):
         value = getattr(config, name)
         if value is not None and config.optimizer not in optimizers:
             raise UsageError(
                 f"{option(name)} {shown(value)} is for --optimizer {', '.join(optimizers)}; got "
                 f"--optimizer {config.optimizer}"
             )
-    if config.memory == "momentum" and config.optimizer != "sgd":
+    if (config.memory or "").lower().startswith("momentum") and config.optimizer != "sgd":
         raise UsageError(
-            f"--memory momentum is for --optimizer sgd, whose momentum it takes over; got "
+            f"--memory {config.memory} is for --optimizer sgd, whose momentum it takes over; got "
             f"--optimizer {config.optimizer}"
         )
     if config.betas is not None and max(config.betas) >= 1:

@@ -21,13 +21,13 @@ from adaptive import LinkSpec, Summary
 from policies.words import named
 from runs.build import sends_dense
 from runs.config import TrainConfig, write_text
+from runs.expression import OFF, policy_name, written_arguments
 from runs.files import known
 from runs.logbook import Logbook, emulated, gain_kind
 from runs.modelled_clock import ServerSpec
 from runs.netlab.lab import real_links
 from runs.netlab.place import told
 from runs.plot import PLOT_FILE, draw_timeline
-from runs.policy_expression import OFF, policy_name, written_arguments
 from runs.progress import number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.settings import DEFAULT_CF
@@ -64,9 +64,7 @@ def title(config: TrainConfig) -> str:
         how = "dense" if sends_dense(config) else f"{config.base} at {named(cf)}"
     if config.exchange is not None:
         how += f", {config.exchange} exchange"
-    if config.local_steps is not None:
-        how += f", {config.local_steps} local steps a round"
-    how += f", delay {config.delay}" if config.delay else ""
+    how += f", {config.sync}" if config.sync is not None else ""
     link = f", {emulated(config)}" if config.link else ""
     link += f", {real_links(config.netlab)}" if config.netlab else ""
     kind = "simulated worker" if config.simulated else "worker"
@@ -77,8 +75,8 @@ def title(config: TrainConfig) -> str:
 def is_dense(config: TrainConfig) -> bool:
     """Every step exchanges all of every gradient, and its mean moves the model: what compression is
     compared with. Not so gossip, local steps and delayed means, whatever they send."""
-    alike = config.exchange != "gossip" and config.local_steps in (None, 1) and not config.delay
-    return alike and config.ddp_hook is None and sends_dense(config)
+    alike = config.sync in (None, "EveryStep()") and config.ddp_hook is None
+    return alike and sends_dense(config)
 
 
 def header(config: TrainConfig, first_step: int) -> str:
@@ -258,7 +256,7 @@ def ending(
         alone = f"a step of one worker: {one_worker_seconds(config):g} s"
         rows.append(("scaling efficiency", f"{result['scaling_efficiency']:.3g} ({alone})"))
     summary = outcome.summary
-    in_rounds = config.local_steps not in (None, 1)
+    in_rounds = summary.local_steps > summary.steps
     unit = "round" if in_rounds else "step"
     share = f"{_bytes(summary.bytes_sent)} of {_bytes(summary.dense_bytes)} if dense, a worker"
     rows.append(("bytes sent", f"{share} (wire factor {summary.wire_factor:.2f})"))
@@ -273,8 +271,8 @@ def ending(
     parts: list[RenderableType] = ["", strong(title(config)), table(("", ""), rows, (0, 1), 2)]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""
-        of = "local" if config.local_steps == "auto" else config.local_steps
-        rounds = f", in rounds of {of} steps" if in_rounds else ""
+        of = summary.local_steps / max(1, summary.steps)
+        rounds = f", in rounds of {of:.3g} steps" if in_rounds else ""
         parts += [f"  CF history{rounds}{note}", _history(result["cf_history"])]
         parts += [f"  summary of one worker{note}", indent(summary.table(), "    ")]
     parts += [faint(f"  note: {note}") for note in notes]

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from runs.expression import Typed
 from runs.option_types import (
     BelowOne,
     Count,
-    CountOrAuto,
     NotNegative,
     Number,
     Pair,
     Positive,
     Rate,
-    Switch,
-    SwitchOrNumber,
     TwoBelowOne,
     Whole,
     at_least,
@@ -28,7 +26,6 @@ from runs.option_types import (
     one_of,
     spec,
 )
-from runs.policy_expression import Typed
 
 OPTIMIZERS = ("sgd", "adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
 WITH_BETAS = ("adamw", "adam", "nadam", "radam")
@@ -41,18 +38,8 @@ LR, ADAGRAD_LR = 1e-3, 1e-2
 
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
-EXCHANGES = (
-    *("auto", "all_reduce", "all_gather", "sharded", "voted_indices"),
-    "gossip",
-)
-TOPOLOGIES = ("ring", "torus", "exponential", "one_peer", "complete")
-GOSSIP_ALGORITHMS = ("auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive")
-
 DDP_HOOKS = ("bf16", "powersgd")
 """PyTorch's own, see `runs/trainer.py`."""
-
-OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
-"""Of local steps."""
 
 COMPRESSORS = (
     *("adacomp", "bf16", "dgc", "fp16", "int8", "natural", "none", "onebit", "powersgd", "qsgd"),
@@ -117,7 +104,8 @@ class Optimizing:
     adamw: 0.1; others: 0)."""
     clip_grad: Annotated[Positive | None, metavar("NORM")] = None
     """Clip the exchanged gradients, as one vector, before the optimizer's step, by torch's
-    clip_grad_norm_; with sgd this ends momentum correction, which --clip-norm keeps (none)."""
+    clip_grad_norm_; with sgd this ends momentum correction, which Momentum(clip_norm=...) keeps
+    (none)."""
     clip_local: Annotated[Positive | None, metavar("NORM")] = None
     """Clip each worker's gradient, as one vector, to NORM / sqrt(workers) before it is compressed,
     as Deep Gradient Compression does; takes a second backward pass (none)."""
@@ -128,7 +116,8 @@ class Optimizing:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressing:
-    """How gradients are compressed and exchanged."""
+    """How gradients are compressed and exchanged: the arguments of AdaptiveCompressor
+    (docs/settings.md)."""
 
     policy: Annotated[str, spec("POLICY", Typed)] = "goodput"
     """What chooses the compression factor, CF: goodput, gravac, accordion, ... by name, or with
@@ -141,71 +130,34 @@ class Compressing:
     base: Annotated[str | None, metavar("NAME")] = "topk"
     """Compressor: adacomp, bf16, dgc, fp16, int8, natural, none, onebit, powersgd, qsgd, randomk,
     redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's values travel
-    in 4 bits, or as its name says: topk+fp32, topk+bf16, ..."""
+    in 4 bits, or as its name says: topk+fp32, topk+bf16, ...; or as Python writes a ladder of
+    compressors: "Ladder({4: 'int8'}, 'topk')"."""
     cf_range: Pair | None = None
     """Smallest and largest CF beside dense (10 1000)."""
+    sync: Annotated[str | None, metavar("SYNC")] = None
+    """How the workers keep their models together, as Python writes it: "LocalSteps(8)",
+    "Delayed(2)", "Gossip('ring')" (an exchange in every step)."""
+    memory: str | None = None
+    """What becomes of what is not sent: auto, residual, momentum, updates or none; with settings
+    "Momentum(lag=0.5, masking=True)", "Residual(clip_norm=1, dtype=torch.bfloat16)" (auto)."""
     exchange: str | None = None
-    """How payloads become the mean: auto, all_reduce, all_gather, sharded, voted_indices,
-    gossip (auto)."""
-    down_cf: Annotated[Number | None, metavar("CF")] = None
-    """With --exchange sharded: of the means on their way back; 1: compressed on the way up only
-    (that of the gradients)."""
-    server_memory: Switch | None = None
-    """With --exchange sharded: what compressing a mean loses waits by itself for the next mean, not
-    in the residual of the worker that has compressed it (off)."""
+    """How payloads become the mean: auto, all_reduce, all_gather, sharded, voted_indices; with
+    settings "ParameterServer(down_cf=1)" (auto)."""
     granularity: str | None = None
     """Compress tensor by tensor (layer), or a whole bucket as one (bucket); auto: bucket where the
     base keeps the largest elements of all (auto)."""
-    rungs: Switch | None = None
-    """Of goodput with a sparsifier: below cf-range it also finds CF 2 (bf16) and 4 (int8) (on)."""
     dense_below: Whole | None = None
     """Send tensors of fewer elements than this uncompressed (0)."""
-    memory: str | None = None
-    """What becomes of what is not sent: auto, residual, momentum or none (auto)."""
-    residual_dtype: Annotated[str | None, one_of("float32", "bfloat16")] = None
-    """What is not sent waits in this; bfloat16 takes half the memory, not with momentum correction
-    (float32)."""
-    momentum_lag: Annotated[Number | None, metavar("SHARE")] = None
-    """Share of the momentum's lag that velocities keep while gradients are compressed, in (0, 1]
-    (1.2 / CF^(1/3) where the base keeps the largest elements; with dgc and others 1)."""
-    masking: SwitchOrNumber | None = None
-    """Momentum factor masking, always, never, or from a CF on (off, with dgc on)."""
-    clip_norm: Annotated[Positive | None, metavar("NORM")] = None
-    """Clip local gradients, each parameter's at NORM / sqrt(workers)."""
-    local_steps: CountOrAuto | None = None
-    """Each worker takes so many steps by itself between two exchanges, with --exchange gossip, too;
-    auto: as goodput chooses, with adamw and others like it (1)."""
-    outer_lr: Positive | None = None
-    """Of local steps: by how much of their mean all workers move (1)."""
-    outer_momentum: Number | None = None
-    """Of local steps: Nesterov momentum of these moves (0)."""
-    overlap: Whole | None = None
-    """Of local steps: so many may pass while an exchange is under way (half of them)."""
-    delay: Whole | None = None
-    """Each worker takes its own step at once, and the mean of all takes the place of that so many
-    steps later: up to N exchanges are under way while they compute (0)."""
-    topology: Annotated[str | None, one_of(*TOPOLOGIES)] = None
-    """With --exchange gossip: who a worker's neighbours are (ring)."""
-    gossip: Annotated[str | None, one_of(*GOSSIP_ALGORITHMS)] = None
-    """With --exchange gossip: how (d-psgd with --base none, dcd-psgd where the base is unbiased,
-    else choco-sgd)."""
-    consensus_step: Positive | None = None
-    """Of deepsqueeze and choco-sgd: the share of its neighbours' weighted difference that a worker
-    moves by, in (0, 1] (2 / CF and 5 / CF, at most 1)."""
     link: Rate | None = None
     """Emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyArguments:
-    """The arguments of policies that are asked for most, to be given beside a policy's name."""
+    """What is asked for most."""
 
-    epsilon: Number | None = None
-    """With --policy gravac: smallest gain worth sending, in (0, 1]."""
-    omega: Number | None = None
-    """With --policy gravac: relative change that counts as none, in (0, 1]."""
     cf: Number | None = None
-    """With --policy fixed: the CF; 1 is dense (10)."""
+    """The CF all along, which is --policy "Fixed(CF)"; 1 is dense (10)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from adaptive import Summary
 from adaptive.pace import Pace
+from runs.build import synchronisation
 from runs.checkpoint import (
     Checkpoint,
     NotFiniteError,
@@ -341,8 +342,7 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     raise_on_all(problem)
     if trainer.world_size != checkpoint.world_size:
         trainer.task.restart(trainer.model)  # each rank would go on with what rank 0 carried
-    of = checkpoint.config
-    if of.local_steps in (None, 1) and not of.delay and of.exchange != "gossip":
+    if not synchronisation(checkpoint.config).lets_ranks_differ:
         check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False

@@ -1,6 +1,6 @@
 """Time to quality on many networks, with a mean of all ranks and by gossip: docs/gossip.md.
 
-    python -m docs.studies.gossip --sizes 8 --target 28 --contenders dense none:exchange=gossip \
+    python -m docs.studies.gossip --sizes 8 --target 28 --contenders dense 'none:sync=Gossip()' \
         --task cifar10 --model resnet8 --data DIR --batch-size 8 --steps 120 --eval-every 15
 
 What is not named in --help goes on to `python -m runs simulate`. Each contender (as of `compare`)
@@ -30,9 +30,8 @@ from pathlib import Path
 from adaptive import LinkSpec
 from adaptive.config import make_base
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.sync.topology import named
 from docs.studies.common import columns, train, write
-from runs.build import sends_dense
+from runs.build import sends_dense, synchronisation
 from runs.compare.contender import Contender, parse_contender
 from runs.config import TrainConfig
 from runs.parser import UsageError
@@ -47,13 +46,13 @@ SIZES = (8, 16)
 CONTENDERS = (
     "dense",
     "topk@100:exchange=voted_indices",
-    "none:exchange=gossip",
-    "none:exchange=gossip,topology=exponential",
-    "topk@10:exchange=gossip",
-    "topk@100:exchange=gossip,topology=exponential",
-    "qsgd@4:exchange=gossip",
-    "qsgd@8:exchange=gossip,gossip=deepsqueeze",
-    "qsgd@8:exchange=gossip,gossip=naive",
+    "none:sync=Gossip()",
+    "none:sync=Gossip('exponential')",
+    "topk@10:sync=Gossip()",
+    "topk@100:sync=Gossip('exponential')",
+    "qsgd@4:sync=Gossip()",
+    "qsgd@8:sync=Gossip(algorithm='deepsqueeze')",
+    "qsgd@8:sync=Gossip(algorithm='naive')",
 )
 LINKS = ("1gbit,0.1ms", "1gbit,10ms", "100mbit,1ms", "10mbit,1ms", "10mbit,50ms")
 
@@ -122,8 +121,7 @@ def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained
     n = config.workers
     sent = sum(each.wire_bytes - each.statistics_bytes for each in reports) / len(reports)
     gap, hops, copies = None, 1, 1.0
-    if config.exchange == "gossip":
-        topology = named(config.topology or "ring", n)
+    if (topology := synchronisation(config).topology_of(n)) is not None:
         gap, copies = topology.spectral_gap, topology.messages
     else:
         strategy = _strategy(config)
@@ -147,7 +145,6 @@ def _strategy(config: TrainConfig) -> str:
     if sends_dense(config):
         return "all_reduce"
     exchange = config.exchange or "auto"
-    exchange = "all_gather" if exchange == "gossip" else exchange
     base = make_base(config.base or "none", config.memory or "auto")
     return ExchangeChoice(base, exchange, config.workers).pick(1e6, 100).name
 

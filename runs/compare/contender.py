@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from runs.config import TrainConfig
+from runs.expression import BY_NAME, EXAMPLE, OFF, Typed, argument_names, value_of
 from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
 from runs.parser import UsageError, option, options, read
-from runs.policy_expression import BY_NAME, EXAMPLE, OFF, Typed, argument_names, value_of
 from runs.settings import COMPRESSORS, Compressing, Modelling, Optimizing, Training
 
 GRAMMAR = """\
@@ -106,8 +106,8 @@ def _meaning(name: str) -> tuple[dict[str, Any], bool, Sequence[str]]:
     if name == OFF:
         return {"policy": OFF}, False, ("ddp_hook",)
     if name == "diloco":
-        outer = {"local_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.9, "overlap": 0}
-        return {"policy": "fixed", "base": "none", **outer}, False, tuple(outer)
+        sync = "LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, overlap=0)"
+        return {"policy": "fixed", "base": "none", "sync": sync}, False, ("sync",)
     if name == "dense":
         return {"policy": "fixed", "base": "none"}, False, ("probe", "exchange")
     if name == "fixed" or name.partition("+")[0] in COMPRESSORS:

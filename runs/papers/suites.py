@@ -450,7 +450,7 @@ DGC = Suite(
         ),
         entry(
             "... without masking",
-            f"{DGC_WARMUP},masking=off,clip_local={{clip}}",
+            f"{DGC_WARMUP},memory=Momentum(masking=False),clip_local={{clip}}",
         ),
         entry("... without clipping", DGC_WARMUP),
         entry(
@@ -480,7 +480,7 @@ LIU = Suite(
         entry("dense", "dense", (None, 1)),
         entry(
             "single, CF 100",
-            f"topk+fp32@100:{RESIDUAL},exchange=sharded,down_cf=1",
+            f"topk+fp32@100:{RESIDUAL},exchange=ParameterServer(down_cf=1)",
             (None, 2 / (1 + 1 / 100)),
         ),
         entry(
@@ -495,7 +495,7 @@ LIU = Suite(
         ),
         entry(
             "double, up 100, down 10",
-            f"topk+fp32@100:{RESIDUAL},exchange=sharded,down_cf=10",
+            f"topk+fp32@100:{RESIDUAL},exchange=ParameterServer(down_cf=10)",
             (None, 2 / (1 / 100 + 1 / 10)),
         ),
         entry("all-gather, CF 100", f"topk+fp32@100:{RESIDUAL},exchange=all_gather"),

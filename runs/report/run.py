@@ -16,11 +16,11 @@ from adaptive.pace import Pace
 from policies import DENSE
 from policies.base import GainKind
 from runs.config import TrainConfig
+from runs.expression import OFF, UntrustedPolicyError
 from runs.logbook import emulated, gain_kind
 from runs.netlab.lab import real_links
 from runs.options import HOOK_OPTIONS
 from runs.parser import shown
-from runs.policy_expression import OFF, UntrustedPolicyError
 from runs.records import (
     Recorded,
     Stretch,
@@ -32,7 +32,7 @@ from runs.result import is_dense, title
 from runs.tasks import TASKS
 from runs.times import one_worker_seconds, scaling_efficiency, step_seconds
 
-_IN_TITLE = ("base", "link", "exchange", "local_steps", "delay")
+_IN_TITLE = ("base", "link", "exchange", "sync")
 
 
 @dataclass(frozen=True)

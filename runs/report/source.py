@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 
 from runs.config import CONFIG_FILE, TrainConfig, load_config
+from runs.expression import UntrustedPolicyError
 from runs.files import json_lines, read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
-from runs.policy_expression import UntrustedPolicyError
 from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, make, read_metrics, read_records
 from runs.report.run import Ending, Run, Slice
 from runs.result import RESULT_FILE, title

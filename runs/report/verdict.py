@@ -54,7 +54,7 @@ def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str
     quality: see `headline`."""
     run, header = runs[0], runs[0].recorded.header
     network = run.link if header is None else header.network or run.link
-    gossip = run.config is not None and run.config.exchange == "gossip"
+    gossip = run.config is not None and (run.config.sync or "").startswith("Gossip")
     gossip = gossip or (header is not None and header.gossip)
     if not all(each.records for each in runs):  # plain DDP, perhaps with a hook
         ending = run.ending

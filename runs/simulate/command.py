@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from runs.expression import OFF
 from runs.option_types import Positive, metavar
 from runs.parser import UsageError, options
-from runs.policy_expression import OFF
 from runs.settings import (
     Compressing,
     Keeping,

@@ -13,9 +13,9 @@ from optuna.distributions import (
 )
 from optuna.trial import FrozenTrial
 
+from runs.expression import value_of
 from runs.options import CONFIG_OPTIONS
 from runs.parser import UsageError, option, options, read
-from runs.policy_expression import value_of
 from runs.settings import Compressing, Optimizing, Training
 
 BY_POLICY = {

@@ -23,11 +23,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from runs.build import build_policy, check, check_compression, learning_rate
 from runs.config import TrainConfig
+from runs.expression import argument_names, policy_name, written_arguments
 from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.launch import launch
 from runs.options import CONFIG_OPTIONS, make_config, policy_for
 from runs.parser import UsageError, check_writable, option
-from runs.policy_expression import argument_names, policy_name, written_arguments
 from runs.result import title
 from runs.tasks import TASKS
 from runs.tune.report import Objective, make_report, nothing_to_tune

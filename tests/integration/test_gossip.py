@@ -13,7 +13,8 @@ from docs.studies import gossip as study
 from runs.__main__ import main
 from tests.distributed.setting import same
 
-SHORT = ("--batch-size", "1", "--exchange", "gossip", "--cf", "20", "--consensus-step", "0.5")
+SHORT = ("--batch-size", "1", "--cf", "20")
+GOSSIP = "Gossip('ring', consensus_step=0.5{})"
 
 
 @pytest.mark.long
@@ -28,7 +29,8 @@ def test_a_simulated_run_is_evaluated_at_the_mean_and_resumed_to_the_bit(
         files = sorted((tmp_path / name).glob("checkpoint/step-*/rank*.pt"))
         return [torch.load(path, weights_only=True) for path in files]
 
-    given = ("--data", str(text), *SHORT, "--workers", "3", "--checkpoint-every", "4")
+    given = ("--data", str(text), *SHORT, "--sync", GOSSIP.format(""), "--workers", "3")
+    given += ("--checkpoint-every", "4")
     whole = run(*given, "--steps", "8", "--log-dir", str(tmp_path / "whole"))
     run(*given, "--steps", "4", "--log-dir", str(tmp_path / "half"))
     rest = run("--resume", str(tmp_path / "half"), "--steps", "8")
@@ -45,7 +47,7 @@ def test_a_simulated_run_is_evaluated_at_the_mean_and_resumed_to_the_bit(
 
 @pytest.mark.long
 def test_the_study_reckons_seconds_from_one_run_of_each(text: Path, tmp_path: Path) -> None:
-    contenders = ("dense", "topk@20:exchange=all_gather", "none:exchange=gossip")
+    contenders = ("dense", "topk@20:exchange=all_gather", "none:sync=Gossip()")
     words = ["--data", str(text), "--batch-size", "1", "--steps", "2", "--eval-every", "1"]
     words += ["--sizes", "2", "4", "--log-dir", str(tmp_path), "--contenders", *contenders]
     study.main([*words, "--links", "8mbit,10ms", "--target", "1e9"])
@@ -58,7 +60,7 @@ def test_the_study_reckons_seconds_from_one_run_of_each(text: Path, tmp_path: Pa
     beta, alpha = 1e-6, 0.01  # of a byte, of a message
     for (label, n), row in rows.items():
         assert row.to_target == 1  # any quality will do
-        senders = 1 if "gossip" in label else n
+        senders = 1 if "Gossip" in label else n
         lecture = 0.1 + senders * (alpha + row.message * beta)
         assert row.seconds(link, 0.1, lecture=True) == pytest.approx(lecture)
         hops = {"dense": 2 * (n - 1), "topk@20:exchange=all_gather": n - 1}.get(label, 1)
@@ -66,27 +68,11 @@ def test_the_study_reckons_seconds_from_one_run_of_each(text: Path, tmp_path: Pa
         assert row.seconds(link, 0.1, lecture=False) == pytest.approx(rings)
         assert f"{lecture:.3g} / {rings:.3g}" in (tmp_path / "table.txt").read_text()
     for n, copies in ((2, 1), (4, 2)):
-        dense, gossip = rows["dense", n], rows["none:exchange=gossip", n]
+        dense, gossip = rows["dense", n], rows["none:sync=Gossip()", n]
         assert dense.sent == pytest.approx(2 * (n - 1) / n * dense.message)
         assert gossip.sent == pytest.approx(copies * gossip.message)
         assert gossip.message == pytest.approx(dense.message)
     assert (tmp_path / "gossip.png").exists()
-
-
-def test_options_of_gossip_without_it_are_one_line(tmp_path: Path, capsys: Any) -> None:
-    def refused(*words: str) -> str:
-        assert main([*words, "--log-dir", str(tmp_path)]) == 2
-        error = str(capsys.readouterr().err)
-        assert error.count("\n") == 1
-        return error
-
-    assert "--topology ring needs --exchange gossip" in refused("train", "--topology", "ring")
-    told = refused("train", "--exchange", "gossip", "--policy", "gravac")
-    assert "--policy must be 'fixed', 'schedule' or 'warmup'" in told
-    told = refused("train", "--exchange", "gossip", "--local-steps", "auto")
-    assert "gossip does not go with --local-steps auto" in told
-    told = refused("train", "--exchange", "gossip", "--local-steps", "4", "--overlap", "2")
-    assert "gossip does not go with" in told
 
 
 def test_local_steps_are_those_between_two_exchanges(
@@ -94,7 +80,8 @@ def test_local_steps_are_those_between_two_exchanges(
 ) -> None:
     sent = []
     for every in ("1", "2"):
-        words = ("--data", str(text), *SHORT, "--workers", "2", "--local-steps", every)
+        words = ("--data", str(text), *SHORT, "--workers", "2")
+        words += ("--sync", GOSSIP.format(f", every={every}"))
         words += ("--steps", "4", "--log-dir", str(tmp_path / every))
         assert main(["simulate", "--json", *words]) == 0
         summary = json.loads(capsys.readouterr().out)["summary"]

@@ -201,7 +201,7 @@ def test_what_lies_beside_may_be_no_file_either(name: str, tmp_path: Path, capfd
     [
         *({"steps": "12"}, {"steps": -1}, {"steps": 10**400}, {"workers": 0}, {"lr": "x"}),
         *({"policy": "what"}, {"policy": []}, {"task": "what"}, {"base": "what"}, {"link": "x"}),
-        *({"cf_range": [1, 2, 3]}, {"cf_range": ["1", "2"]}, {"probe": 3}, {"masking": "x"}),
+        *({"cf_range": [1, 2, 3]}, {"cf_range": ["1", "2"]}, {"probe": 3}, {"sync": "os.x()"}),
         *(
             {"schedule": ["x"], "policy": "schedule"},
             {"policy": "(" * 5000},

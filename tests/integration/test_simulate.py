@@ -159,14 +159,14 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert len(ours) == done + 4
 
 
-@pytest.mark.parametrize("local_steps", [1, 2])
+@pytest.mark.parametrize("sync", ["EveryStep()", "LocalSteps(2)"])
 def test_a_run_as_of_a_transformer_goes_on_to_the_bit(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_steps: int
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:
     """Its moments are restored, and its learning rate falls as if it had never stopped."""
     given = {"data": str(text), "workers": 2, "batch_size": 1, "steps": 5, "checkpoint_every": 5}
     given |= {"optimizer": "adamw", "warmup": 2, "lr_schedule": "cosine", "clip_grad": 0.5}
-    given |= {"policy": "fixed", "fixed_clock": 1.0, "simulated": True, "local_steps": local_steps}
+    given |= {"policy": "fixed", "fixed_clock": 1.0, "simulated": True, "sync": sync}
     task = build_task(make_config(given))
     monkeypatch.setattr(task, "evaluate", lambda _: 0.0)  # which would take longer than the steps
 

@@ -121,7 +121,7 @@ def test_the_others_decay_nothing_unless_they_are_told_to(name: str, task: Task)
     ("options", "said"),
     [
         ({"momentum": 0.5, "optimizer": "adamw"}, "--momentum 0.5 is for --optimizer sgd; got .*w"),
-        ({"masking": True, "optimizer": "adam"}, "--masking on is for --optimizer sgd; got"),
+        ({"memory": "Momentum(lag=1)", "optimizer": "adam"}, r"Momentum\(lag=1\) is for --optimi"),
         ({"memory": "momentum", "optimizer": "radam"}, "--memory momentum is for --optimizer sgd"),
         ({"betas": (0.9, 0.99)}, "--betas 0.9 0.99 is for .*adamw, adam, .*; got --optimizer sgd"),
         ({"betas": (0.9, 1.0), "optimizer": "adam"}, r"--betas 0.9 1: must be .* in \[0, 1\)"),

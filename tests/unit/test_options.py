@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import adaptive
 from adaptive import (
     Accordion,
     AdaptiveCompressor,
@@ -27,12 +29,12 @@ from adaptive import (
 )
 from adaptive.config import make_base
 from adaptive.exchange.choice import EXCHANGES
-from adaptive.sync.options import ALGORITHMS, OUTER_LR, OUTER_MOMENTUM
-from adaptive.sync.topology import TOPOLOGIES
+from adaptive.memory.options import NAMED
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS
 from runs.build import OPTIMIZERS
+from runs.expression import OBJECTS
 
 NAN = float("nan")
 
@@ -176,10 +178,13 @@ def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> Non
 
 def test_what_help_says_is_what_the_library_has() -> None:
     assert compressor_names() == settings.COMPRESSORS
-    assert (*EXCHANGES, "gossip") == settings.EXCHANGES
-    assert (settings.TOPOLOGIES, settings.GOSSIP_ALGORITHMS) == (TOPOLOGIES, ALGORITHMS)
     assert tuple(OPTIMIZERS) == settings.OPTIMIZERS
-    assert (settings.OUTER_LR, settings.OUTER_MOMENTUM) == (OUTER_LR, OUTER_MOMENTUM)
+    helped = Path(settings.__file__).read_text(encoding="utf-8")
+    exchanges = [name for name in EXCHANGES if name not in helped]
+    memories = [name for name in NAMED if name not in helped]
+    assert exchanges == memories == []
+    for names in OBJECTS.values():
+        assert all(hasattr(adaptive, name) for name in names)
 
 
 def test_help_imports_neither_torch_nor_optuna() -> None:

@@ -25,8 +25,8 @@ from adaptive import (
 )
 from examples.replay_policy import replay
 from runs.__main__ import main
+from runs.expression import UntrustedPolicyError, policy_from
 from runs.modelled_clock import ModelledClock
-from runs.policy_expression import UntrustedPolicyError, policy_from
 from runs.records import read_records
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates

@@ -23,8 +23,8 @@ from optuna.trial import TrialState, create_trial
 
 from adaptive import StepRecord
 from runs.config import TrainConfig
+from runs.expression import policy_name
 from runs.parser import UsageError
-from runs.policy_expression import policy_name
 from runs.tune.report import Objective, knee, make_report, nothing_to_tune, pareto_front
 from runs.tune.space import BY_POLICY, chosen, make_space, usual
 from runs.tune.study import Tuning, make_pruner, make_tuning, open_study

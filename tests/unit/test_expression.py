@@ -24,9 +24,7 @@ from policies import (
 from runs.__main__ import main
 from runs.compare.contender import parse_contender
 from runs.config import TrainConfig
-from runs.job import make_job
-from runs.options import make_config
-from runs.policy_expression import (
+from runs.expression import (
     BY_NAME,
     EXAMPLE,
     Typed,
@@ -34,6 +32,8 @@ from runs.policy_expression import (
     policy_from,
     with_arguments,
 )
+from runs.job import make_job
+from runs.options import make_config
 from tests.integration.commands import assert_refused
 
 OWN = """

@@ -1,10 +1,11 @@
-"""A policy as it is written on a command line and in config.json: by its name, `gravac`, or as
-Python writes it, with all of its settings and with other policies in it:
-`Warmup(steps=50, then=GraVAC(window=20))`.
+"""The library's objects as they are written on a command line and in config.json: as Python writes
+them, with all of their settings, `LocalSteps(8, overlap=4)`; policies also by name, `gravac`, and
+with other policies in them: `Warmup(steps=50, then=GraVAC(window=20))`. So each setting stands in
+the library alone, which also checks it.
 
-Read, not evaluated: calls of policies, whose arguments are literals or such calls. A class of the
-user's own, MODULE.CLASS, has to be imported, which runs its code. So only the command line may name
-one (see `Typed`); what is written in a run's folder is looked up among the library's policies.
+Read, not evaluated: calls of the library's classes, whose arguments are literals or such calls. A
+policy of the user's own, MODULE.CLASS, has to be imported, which runs its code. So only the command
+line may name one (see `Typed`); what is written in a run's folder is looked up in the library.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ BY_NAME = {name: factory.__qualname__ for name, factory in policies.LIBRARY.item
 
 _NAMES = {written: name for name, written in BY_NAME.items()}
 
+OBJECTS = {
+    "sync": ("LocalSteps", "Delayed", "Gossip", "EveryStep"),
+    "memory": ("Momentum", "Residual", "Updates"),
+    "exchange": ("ParameterServer",),
+    "base": ("Ladder",),
+}
+"""What can be written for other options, beside names."""
+
+_DTYPES = ("torch.float32", "torch.bfloat16")
+
 _OURS = ("policies.", "adaptive.")
 """Modules that export these classes, so that they may stand before their names."""
 
@@ -57,18 +68,34 @@ def policy_from(text: str) -> Policy:
         made = _value(_parsed(text), text)
     except UntrustedPolicyError:
         raise
-    except TypeError as error:
+    except (RecursionError, MemoryError):
+        raise ValueError(f"policy {_shown(text)}: is nested too deep") from None
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         if text in BY_NAME:
             call = f"{BY_NAME[text]}({', '.join(argument_names(text))})"
             raise ValueError(f"policy {text} needs arguments, written as {call}") from error
         raise ValueError(f"policy {_shown(text)}: {error}") from error
-    except (RecursionError, MemoryError):
-        raise ValueError(f"policy {_shown(text)}: is nested too deep") from None
-    except (ValueError, ArithmeticError, AttributeError) as error:
-        raise ValueError(f"policy {_shown(text)}: {error}") from error
     if not isinstance(made, Policy):
         raise ValueError(f"policy {_shown(text)}: must be a policy, as in {EXAMPLE}")
     return made
+
+
+def made_from(text: str, option: str) -> Any:
+    """The object of `OBJECTS` that is written there for an option, or a mere name as it is.
+    ValueError says what is wrong with it."""
+    if is_name(text.replace("+", "")) and option != "sync":
+        return text
+    try:
+        call = _parsed(text, f"{OBJECTS[option][0]}(...)")
+        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if name.removeprefix("adaptive.") not in OBJECTS[option]:
+            accepted = " or ".join(f"{each}(...)" for each in OBJECTS[option])
+            raise ValueError(f"must be {accepted}{'' if option == 'sync' else ', or a name'}")
+        return _value(call, text)
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{option} {_shown(text)}: is nested too deep") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{option} {_shown(text)}: {error}") from error
 
 
 def is_name(text: str) -> bool:
@@ -173,14 +200,14 @@ def value_of(words: Sequence[str]) -> Any:
         return words[0]
 
 
-def _parsed(text: str) -> ast.expr:
+def _parsed(text: str, example: str = EXAMPLE) -> ast.expr:
     for name in BY_NAME:
         if "-" in name:  # which is no name in Python
             text = text.replace(f"{name}(", f"{BY_NAME[name]}(")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"must be as in {EXAMPLE}: {error.msg}") from error
+        raise ValueError(f"must be as in {example}: {error.msg}") from error
 
 
 def _shown(text: str) -> str:
@@ -208,6 +235,8 @@ def _value(node: ast.expr, text: str) -> Any:
         try:
             return ast.literal_eval(node)
         except ValueError:
+            if (name := ast.unparse(node)) in _DTYPES:
+                return getattr(import_module("torch"), name.removeprefix("torch."))
             raise ValueError(f"{ast.unparse(node)} is neither a literal nor a call") from None
     factory = _named(ast.unparse(node.func), text)
     if any(isinstance(each, ast.Starred) for each in node.args) or any(
@@ -227,12 +256,15 @@ def _taken(made: Any) -> list[str]:
     return [each.name for each in fields(getattr(made, "__self__", made)) if each.init]
 
 
-def _named(name: str, text: str) -> Callable[..., Policy]:
-    """What makes a policy of the library, or MODULE.CLASS of the user's own."""
+def _named(name: str, text: str) -> Callable[..., Any]:
+    """What makes an object of the library, or MODULE.CLASS of a policy of the user's own."""
     module, _, last = name.rpartition(".")
     ours = _NAMES.get(_without_module(name))
     if ours is not None:
         return policies.LIBRARY[ours]
+    if any(name.removeprefix("adaptive.") in names for names in OBJECTS.values()):
+        # torch is imported late
+        return getattr(import_module("adaptive"), last)
     accepted = f"accepted: {', '.join(sorted(_NAMES))}, or MODULE.CLASS of a policy of your own"
     if not module:
         raise ValueError(f"{name} is no policy; {accepted}")
