@@ -16,7 +16,7 @@ from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, NoCompression
-from compressors.base import Key, Payload
+from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, judge, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, fill_if, fresh
 from compressors.rounds import RoundsCompressor
@@ -88,7 +88,7 @@ class Unit:
 
     compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
     compressed. base: by which it is measured, at `levels`, a CF for each one that the step
-    measures. ranges: the parts that it covers, in order.
+    measures. ranges: the parts that it covers, in order. dtype: of the bucket.
     """
 
     start: int
@@ -99,6 +99,12 @@ class Unit:
     cf: float
     levels: tuple[float, ...]
     ranges: tuple[Range, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def spec(self) -> Spec:
+        """What is sent."""
+        return Spec((self.numel,), self.cf, self.dtype, self.key)
 
     def by(self, cf: float) -> Compressor:
         """What compresses it at `cf`."""
@@ -113,7 +119,7 @@ class Unit:
         """Elements that are sent of it, indices not counted."""
         if self.cf == DENSE:
             return float(self.numel)
-        return self.by(self.cf).floats_for(self.key.shape or (self.numel,), self.cf)
+        return self.by(self.cf).floats(Spec.shaped(self.key.shape or (self.numel,), self.cf))
 
     @property
     def skipped(self) -> bool:
@@ -255,7 +261,8 @@ class Granularity:
             cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)
             compressor = self.compressor if in_rounds else EXACT
         levels = cfs.levels(layer)
-        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges))
+        dtype = bucket.work.dtype
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype)
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:
@@ -290,12 +297,10 @@ def compress_levels(
         if cf in payloads:
             pass
         elif before is not None and how is before[0] and how.multilevel:
-            payloads[cf] = how.recompress(before[1], max(1.0, cf / before[1].cf))
-        elif addend is not None:
-            payloads[cf] = how.compress_sum(target, addend, cf, unit.key)
-            addend = None
+            payloads[cf] = how.smaller(before[1], max(1.0, cf / before[1].cf))
         else:
-            payloads[cf] = how.compress(target, cf, unit.key)
+            payloads[cf] = how.compress(target, unit.spec.at(cf), addend)
+            addend = None
         before = how, payloads[cf]
     return [payloads[cf] for cf in unit.levels]
 
@@ -314,7 +319,8 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
     Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
     sampled = levels
     if unit.base.sampled:
-        sampled = compress_levels(replace(unit, key=unit.key._replace(shape=())), sample)
+        key, stop = unit.key._replace(shape=()), unit.start + sample.numel()
+        sampled = compress_levels(replace(unit, key=key, stop=stop), sample)
     tally.add_levels(_energies(levels), _energies(sampled))
 
 

@@ -20,6 +20,7 @@ from adaptive.memory.model_memory import MemoryChoice
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
+from compressors.base import Spec
 from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
@@ -139,6 +140,11 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     return isinstance(above, Sparsifier) and above.comparable and not policy.layerwise
 
 
+def _compresses(base: Compressor) -> bool:
+    """If not, a dense policy takes the place of the user's."""
+    return base.nearest(Spec((10**6,), 100.0)) > 1
+
+
 def debug_interval(debug: Any) -> int:
     """Steps between two comparisons of the ranks' parameters, 0 for none: True is `DEBUG_EVERY`,
     None what the environment variable ADAPTIVE_DEBUG says."""
@@ -191,13 +197,13 @@ class Settings:
     def __post_init__(self) -> None:
         base, policy = self.base, self.policy
         # Nothing else can travel with payloads that are summed in half precision.
-        in_half_precision = base.linear and base.wire_dtype(torch.float32) != torch.float32
+        in_half_precision = base.sums and base.wire_dtype(torch.float32) != torch.float32
         if self.dense_below and in_half_precision:
             raise ValueError(
                 f"dense_below must be 0 for base {base.shown!r}, whose payloads are summed in half "
                 f"precision; got {self.dense_below}"
             )
-        compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
+        compresses = _compresses(base)  # if not, a dense policy takes its place
         if policy.shadow and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
@@ -248,7 +254,7 @@ class Settings:
                 f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
                 f"does not choose it as 'goodput' does"
             )
-        compresses = base.supported(100.0, 10**6) > 1  # if not, a dense policy takes its place
+        compresses = _compresses(base)  # if not, a dense policy takes its place
         for policy in _policies_in(self.policy) if isinstance(sync, Gossip) else ():
             own = not isinstance(policy, DeclaredPolicy)  # of the user
             follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
@@ -261,7 +267,7 @@ class Settings:
 
     def _check_used(self) -> None:
         """ValueError for a setting that nothing in this run would look at."""
-        compresses = self.base.supported(100.0, 10**6) > 1
+        compresses = _compresses(self.base)
         memory = self.memory.options
         if not self.base.error_feedback and memory.dtype != torch.float32:
             raise ValueError(

@@ -243,14 +243,15 @@ def _payload(
     target, addend = memory.open(unit)
     if strategy.takes_sums and compressor is not EXACT:
         a = target if addend is None else target.add_(addend)
-        return Payload((a,), unit.numel, 1.0, unit.key, dtype=a.dtype)
+        return Payload((a,), unit.spec.at(1.0))
     if unit.skipped or nonfinite is True:
-        sent = compressor.compress(target, unit.cf, unit.key)
+        sent = compressor.compress(target, unit.spec)
     else:
         levels = compress_levels(unit, target, addend)
         _record(step, bucket, unit, levels)
-        sent = replace(levels[step.cfs.measured.index(step.cfs.send)], cf=unit.cf)
-    return compressor.as_nonfinite(sent, nonfinite)
+        sent = levels[step.cfs.measured.index(step.cfs.send)]
+        sent = replace(sent, spec=sent.spec.at(unit.cf))
+    return sent.as_nonfinite(nonfinite)
 
 
 def _record(step: Step, bucket: Bucket, unit: Unit, levels: Sequence[Payload]) -> None:
@@ -282,16 +283,16 @@ def _decode(
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
         compressor = unit.compressor
         sent = payloads[exchange.rank] if received.own is None else received.own[i]
-        own = compressor.as_zeros(sent, nonfinite)
+        own = sent.as_zeros(nonfinite)
         memory.take_off(unit, own)
         memory.clear_velocity(unit, own, nonfinite)
         mean = bucket.of(unit)
         if received.compressors is not None:
             compressor = received.compressors[i]
         if isinstance(compressor, RoundsCompressor):
-            compressor.write_to(mean, compressor.as_zeros(payloads[0], nonfinite))
+            compressor.write_to(mean, payloads[0].as_zeros(nonfinite))
             continue
-        compressor.write_mean(mean, payloads, received.scale, nonfinite)
+        compressor.mean_of(mean, payloads, received.scale, nonfinite)
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)

@@ -45,6 +45,7 @@ from adaptive.sync.options import AUTO_IS_ONE
 from adaptive.sync.start import gradients_or_steps, start
 from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
+from compressors.base import Spec
 from policies import DENSE
 from policies import state as saved
 
@@ -184,7 +185,7 @@ class Session:
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
             *([] if topology is None else [f"topology {topology}"]),
             *(
-                f"payload bytes at CF {cf:g}: {[base.payload_nbytes(size, cf) for size in sizes]}"
+                f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
                 for cf in sorted(candidates | ends)
             ),
         )

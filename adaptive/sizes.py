@@ -18,6 +18,7 @@ from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
+from compressors.base import Spec
 from policies import DENSE, Context, Fixed
 from policies.base import DeclaredPolicy
 
@@ -100,7 +101,7 @@ class Sizes:
             return cf
         shapes = [piece.shape for piece in self._pieces(cf) if piece.cf != DENSE]
         largest = max(shapes, key=prod, default=(1,))
-        return self.granularity.compressor.supported_for(cf, largest)
+        return self.granularity.compressor.nearest(Spec.shaped(largest, cf))
 
     def _without_base(self, cf: float) -> bool:
         return cf == DENSE or cf in self.hooks

@@ -1,6 +1,16 @@
 """How to compress one flat gradient tensor, and back. Knows nothing of processes or policies."""
 
-from compressors.base import Compressor, InvalidPayload, Key, NoCompression, Payload, check_cf, kept
+from compressors.base import (
+    Compressor,
+    InvalidPayload,
+    Key,
+    NoCompression,
+    Payload,
+    Spec,
+    any_nonfinite,
+    check_cf,
+    kept,
+)
 from compressors.ladder import Ladder
 from compressors.powersgd import PowerSGD
 from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
@@ -36,11 +46,13 @@ __all__ = [
     "SignSGD",
     "Sketch",
     "Sparsifier",
+    "Spec",
     "TernGrad",
     "Threshold",
     "TopK",
     "TwoBit",
     "ValueFormat",
+    "any_nonfinite",
     "check_cf",
     "compressor_names",
     "kept",

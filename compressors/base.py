@@ -16,7 +16,6 @@ from compressors.kernels import add_and_norm, kernels_for, squared_norm
 from compressors.kernels.blocks import (
     Flag,
     Scalar,
-    check_same_length,
     either,
     energies,
 )
@@ -38,6 +37,45 @@ class Key(NamedTuple):
     rank: int = 0
 
 
+NO_KEY = Key("")
+
+
+class Spec(NamedTuple):
+    """A spec is all that the size of a payload may depend on: the same on every rank.
+
+    segments: lengths of the tensors that lie one behind the other in the flat tensor; (numel,) if
+        they are compressed as one. cf: the compression factor, 1 or more. dtype: of the tensor.
+    """
+
+    segments: tuple[int, ...]
+    cf: float = 1.0
+    dtype: torch.dtype = torch.float32
+    key: Key = NO_KEY
+
+    @staticmethod
+    def of(x: Tensor, cf: float = 1.0, key: Key = NO_KEY) -> Spec:
+        """The spec for flat `x` as one segment."""
+        return Spec((x.numel(),), cf, x.dtype, key)
+
+    @staticmethod
+    def shaped(shape: tuple[int, ...], cf: float) -> Spec:
+        """The spec for a float32 parameter of this shape."""
+        return Spec((prod(shape),), cf, key=Key("", shape=tuple(shape)))
+
+    @property
+    def numel(self) -> int:
+        return sum(self.segments)
+
+    @property
+    def num_kept(self) -> int:
+        """Elements that a sparsifier keeps."""
+        return kept(self.numel, self.cf)
+
+    def at(self, cf: float) -> Spec:
+        """The spec with another compression factor."""
+        return self._replace(cf=cf)
+
+
 class InvalidPayload(ValueError):  # noqa: N818
     """This error says that no compressor can have sent the received bytes (size, indices)."""
 
@@ -47,26 +85,36 @@ class Payload:
     """A payload is a compressed tensor as it travels, with what is known about what was lost.
 
     parts: contiguous tensors, sent one after the other in this order.
-    numel: elements of the tensor that was compressed.
-    cf: compression factor it was compressed with.
-    key: the tensor and step it belongs to.
+    spec: of the tensor that was compressed.
     energies: ||a||^2, ||c||^2 and ||a - c||^2, the squared norms of what was compressed, of what is
         kept and of what is lost (float64, (3,), where the data is); None if unknown, as after
         receiving.
-    dtype: of the tensor that was compressed.
     invalid: on a device, whether what was received cannot have been sent by any compressor; there
         it is decoded all the same, within bounds. On the host such bytes raise InvalidPayload.
     exact: a sparsifier's values before coding, to compress them further; None after receiving.
     """
 
     parts: tuple[Tensor, ...]
-    numel: int
-    cf: float
-    key: Key
+    spec: Spec
     energies: Tensor | None = None
-    dtype: torch.dtype = torch.float32
     invalid: Flag = False
     exact: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def cf(self) -> float:
+        return self.spec.cf
+
+    @property
+    def key(self) -> Key:
+        return self.spec.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
 
     @property
     def total(self) -> Tensor:
@@ -88,8 +136,7 @@ class Payload:
         """The three `energies`, to go on reckoning with; nan if unknown."""
         if self.energies is None:
             return nan, nan, nan
-        here = self.energies
-        return kernels_for(here).numbers(here)
+        return kernels_for(self.energies).numbers(self.energies)
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +159,41 @@ class Payload:
     def with_parts(self, *parts: Tensor) -> Payload:
         """The same payload with other contents."""
         return replace(self, parts=parts)
+
+    def as_nonfinite(self, flag: Flag = True) -> Payload:
+        """This payload with every floating-point value NaN, if `flag` is set: so a rank tells the
+        others that its gradient was not finite."""
+        if not any(part.is_floating_point() for part in self.parts):
+            raise NotImplementedError("parts: one must hold floating-point numbers, got none")
+        return self._filled(flag, nan)
+
+    def as_zeros(self, flag: Flag = True) -> Payload:
+        """This payload with every floating-point value 0, if `flag` is set: it decodes to zeros."""
+        return self._filled(flag, 0.0)
+
+    def _filled(self, flag: Flag, value: float) -> Payload:
+        if flag is False:
+            return self
+        parts = []
+        for part in self.parts:
+            if part.is_floating_point():
+                part = part.masked_fill(torch.as_tensor(flag, device=part.device), value)
+            parts.append(part)
+        return self.with_parts(*parts)
+
+
+def any_nonfinite(payloads: Sequence[Payload]) -> Flag:
+    """Whether any of the payloads, or a sum that it went into, was made by `as_nonfinite`. As few
+    operations for any number of payloads of one dtype."""
+    firsts: dict[torch.dtype, list[Tensor]] = {}
+    for part in (part for payload in payloads for part in payload.parts):
+        if part.is_floating_point() and part.numel():
+            firsts.setdefault(part.dtype, []).append(part[:1])
+    flag: Flag = False
+    for first in firsts.values():
+        numbers = torch.cat(first)
+        flag = either(flag, kernels_for(numbers).any_nan(numbers))
+    return flag
 
 
 def kept(numel: int, cf: float) -> int:
@@ -142,11 +224,11 @@ class Compressor(ABC):
 
     name: the registered name, with what was added to it. shown: what messages call it: the name
         that the user gave.
-    linear: payloads of several ranks may be summed element by element (all-reduce); otherwise they
-        are gathered. All parts of a linear payload are of one dtype.
+    sums: payloads of several ranks may be summed element by element (all-reduce); otherwise they
+        are gathered. All parts of such a payload are of one dtype.
     error_feedback: C is a contraction, so feeding its error back converges. False for unbiased
         compressors whose values are scaled up.
-    multilevel: `recompress` works: what is kept at a larger CF is found in what is kept at a
+    multilevel: `smaller` works: what is kept at a larger CF is found in what is kept at a
         smaller one. Otherwise candidates are compressed from the full tensor.
     sampled: a strided sample of a tensor shows how well the tensor itself is compressed.
     keeps_zeros: an element that is 0 is never decoded to something else.
@@ -156,7 +238,7 @@ class Compressor(ABC):
     """
 
     name: str = ""
-    linear: bool = False
+    sums: bool = False
     error_feedback: bool = True
     multilevel: bool = True
     sampled: bool = True
@@ -197,89 +279,42 @@ class Compressor(ABC):
         self._shown = name
 
     @abstractmethod
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        """Compress `tensor` (flat, n elements) at `cf` >= 1. `tensor` is left as it is."""
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        """x += add in place, if given, then the payload of flat `x`. `add` has the dtype, length
+        and device of `x`."""
 
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        """memory += tensor in place, then compress `memory`. Override to do it in one pass."""
-        check_same_length(memory, tensor)
-        memory.detach().add_(tensor)
-        return self.compress(memory, cf, key)
-
-    def recompress(self, payload: Payload, factor: float) -> Payload:
+    def smaller(self, payload: Payload, factor: float) -> Payload:
         """Compress what `payload` keeps by a further `factor` >= 1 (GraVAC section III). Its error
         is against the tensor that was compressed first. NotImplementedError unless `multilevel`."""
         raise NotImplementedError(f"compressor {self.name!r} does not compress in levels")
 
     @abstractmethod
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        """out += scale * decompress(payload), in place. Raises InvalidPayload, and writes nothing,
-        if the payload points outside flat `out`."""
-
-    def subtract_from(self, tensor: Tensor, payload: Payload) -> None:
-        """tensor -= decompress(payload), in place: what is left is the residual."""
-        self.add_to(tensor, payload, -1.0)
+        """out += scale * (what `payload` stands for), in place. Raises InvalidPayload, and writes
+        nothing, if the payload points outside flat `out`."""
 
     @abstractmethod
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the payload of `numel` elements at `cf`: the same on every rank."""
+    def nbytes(self, spec: Spec) -> int:
+        """Bytes of a payload that a rank hands to collectives: the same on every rank."""
 
     @abstractmethod
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
+    def read(self, data: Tensor, spec: Spec) -> Payload:
         """The payload whose bytes are `data` (uint8, flat), the inverse of `Payload.write`.
-        InvalidPayload if the size is not `payload_nbytes(numel, cf, dtype)`."""
+        InvalidPayload if the size is not `nbytes(spec)`."""
 
-    def read_all(
-        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
-    ) -> list[Payload]:
+    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
         """The payload of each rank, whose bytes are the rows of `data` (ranks, bytes; uint8). On a
         device their `invalid` may be one flag, which says whether any of them is."""
-        return [self.read(row, numel, cf, dtype, key) for row in data]
+        return [self.read(row, spec) for row in data]
 
-    def write_mean(
+    def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
-        """out = scale * (sum of decompress(payload)), added in their order; 0 if `as_zeros` is set.
-        Raises as `add_to` does."""
+        """out = scale * (sum of what `payloads` stand for), added in their order; 0 if `as_zeros`
+        is set. Raises as `add_to` does."""
         out.zero_()
         for payload in payloads:
-            self.add_to(out, self.as_zeros(payload, as_zeros), scale)
-
-    def as_nonfinite(self, payload: Payload, flag: Flag = True) -> Payload:
-        """`payload` with every floating-point value NaN, if `flag` is set: so a rank tells the
-        others that its gradient was not finite. A compressor whose payload has no floating-point
-        part overrides this, `is_nonfinite` and `as_zeros`."""
-        if not any(p.is_floating_point() for p in payload.parts):
-            raise NotImplementedError(
-                f"{type(self).__name__} must override as_nonfinite, is_nonfinite and as_zeros"
-            )
-        return _filled(payload, flag, nan)
-
-    def is_nonfinite(self, payload: Payload) -> Flag:
-        """Whether the payload (or a sum it went into) was made by `as_nonfinite`."""
-        flag: Flag = False
-        for part in payload.parts:
-            if part.is_floating_point() and part.numel():
-                flag = either(flag, kernels_for(part).flag(part[0].isnan()))
-        return flag
-
-    def any_nonfinite(self, payloads: Sequence[Payload]) -> Flag:
-        """Whether any of the payloads was made by `as_nonfinite`."""
-        flag: Flag = False
-        parts = [part for payload in payloads for part in payload.parts]
-        numbers = [part[:1] for part in parts if part.is_floating_point() and part.numel()]
-        own = type(self).is_nonfinite is not Compressor.is_nonfinite
-        if numbers and not own:
-            first = torch.cat(numbers)  # as few operations for any number of payloads
-            return kernels_for(first).any_nan(first)
-        for payload in payloads:
-            flag = either(flag, self.is_nonfinite(payload))
-        return flag
-
-    def as_zeros(self, payload: Payload, flag: Flag = True) -> Payload:
-        """`payload` with every floating-point value 0, so that it decodes to zeros, if `flag` is
-        set."""
-        return _filled(payload, flag, 0.0)
+            self.add_to(out, payload.as_zeros(as_zeros), scale)
 
     def indices(self, payload: Payload) -> Tensor | None:
         """The positions of the kept elements (int64, flat); None if all elements are kept."""
@@ -292,27 +327,16 @@ class Compressor(ABC):
         self.add_to(out, payload)
         return out
 
-    def supported(self, cf: float, numel: int) -> float:
-        """The nearest CF >= 1 that this compressor can really do on `numel` elements."""
-        return check_cf(cf)
+    def nearest(self, spec: Spec) -> float:
+        """The nearest CF >= 1 that this compressor can really do."""
+        return check_cf(spec.cf)
 
-    def floats(self, numel: int, cf: float) -> float:
+    def floats(self, spec: Spec) -> float:
         """Number of elements sent, indices not counted (the papers' "floats sent")."""
-        return numel / cf
-
-    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        """`supported` on a parameter of this shape, for compressors that see a matrix."""
-        return self.supported(cf, prod(shape))
-
-    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
-        return self.floats(prod(shape), cf)
-
-    def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
-        """Bytes that a rank hands to collectives for a float32 parameter of this shape."""
-        return self.payload_nbytes(prod(shape), cf)
+        return spec.numel / spec.cf
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The one dtype of a linear compressor's parts, in which they are summed."""
+        """The one dtype of the parts where `sums`, in which they are added up."""
         return dtype
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,55 +365,43 @@ class NoCompression(Compressor):
     """This sends the dense gradient, as DDP itself would. The payload is the tensor, not a copy."""
 
     name = "none"
-    linear = True
+    sums = True
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self._payload(tensor, squared_norm(tensor), key)
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        energy = squared_norm(x) if add is None else add_and_norm(x, add)
+        return Payload((x.detach(),), spec.at(1.0), energies(energy, energy, 0.0, x))
 
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self._payload(memory, add_and_norm(memory, tensor), key)
-
-    def recompress(self, payload: Payload, factor: float) -> Payload:
+    def smaller(self, payload: Payload, factor: float) -> Payload:
         return payload
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
         out.detach().add_(payload.parts[0], alpha=scale)
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return numel * dtype.itemsize
+    def nbytes(self, spec: Spec) -> int:
+        return spec.numel * spec.dtype.itemsize
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        return Payload(split_bytes(data, (numel, dtype)), numel, 1.0, key, dtype=dtype)
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        return Payload(split_bytes(data, (spec.numel, spec.dtype)), spec.at(1.0))
 
-    def supported(self, cf: float, numel: int) -> float:
+    def nearest(self, spec: Spec) -> float:
         return 1.0
 
-    def floats(self, numel: int, cf: float) -> float:
-        return float(numel)
-
-    def _payload(self, tensor: Tensor, energy: Scalar, key: Key) -> Payload:
-        of = energies(energy, energy, 0.0, tensor)
-        return Payload((tensor.detach(),), tensor.numel(), 1.0, key, of, tensor.dtype)
+    def floats(self, spec: Spec) -> float:
+        return float(spec.numel)
 
 
-def _filled(payload: Payload, flag: Flag, value: float) -> Payload:
-    """`payload` with every floating-point value replaced, if `flag` is set."""
-    if flag is False:
-        return payload
-    parts = []
-    for part in payload.parts:
-        if part.is_floating_point():
-            part = part.masked_fill(torch.as_tensor(flag, device=part.device), value)
-        parts.append(part)
-    return payload.with_parts(*parts)
-
-
-def check_flat(tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor` is flat and its positions fit 32 bits."""
-    if tensor.dim() != 1 or tensor.numel() > MAX_NUMEL:
+def check_flat(x: Tensor, spec: Spec, add: Tensor | None = None) -> None:
+    """Raise ValueError unless `x` is flat, fits `spec` and `add`, and its positions fit 32 bits."""
+    if x.dim() != 1 or x.numel() > MAX_NUMEL or x.numel() != spec.numel:
         raise ValueError(
-            f"tensor must be flat with at most {MAX_NUMEL} elements, got {tuple(tensor.shape)}"
+            f"x must be flat, with the {spec.numel} elements of its spec and at most {MAX_NUMEL}, "
+            f"got {tuple(x.shape)}"
+        )
+    if add is not None and (add.shape, add.dtype, add.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(
+            f"add and x must be flat, equally long and of one kind, {tuple(x.shape)} of {x.dtype} "
+            f"on {x.device}; got {tuple(add.shape)} of {add.dtype} on {add.device}"
         )
 
 

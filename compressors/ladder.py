@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf
+from compressors.base import Compressor, Payload, Spec, check_cf
 from compressors.kernels.blocks import Flag
 from compressors.registry import make_compressor
 from compressors.rounds import RoundsCompressor
@@ -42,7 +41,7 @@ class Ladder(Compressor):
         self.above = make_compressor(above)
         self.rungs = {check_cf(cf): make_compressor(rung) for cf, rung in sorted(rungs.items())}
         for cf, rung in self.rungs.items():
-            if cf == 1 or not _feeds_back_alone(rung) or rung.supported(cf, 10**6) != cf:
+            if cf == 1 or not _feeds_back_alone(rung) or rung.nearest(Spec((10**6,), cf)) != cf:
                 raise ValueError(
                     f"rungs[{cf:g}] must be a compressor with error feedback that can do this CF, "
                     f"which is above 1; got {rung.name!r}"
@@ -73,66 +72,39 @@ class Ladder(Compressor):
     def in_full(self) -> Ladder:
         return Ladder(self.rungs, self.above.in_full())
 
-    # Compressing, by the CF that is asked for
+    # By the CF that is asked for
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self.at(cf).compress(tensor, cf, key)
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        return self.at(spec.cf).compress(x, spec, add)
 
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self.at(cf).compress_sum(memory, tensor, cf, key)
+    def nbytes(self, spec: Spec) -> int:
+        return self.at(spec.cf).nbytes(spec)
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return self.at(cf).payload_nbytes(numel, cf, dtype)
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        return self.at(spec.cf).read(data, spec)
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        return self.at(cf).read(data, numel, cf, dtype, key)
+    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
+        return self.at(spec.cf).read_all(data, spec)
 
-    def read_all(
-        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
-    ) -> list[Payload]:
-        return self.at(cf).read_all(data, numel, cf, dtype, key)
+    def nearest(self, spec: Spec) -> float:
+        return self.at(spec.cf).nearest(spec)
 
-    def supported(self, cf: float, numel: int) -> float:
-        return self.at(cf).supported(cf, numel)
+    def floats(self, spec: Spec) -> float:
+        return self.at(spec.cf).floats(spec)
 
-    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        return self.at(cf).supported_for(cf, shape)
+    # By the CF that a payload was compressed with
 
-    def floats(self, numel: int, cf: float) -> float:
-        return self.at(cf).floats(numel, cf)
-
-    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
-        return self.at(cf).floats_for(shape, cf)
-
-    def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
-        return self.at(cf).exchanged_nbytes(shape, cf)
-
-    # Using a payload, by the CF that it was compressed with
-
-    def recompress(self, payload: Payload, factor: float) -> Payload:
-        return self.at(payload.cf).recompress(payload, factor)
+    def smaller(self, payload: Payload, factor: float) -> Payload:
+        return self.at(payload.cf).smaller(payload, factor)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         self.at(payload.cf).add_to(out, payload, scale)
 
-    def write_mean(
+    def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         by = self.at(payloads[0].cf) if payloads else self.above
-        by.write_mean(out, payloads, scale, as_zeros)
-
-    def as_nonfinite(self, payload: Payload, flag: Flag = True) -> Payload:
-        return self.at(payload.cf).as_nonfinite(payload, flag)
-
-    def is_nonfinite(self, payload: Payload) -> Flag:
-        return self.at(payload.cf).is_nonfinite(payload)
-
-    def any_nonfinite(self, payloads: Sequence[Payload]) -> Flag:
-        by = self.at(payloads[0].cf) if payloads else self.above
-        return by.any_nonfinite(payloads)
-
-    def as_zeros(self, payload: Payload, flag: Flag = True) -> Payload:
-        return self.at(payload.cf).as_zeros(payload, flag)
+        by.mean_of(out, payloads, scale, as_zeros)
 
     def indices(self, payload: Payload) -> Tensor | None:
         return self.at(payload.cf).indices(payload)

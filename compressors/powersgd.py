@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import Key, Payload, check_cf
+from compressors.base import Payload, Spec, check_cf
 from compressors.kernels import squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, is_host
 from compressors.rounds import (
@@ -89,16 +89,15 @@ def layout(cf: float, numel: int, shape: tuple[int, ...] = ()) -> Layout:
     return Layout(rows, cols, rank, numel - size)
 
 
-def layout_of(payload: Payload) -> Layout:
-    """How the tensor that became `payload` was sent."""
-    return layout(payload.cf, payload.numel, payload.key.shape)
+def layout_of(spec: Spec) -> Layout:
+    """How a tensor is sent."""
+    return layout(spec.cf, spec.numel, spec.key.shape)
 
 
 class _Part(NamedTuple):
     """This is one tensor of a bucket, with Q^T to begin with (rank x columns)."""
 
-    key: Key
-    cf: float
+    spec: Spec
     plan: Layout
     start: Tensor
     matrix: Tensor
@@ -107,9 +106,7 @@ class _Part(NamedTuple):
     def payload(
         self, p: Tensor, q: Tensor, rest: Tensor, energies: Tensor | None = None
     ) -> Payload:
-        parts = (p.view(-1), q.reshape(-1), rest)
-        numel, dtype = self.matrix.numel() + self.rest.numel(), self.matrix.dtype
-        return Payload(parts, numel, self.cf, self.key, energies, dtype)
+        return Payload((p.view(-1), q.reshape(-1), rest), self.spec, energies)
 
 
 class PowerSGD(RoundsCompressor):
@@ -135,12 +132,11 @@ class PowerSGD(RoundsCompressor):
     def rounds(
         self,
         tensors: Sequence[Tensor],
-        cfs: Sequence[float],
-        keys: Sequence[Key],
+        specs: Sequence[Spec],
         world_size: int,
         report: Report,
     ) -> Rounds:
-        parts = [self._part(*each) for each in zip(tensors, cfs, keys, strict=True)]
+        parts = [self._part(*each) for each in zip(tensors, specs, strict=True)]
         totals = squared_norms(tensors)
         ps = [part.start @ part.matrix.t() for part in parts]
         mixed = zip(ps, parts, strict=True)
@@ -165,42 +161,44 @@ class PowerSGD(RoundsCompressor):
         means = second.split([q for _, q, _ in sizes])
         for part, q in zip(parts, means, strict=True):
             if part.plan.rank:
-                self._keep(part.key.name, part.start, q.view_as(part.start), bad)
+                self._keep(part.spec.key.name, part.start, q.view_as(part.start), bad)
         decoded = zip(parts, ps, means, sums[1::2], strict=True)
         return [part.payload(p, q, rest) for part, p, q, rest in decoded]
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         """If the last step's Q has too few columns, there is one more step of iteration: a random
         start would show far less than what PowerSGD keeps once it has run for a few steps."""
-        base.check_flat(tensor)
-        part = self._part(tensor, cf, key)
+        base.check_flat(x, spec, add)
+        if add is not None:
+            x.detach().add_(add.detach())
+        part = self._part(x, spec)
         p = orthonormal_rows(part.start @ part.matrix.t())
         q = p @ part.matrix
-        if self._known(key.name, part.plan.cols) < part.plan.rank:
+        if self._known(spec.key.name, part.plan.cols) < part.plan.rank:
             p = orthonormal_rows(orthonormal_rows(q) @ part.matrix.t())
             q = p @ part.matrix
-        return _own([part], [p], [q], squared_norms([tensor]), False)[0]
+        return _own([part], [p], [q], squared_norms([x]), False)[0]
 
-    def recompress(self, payload: Payload, factor: float) -> Payload:
+    def smaller(self, payload: Payload, factor: float) -> Payload:
         """P and Q truncated to their first columns: what the rounds give at that rank."""
-        cf = base.combined_cf(payload.cf, factor)
-        then, now = layout_of(payload), layout(cf, payload.numel, payload.key.shape)
+        spec = payload.spec.at(base.combined_cf(payload.cf, factor))
+        then, now = layout_of(payload.spec), layout_of(spec)
         p, q, rest = payload.parts
         if now.rank == then.rank:
-            return replace(payload, cf=cf)
+            return replace(payload, spec=spec)
         if not then.rank:
-            return self.compress(rest, cf, payload.key)
+            return self.compress(rest, spec)
         p_size, q_size, _ = now.sizes
         parts = (p[:p_size], q[:q_size], rest)
         fewer, all_columns, beside = squared_norms([parts[1], q, rest]).unbind()
         energy = fewer + beside
         total, _, error = payload.scalars
         error = error + base.projection_error(all_columns + beside, energy)
-        return replace(payload, parts=parts, cf=cf, energies=energies(total, energy, error, q))
+        return replace(payload, parts=parts, spec=spec, energies=energies(total, energy, error, q))
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
-        out, plan = out.detach(), layout_of(payload)
+        out, plan = out.detach(), layout_of(payload.spec)
         p, q, rest = (part.to(out.dtype) for part in payload.parts)
         p, q = p.view(plan.rank, plan.rows), q.view(plan.rank, plan.cols)
         plan.matrix(out).addmm_(p.t(), q, alpha=scale)
@@ -208,33 +206,18 @@ class PowerSGD(RoundsCompressor):
 
     def write_to(self, out: Tensor, payload: Payload) -> None:
         base.check_out(out, payload)
-        plan = layout_of(payload)
+        plan = layout_of(payload.spec)
         if plan.rank != 1 or plan.rest:
             super().write_to(out, payload)
         else:  # one pass over the memory instead of two
             p, q, _ = (part.to(out.dtype) for part in payload.parts)
             torch.mul(p[:, None], q, out=plan.matrix(out.detach()))
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        sizes = layout(cf, numel, key.shape).sizes
-        parts = base.split_bytes(data, *((size, dtype) for size in sizes))
-        return Payload(parts, numel, cf, key, dtype=dtype)
+    def floats(self, spec: Spec) -> float:
+        return float(sum(layout_of(spec).sizes))
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        """Of a tensor of unknown shape, which is seen as nearly square."""
-        return sum(layout(cf, numel).sizes) * dtype.itemsize
-
-    def floats(self, numel: int, cf: float) -> float:
-        return float(sum(layout(cf, numel).sizes))
-
-    def floats_for(self, shape: tuple[int, ...], cf: float) -> float:
-        return float(sum(layout(cf, prod(shape), shape).sizes))
-
-    def supported(self, cf: float, numel: int) -> float:
-        return layout(cf, numel).cf
-
-    def supported_for(self, cf: float, shape: tuple[int, ...]) -> float:
-        return layout(cf, prod(shape), shape).cf
+    def nearest(self, spec: Spec) -> float:
+        return layout_of(spec).cf
 
     def state_dict(self) -> dict[str, Any]:
         """q: the transposed mean Q (rank x columns) by parameter name."""
@@ -250,11 +233,10 @@ class PowerSGD(RoundsCompressor):
                 raise ValueError(f"state of {name!r} must be a finite matrix (rank x columns)")
         self._last = {name: rows.clone() for name, rows in last.items()}
 
-    def _part(self, tensor: Tensor, cf: float, key: Key) -> _Part:
-        flat = tensor.detach()
-        plan = layout(cf, flat.numel(), key.shape)
-        start = self._start(key.name, plan.rank, plan.cols, flat)
-        return _Part(key, cf, plan, start, plan.matrix(flat), plan.tail(flat))
+    def _part(self, tensor: Tensor, spec: Spec) -> _Part:
+        flat, plan = tensor.detach(), layout_of(spec)
+        start = self._start(spec.key.name, plan.rank, plan.cols, flat)
+        return _Part(spec, plan, start, plan.matrix(flat), plan.tail(flat))
 
     def _known(self, name: str, cols: int) -> int:
         """How many rows of this length are known of the last step."""

@@ -18,21 +18,19 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import Compressor, Key, Payload
+from compressors.base import Compressor, Key, Payload, Spec
 from compressors.kernels import blocks, fuses, kernels_for
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Coding,
     Encoded,
     Flag,
-    check_same_length,
     scratch,
     scratch_like,
     widened,
 )
-from compressors.kernels.host import block_norm
 from compressors.wire import values
-from compressors.wire.values import BlockFormat, Half, Layout, Levels, Parts
+from compressors.wire.values import BlockFormat, Cut, Half, Layout, Levels, Parts
 
 
 class Quantizer(Compressor):
@@ -53,60 +51,71 @@ class Quantizer(Compressor):
 
     def form(self, cf: float) -> BlockFormat:
         """The value format used at `cf`."""
-        return self.forms[self.supported(cf, 1)]
+        return self.forms[self._nearest(cf)]
 
     def keeps_most(self, cf: float) -> bool:
         return cf <= 4 and cf in self.forms
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self._compress(tensor, None, cf, key)
-
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_same_length(memory, tensor)
-        return self._compress(memory, tensor, cf, key)
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        base.check_flat(x, spec, add)
+        spec = spec.at(self._nearest(spec.cf))
+        parts, energies = values.encode_sum(self.forms[spec.cf], x, add, spec)
+        return Payload(parts, spec, energies)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
         if self._decode_fused(out.detach(), [payload], scale, add=True):
             return
-        out, form, dtype = out.detach(), self.form(payload.cf), payload.dtype
+        out = out.detach()
         for start, stop in blocks.block_bounds(out):
-            kept = scratch("kept", stop - start, widened(dtype), out.device)
-            form.decode_block(form.slices(payload.parts, start, stop - start, dtype), kept)
-            out[start:stop].add_(kept.to(dtype), alpha=scale)
+            self._add_block(out[start:stop], payload, start, scale)
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return self.form(cf).nbytes(numel, dtype)
+    def nbytes(self, spec: Spec) -> int:
+        layout = self.form(spec.cf).layout(spec.numel, spec.dtype, spec.segments)
+        return sum(count * dtype.itemsize for count, dtype in layout)
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        cf = self.supported(cf, numel)
-        parts = base.split_bytes(data, *self.forms[cf].layout(numel, dtype))
-        return Payload(parts, numel, cf, key, dtype=dtype)
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        layout = self.form(spec.cf).layout(spec.numel, spec.dtype, spec.segments)
+        return Payload(base.split_bytes(data, *layout), spec.at(self._nearest(spec.cf)))
 
-    def read_all(
-        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
-    ) -> list[Payload]:
+    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
         if not kernels_for(data).fused:
-            return super().read_all(data, numel, cf, dtype, key)
-        cf = self.supported(cf, numel)
-        rows = base.split_rows(data, *self.forms[cf].layout(numel, dtype))
-        return [Payload(parts, numel, cf, key, dtype=dtype) for parts in rows]
+            return super().read_all(data, spec)
+        spec = spec.at(self._nearest(spec.cf))
+        rows = base.split_rows(
+            data, *self.forms[spec.cf].layout(spec.numel, spec.dtype, spec.segments)
+        )
+        return [Payload(parts, spec) for parts in rows]
 
-    def write_mean(
+    def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         for payload in payloads:
             base.check_out(out, payload)
         if not self._decode_fused(out.detach(), payloads, scale, add=False, as_zeros=as_zeros):
-            super().write_mean(out, payloads, scale, as_zeros)
+            out = out.detach()
+            for start, stop in blocks.block_bounds(out):
+                block = out[start:stop].zero_()
+                for payload in payloads:
+                    self._add_block(block, payload.as_zeros(as_zeros), start, scale)
 
-    def supported(self, cf: float, numel: int) -> float:
-        cf = base.check_cf(cf)
-        return min(self.forms, key=lambda can: (abs(can - cf), can))
+    def _add_block(self, out: Tensor, payload: Payload, start: int, scale: float) -> None:
+        """out += scale * decoded, for a block of elements from `start` on."""
+        spec, form = payload.spec, self.form(payload.cf)
+        decoded = scratch("decoded", out.numel(), widened(spec.dtype), out.device)
+        form.decode_from(payload.parts, spec.segments, start, decoded, spec.dtype)
+        out.add_(decoded.to(spec.dtype), alpha=scale)
 
-    def floats(self, numel: int, cf: float) -> float:
+    def nearest(self, spec: Spec) -> float:
+        return self._nearest(spec.cf)
+
+    def floats(self, spec: Spec) -> float:
         """The fp32 numbers that have as many bits."""
-        return numel / self.supported(cf, numel)
+        return spec.numel / self._nearest(spec.cf)
+
+    def _nearest(self, cf: float) -> float:
+        cf = base.check_cf(cf)
+        return cf if cf in self.forms else min(self.forms, key=lambda can: (abs(can - cf), can))
 
     def _decode_fused(
         self,
@@ -129,12 +138,6 @@ class Quantizer(Compressor):
         triton_codec.write_values(out, coded, scale, add, as_zeros)
         return True
 
-    def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
-        base.check_flat(tensor)
-        cf = self.supported(cf, tensor.numel())
-        parts, energies = values.encode_sum(self.forms[cf], tensor, add, key)
-        return Payload(parts, tensor.numel(), cf, key, energies, tensor.dtype)
-
 
 class OneFormat(Quantizer, BlockFormat):
     """This is the base of quantizers that can do one CF and are their own value format."""
@@ -155,7 +158,7 @@ class HalfPrecision(Quantizer):
         number / peers (fp16: 1023 for 64) are cut there, and the rest is sent in later steps.
     """
 
-    linear = True
+    sums = True
     half: torch.dtype
 
     def __init__(self, peers: int = 64) -> None:
@@ -290,44 +293,27 @@ class Natural(OneFormat):
         self.error_feedback = error_feedback
         super().__init__()
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((-(-count // CODE_BLOCK), widened(dtype)), (count, torch.uint8))
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
         offsets, codes = parts
-        random = scratch_like("random", x).view(_FLOATS[x.dtype].integer)
+        matrix = blocks.fill_up(x, len(offsets) * min(x.numel(), CODE_BLOCK)).view(len(offsets), -1)
+        random = scratch("random", matrix.numel(), _FLOATS[x.dtype].integer, x.device)
         values.fill_random16(random, self.seed, key, start)
-        codes.copy_(self._codes(x[None], random[None], offsets)[0])
-        kept = scratch_like("kept", x)
-        self.decode_block(parts, kept)
-        energy = block_norm(kept)
-        return energy, block_norm(torch.sub(x, kept, out=kept))
-
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        count, integer = x.numel(), _FLOATS[x.dtype].integer
-        width = min(count, CODE_BLOCK)
-        matrix = blocks.fill_up(x, -(-count // width) * width).view(-1, width)
-        offsets, random = x.new_empty(len(matrix)), self._random(matrix.shape, integer, key, x)
-        codes = self._codes(matrix, random, offsets).view(-1)[:count].to(torch.uint8)
-        kept = torch.empty_like(x)
-        self.decode_block((offsets, codes), kept)
-        return (offsets, codes), kept
+        codes.copy_(self._codes(matrix, random.view_as(matrix), offsets).view(-1)[: x.numel()])
+        decoded = scratch_like("work", x)
+        self.decode_block(parts, decoded, cut)
+        return decoded
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
         if not fuses(x, add):
             return None
         from compressors.kernels.triton import codec as triton_codec
 
-        width = min(x.numel(), CODE_BLOCK)
-        shape = (-(-x.numel() // width), width)  # as in `encode_whole`
-        return triton_codec.encode_natural(x, add, self._random(shape, torch.int32, key, x), decode)
-
-    def _random(self, shape: Sequence[int], dtype: torch.dtype, key: Key, like: Tensor) -> Tensor:
-        """Whole numbers of 16 bits, on the device of `like`."""
-        made_by = values.generator(like.device, self.seed, key)
-        return torch.randint(
-            1 << 16, tuple(shape), generator=made_by, dtype=dtype, device=like.device
-        )
+        random = torch.empty_like(x, dtype=torch.int32)
+        values.fill_random16(random, self.seed, key, 0)
+        return triton_codec.encode_natural(x, add, random, decode)
 
     def _codes(self, x: Tensor, random: Tensor, offsets: Tensor) -> Tensor:
         """Codes, still as wide as the elements, for rows that have an offset each, which is filled
@@ -346,7 +332,7 @@ class Natural(OneFormat):
         negative = torch.bitwise_right_shift(bits, form.sign - 7, out=random)
         return field.bitwise_or_(negative.bitwise_and_(128))
 
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         offsets, codes = parts
         form = _FLOATS[out.dtype]
         bits = out.view(form.integer).copy_(codes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import Compressor, Key, Payload, kept
+from compressors.base import Compressor, Key, Payload, Spec
 from compressors.kernels import add_and_norm, kernels_at, squared_norm
 from compressors.kernels.blocks import Scalar, energies
 from compressors.wire.values import ValueFormat, make_values
@@ -42,80 +42,68 @@ class RandomK(Compressor):
         self.unbiased = unbiased
         self.error_feedback = not unbiased
         self.values = make_values(values)
-        self.linear = self.values.lossless
+        self.sums = self.values.lossless
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self._compress(tensor, squared_norm(tensor), cf, key)
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        base.check_flat(x, spec, add)
+        base.check_cf(spec.cf)
+        total = squared_norm(x) if add is None else add_and_norm(x, add)
+        indices = self._indices(spec, x.device)
+        return self._payload(x.detach().index_select(0, indices), 1.0, total, spec)
 
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self._compress(memory, add_and_norm(memory, tensor), cf, key)
-
-    def recompress(self, payload: Payload, factor: float) -> Payload:
-        cf, numel = base.combined_cf(payload.cf, factor), payload.numel
+    def smaller(self, payload: Payload, factor: float) -> Payload:
+        spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        scale = self._scale(numel, values.numel())
-        values = values[: kept(numel, cf)]
-        return self._payload(values, scale, payload.scalars[0], numel, cf, payload.key)
+        scale = self._scale(spec.numel, values.numel())
+        return self._payload(values[: spec.num_kept], scale, payload.scalars[0], spec)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
         values = self._decoded(payload).to(out.dtype)
-        out.detach().index_add_(0, self._indices(payload), values, alpha=scale)
+        out.detach().index_add_(0, self._indices(payload.spec, out.device), values, alpha=scale)
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return self.values.nbytes(kept(numel, cf), dtype)
+    def nbytes(self, spec: Spec) -> int:
+        return self.values.size(spec.num_kept, spec.dtype)
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        parts = base.split_bytes(data, *self.values.layout(kept(numel, cf), dtype))
-        return Payload(parts, numel, cf, key, dtype=dtype)
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        return Payload(base.split_bytes(data, *self.values.layout(spec.num_kept, spec.dtype)), spec)
 
     def indices(self, payload: Payload) -> Tensor | None:
-        whole = kept(payload.numel, payload.cf) == payload.numel
-        return None if whole else self._indices(payload).long()
+        if payload.spec.num_kept == payload.numel:
+            return None
+        return self._indices(payload.spec, payload.parts[0].device).long()
 
-    def floats(self, numel: int, cf: float) -> float:
-        return float(kept(numel, cf))
+    def floats(self, spec: Spec) -> float:
+        return float(spec.num_kept)
 
-    def _compress(self, tensor: Tensor, total: Scalar, cf: float, key: Key) -> Payload:
-        base.check_flat(tensor)
-        cf, numel = base.check_cf(cf), tensor.numel()
-        indices = seeded_indices(self.seed, key, numel, kept(numel, cf), tensor.device)
-        values = tensor.detach().index_select(0, indices)
-        return self._payload(values, 1.0, total, numel, cf, key)
-
-    def _payload(
-        self, values: Tensor, scaled: float, total: Scalar, numel: int, cf: float, key: Key
-    ) -> Payload:
+    def _payload(self, values: Tensor, scaled: float, total: Scalar, spec: Spec) -> Payload:
         """The payload of the kept elements of a.
 
         values: those elements, times `scaled`. total: ||a||^2."""
-        k = values.numel()
+        k, numel = values.numel(), spec.numel
         scale = self._scale(numel, k)
         inner = squared_norm(values) / scaled**2  # ||a||^2 over the kept elements
         if scale != scaled:
             values = values * (scale / scaled)
         energy = scale**2 * inner
         error = base.projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
-        parts, sent = self.values.encode(values, key)
+        parts, sent = self.values.encode(values, spec.key)
         if not self.values.lossless:
             # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale
             rounded = values - sent
             across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
             error = base.projection_error(error + 2 * across + squared_norm(rounded), 0.0)
             energy = squared_norm(sent)
-        of = energies(total, energy, error, values)
-        return Payload(parts, numel, cf, key, of, values.dtype, exact=values)
+        return Payload(parts, spec, energies(total, energy, error, values), exact=values)
 
     def _decoded(self, payload: Payload) -> Tensor:
-        k = kept(payload.numel, payload.cf)
-        return self.values.decode(payload.parts, k, payload.dtype)
+        return self.values.decode(payload.parts, payload.spec.num_kept, payload.dtype)
 
     def _scale(self, numel: int, k: int) -> float:
         return numel / k if self.unbiased and k else 1.0
 
-    def _indices(self, payload: Payload) -> Tensor:
-        k, device = kept(payload.numel, payload.cf), payload.parts[0].device
-        return seeded_indices(self.seed, payload.key, payload.numel, k, device)
+    def _indices(self, spec: Spec, device: torch.device) -> Tensor:
+        return seeded_indices(self.seed, spec.key, spec.numel, spec.num_kept, device)
 
 
 def seeded_indices(seed: int, key: Key, numel: int, k: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Key, Payload, check_cf, check_flat
+from compressors.base import Compressor, Payload, Spec, check_flat
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, fill_if
 
@@ -36,8 +36,7 @@ class RoundsCompressor(Compressor):
     def rounds(
         self,
         tensors: Sequence[Tensor],
-        cfs: Sequence[float],
-        keys: Sequence[Key],
+        specs: Sequence[Spec],
         world_size: int,
         report: Report,
     ) -> Rounds:
@@ -45,31 +44,36 @@ class RoundsCompressor(Compressor):
 
         tensors: this rank's error-fed gradients a, flat, all of one dtype (float32 or float64) and
             device; neither this nor the caller changes them until the last round is over.
-        cfs: >= 1, one a tensor. keys: one a tensor; names and shapes are the same, in the same
-            order, on every rank.
+        specs: one a tensor; names and shapes are the same, in the same order, on every rank.
 
         Each of the `rounds_count` yields hands out one flat tensor to be summed over all ranks
         (perhaps empty) and is sent the sum, which it may overwrite; their sizes are a function of
-        (shapes, cfs) alone. `report` is called once, between the first sum and the second yield,
+        `specs` alone. `report` is called once, between the first sum and the second yield,
         with one payload for each tensor: what is kept of *this rank's* a. Subtracted from a it
         leaves this rank's residual, and its mean over the ranks is what every rank decodes. The
         payloads are valid until the generator ends, and their energies are known.
 
         Returns one payload a tensor: the mean that every rank decodes. If any rank's tensors are
-        not finite, all the payloads of the bucket are NaN (`is_nonfinite`) on every rank, what is
+        not finite, all the payloads of the bucket are NaN (`any_nonfinite`) on every rank, what is
         reported decodes to finite numbers (its energy and error are NaN), and no state has changed.
         """
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_flat(tensor)
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        check_flat(x, spec, add)
+        if add is not None:
+            x.detach().add_(add.detach())
         reported: list[Payload] = []
-        rounds = self.rounds([tensor], [check_cf(cf)], [key], 1, reported.extend)
+        rounds = self.rounds([x], [spec], 1, reported.extend)
         with suppress(StopIteration):
             rounds.send(next(rounds).clone())
         return reported[0]
 
-    def exchanged_nbytes(self, shape: tuple[int, ...], cf: float) -> int:
-        return torch.float32.itemsize * int(self.floats_for(shape, cf))
+    def nbytes(self, spec: Spec) -> int:
+        """Bytes that a rank hands to the all-reduces: not those of a `Payload`, which stays."""
+        return torch.float32.itemsize * int(self.floats(spec))
+
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        raise NotImplementedError(f"compressor {self.name!r} exchanges sums, not payloads")
 
     def write_to(self, out: Tensor, payload: Payload) -> None:
         """out = decompress(payload), in place; `out` is flat with payload.numel elements."""

@@ -1,36 +1,28 @@
-"""Quantizers that send hardly more than signs.
+"""Quantizers that send hardly more than signs, with a scale for each tensor or column.
 
 OneBit    1-bit SGD: for each column of elements the mean of each sign
-SignSGD   EF-signSGD: one mean magnitude for the whole tensor
+SignSGD   EF-signSGD: one mean magnitude
 TwoBit    -t, 0 or +t for a threshold t
 TernGrad  -s, 0 or +s at random, right on average
+
+The papers scale tensor by tensor. Here the tensors are the segments of a `Spec`, one behind the
+other in one flat tensor. Their scales lie side by side, and all segments are coded at once.
 """
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import inf
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from compressors.base import Key
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import (
-    Scalar,
-    fill_up,
-    numbers_of_rows,
-    reduce_rows,
-    rows,
-    scratch,
-    scratch_like,
-    widened,
-)
-from compressors.kernels.host import block_norm
+from compressors.kernels.blocks import scratch_like
 from compressors.quantizers import OneFormat
 from compressors.wire import values
 from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
-from compressors.wire.values import Blocks, Layout, Parts
+from compressors.wire.values import Cut, Layout, Parts, Pieces, pieces
 
 
 class OneBit(OneFormat):
@@ -40,83 +32,63 @@ class OneBit(OneFormat):
     Distributed Training of Speech DNNs" (Interspeech 2014), section 3. A contraction.
 
     column: consecutive elements that make up a column, a power of two; each column costs 64 bits
-        more.
+        more. The last column of a segment may be shorter.
 
-    parts: for each column the mean of the negative values, and by how much the other mean exceeds
-    it; packed signs.
+    parts: for each column the mean of the negative values; by how much the other mean exceeds it;
+    packed signs.
     """
 
     name = "onebit"
     only_cf = 32.0
     keeps_zeros = False
-    projection = True  # onto what is constant on each column's two sets of elements
+    shared = 2
 
     def __init__(self, column: int = 512) -> None:
         values.check_bucket(column)
         self.column = column
         super().__init__()
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        columns = -(-count // self.column)
-        return ((2 * columns, widened(dtype)), (-(-count // 8), torch.uint8))
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
+        return pieces(segments, self.column)
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
-        means, packed = parts
-        column = self.column
-        work = scratch_like("work", x)
-        positive = reduce_rows(work.copy_(_pack_signs(x, packed)), column, _sum)
-        negative = torch.full_like(positive, column)
-        negative[-1] = x.numel() - (negative.numel() - 1) * column
-        negative -= positive
-        high = reduce_rows(torch.clamp(x, min=0, out=work), column, _sum) / positive.clamp(min=1)
-        low = reduce_rows(torch.clamp(x, max=0, out=work), column, _sum) / negative.clamp(min=1)
-        for mean in (high, low):
-            _drop_tiny(mean)
-        pairs = means.view(-1, 2)
-        pairs[:, 0], pairs[:, 1] = low, high - low
-        kept = positive * high.double().square() + negative * low.double().square()
-        return float(kept.sum()), 0.0
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((-(-count // 8), torch.uint8),)
 
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        count, columns = x.numel(), -(-x.numel() // self.column)
-        matrix = fill_up(x, columns * self.column).view(columns, self.column)
-        is_positive = matrix >= 0
-        missing = columns * self.column - count
-        if missing:
-            is_positive.view(-1)[count:].fill_(False)
-        positive = is_positive.sum(dim=1)
-        negative = self.column - positive
-        negative[-1:] -= missing
-        sums = [_sum(matrix.clamp(max=0)), _sum(matrix.clamp(min=0))]
-        means = torch.stack(sums).div_(torch.stack([negative, positive]).clamp_(min=1))
-        low, high = _drop_tiny(means).unbind()
-        kept = torch.where(is_positive, high[:, None], low[:, None]).view(-1)[:count]
-        parts = torch.stack([low, high - low], dim=1).view(-1)
-        return (parts, kernels_for(x).pack_bits(is_positive.view(-1)[:count])), kept
+    def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
+        kernels, work = kernels_for(x), scratch_like("work", x)
+        work.copy_(kernels.not_negative(x).view(torch.uint8))  # copied faster than bool
+        sums[0, cut.which] += kernels.sum_pieces(work, cut.counts)
+        torch.clamp(x, min=0, out=work)
+        sums[1, cut.which] += kernels.sum_pieces(work, cut.counts)
+        sums[2, cut.which] += kernels.sum_pieces(torch.clamp(x, max=0, out=work), cut.counts)
 
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
-        means, packed = parts
-        kernels_for(out).unpack_bits(packed, out)
-        pairs = numbers_of_rows(means, out, self.column)
-        for row, pair in zip(rows(out, self.column), pairs, strict=True):
-            row.mul_(pair[:, 1:]).add_(pair[:, :1])
+    def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
+        positive, high, low = sums
+        high = _drop_tiny(high / positive.clamp(min=1), shared[0].dtype)
+        low = _drop_tiny(low / (lengths - positive).clamp(min=1), shared[0].dtype)
+        shared[0].copy_(low)
+        shared[1].copy_(high - low)
+
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
+        return _code_signs(self, x, parts, cut)
+
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
+        low, above, packed = parts
+        kernels = kernels_for(out)
+        kernels.unpack_bits(packed, out)
+        out.mul_(kernels.spread(above, cut.counts)).add_(kernels.spread(low, cut.counts))
 
 
-def _sum(matrix: Tensor) -> Tensor:
-    return matrix.sum(dim=1)
+def _code_signs(form: OneBit | SignSGD, x: Tensor, parts: Parts, cut: Cut) -> Tensor:
+    kernels, work = kernels_for(x), scratch_like("work", x)
+    parts[-1].copy_(kernels.pack_bits(kernels.not_negative(x)))
+    form.decode_block(parts, work, cut)
+    return work
 
 
-def _pack_signs(x: Tensor, packed: Tensor) -> Tensor:
-    """Fill `packed` with the bits x >= 0 of a block on the host, and return them."""
-    positive = scratch("positive", x.numel(), torch.bool, x.device)
-    np.greater_equal(x.numpy(), 0, out=positive.numpy())
-    packed.copy_(kernels_for(positive).pack_bits(positive))
-    return positive.view(torch.uint8)  # copied faster than bool
-
-
-def _drop_tiny(means: Tensor) -> Tensor:
-    """Set to 0, in place, what is below the smallest normal number: too coarse for a mean."""
-    return means.masked_fill_(means.abs() < torch.finfo(means.dtype).tiny, 0)
+def _drop_tiny(means: Tensor, dtype: torch.dtype) -> Tensor:
+    """`means`, with 0 for what is below the smallest normal number: too coarse for a mean."""
+    return means.masked_fill_(means.abs() < torch.finfo(dtype).tiny, 0)
 
 
 class SignSGD(OneFormat):
@@ -126,47 +98,46 @@ class SignSGD(OneFormat):
     2019), algorithm 1 and section 4: C(a) = ||a||_1 / n * sign(a), with error feedback. A
     contraction: it keeps 64% of the energy of normally distributed values.
 
-    parts: mean|x| (one element), signs (one bit each).
+    parts: mean|x| (one for each segment), signs (one bit each).
     """
 
     name = "signsgd"
     only_cf = 32.0
     keeps_zeros = False
     shared = 1
-    projection = True  # <x, c> = mean|x| * sum|x| = ||c||^2
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((min(count, 1), widened(dtype)), (-(-count // 8), torch.uint8))
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
+        return pieces(segments)
 
-    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
-        count = blocks.x.numel()
-        sums = [torch.abs(x, out=scratch_like("work", x)).sum() for x, _ in blocks]
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((-(-count // 8), torch.uint8),)
+
+    def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
+        magnitude = torch.abs(x, out=scratch_like("work", x))
+        sums[0, cut.which] += kernels_for(x).sum_pieces(magnitude, cut.counts)
+
+    def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         (scale,) = shared
-        scale.copy_(torch.stack(sums).double().sum() / count)
-        _drop_tiny(scale)
+        scale.copy_(_drop_tiny(sums[0] / lengths, scale.dtype))
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
+        return _code_signs(self, x, parts, cut)
+
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scale, packed = parts
-        _pack_signs(x, packed)
-        return x.numel() * float(scale) ** 2, 0.0
-
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        mean = torch.linalg.vector_norm(x, 1, dtype=torch.float64) / x.numel()
-        scale = _drop_tiny(mean.to(x.dtype)).view(1)
-        is_positive = x >= 0
-        return (scale, kernels_for(x).pack_bits(is_positive)), torch.where(
-            is_positive, scale, -scale
-        )
-
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
-        scale, packed = parts
-        kernels_for(out).unpack_bits(packed, out)
+        kernels = kernels_for(out)
+        kernels.unpack_bits(packed, out)
+        scale = kernels.spread(scale, cut.counts)
         out.mul_(2 * scale).sub_(scale)
 
 
-def _root_mean_square(x: Tensor) -> Tensor:
-    """As a float64 tensor."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64) / sqrt(x.numel())
+def _add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
+    """Add ||x||^2 of each piece to `sums`."""
+    kernels = kernels_for(x)
+    if len(cut.counts) == 1:
+        sums[cut.which] += kernels.squared_norm(x)
+    else:
+        sums[cut.which] += kernels.sum_pieces(x.double().square_(), cut.counts)
 
 
 class TwoBit(OneFormat):
@@ -177,11 +148,11 @@ class TwoBit(OneFormat):
     every element in two bits. An element moves by at most t in a step; the rest is fed back.
 
     threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: 0.9
-        times the root mean square of the tensor, which loses least of normally distributed values
+        times the root mean square of the segment, which loses least of normally distributed values
         (34% of their energy). C is a contraction only with None, but error feedback sends
         everything in the end with either.
 
-    parts: t (one element), -1, 0 or 1 for each element (two bits each).
+    parts: t (one for each segment), -1, 0 or 1 for each element (two bits each).
     """
 
     name = "twobit"
@@ -194,39 +165,33 @@ class TwoBit(OneFormat):
         self.threshold = threshold
         super().__init__()
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 4), torch.uint8))
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
+        return pieces(segments)
 
-    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
-        for _ in blocks:
-            pass
-        self._fill(shared[0], sqrt(blocks.total / blocks.x.numel()))
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((codes_nbytes(count, 4), torch.uint8),)
 
-    def _fill(self, t: Tensor, rms: Scalar) -> None:
-        """Set t for this root mean square; to nan, if that is not finite."""
-        t.fill_(0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms)
+    def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
+        _add_squares(x, cut, sums[0])
+
+    def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
+        (t,) = shared
+        rms = (sums[0] / lengths).sqrt_()
+        t.copy_(0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms)  # nan stays
         t.clamp_(min=torch.finfo(t.dtype).tiny)
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
         t, packed = parts
-        steps = torch.div(x, t, out=scratch_like("work", x))
-        q = torch.clamp(steps, -1, 1, out=scratch_like("levels", steps))
-        truncated = scratch("truncated", q.numel(), torch.int8, q.device).copy_(q)
-        q.copy_(truncated)  # trunc_ is 20 times slower
-        pack_codes(truncated, 4, 1, packed)
-        square = float(t) ** 2
-        return square * block_norm(q), square * block_norm(steps.sub_(q))
+        t = kernels_for(x).spread(t, cut.counts)
+        q = torch.div(x, t, out=scratch_like("work", x)).clamp_(-1, 1)
+        q.copy_(q.to(torch.int8))  # trunc_ is 20 times slower
+        pack_codes(q, 4, 1, packed)
+        return q.mul_(t)
 
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        t = x.new_empty(1)
-        self._fill(t, _root_mean_square(x))
-        q = (x / t).clamp_(-1, 1).trunc_()
-        return (t, pack_codes(q, 4, 1)), q.mul_(t)
-
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         t, packed = parts
         unpack_codes(packed, 4, 1, out)
-        out.mul_(t)
+        out.mul_(kernels_for(out).spread(t, cut.counts))
 
 
 class TernGrad(OneFormat):
@@ -236,11 +201,11 @@ class TernGrad(OneFormat):
     (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
     a contraction (the error is several times the gradient), so the error is not fed back.
 
-    clip: s is max|x| over the tensor, but at most so many standard deviations, taken about zero:
+    clip: s is max|x| over the segment, but at most so many standard deviations, taken about zero:
         less variance, at the price of a bias. None: no clipping; then C is unbiased.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
 
-    parts: s (one element), -1, 0 or 1 for each element (five to a byte).
+    parts: s (one for each segment), -1, 0 or 1 for each element (five to a byte).
     """
 
     name = "terngrad"
@@ -254,45 +219,39 @@ class TernGrad(OneFormat):
         self.clip, self.seed = clip, seed
         super().__init__()
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((min(count, 1), widened(dtype)), (codes_nbytes(count, 3), torch.uint8))
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
+        return pieces(segments)
 
-    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((codes_nbytes(count, 3), torch.uint8),)
+
+    def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
+        magnitude = torch.abs(x, out=scratch_like("work", x))
+        largest = kernels_for(x).max_pieces(magnitude, cut.counts)
+        torch.maximum(sums[1, cut.which], largest, out=sums[1, cut.which])
+        if self.clip is not None:
+            _add_squares(x, cut, sums[0])
+
+    def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         (scale,) = shared
-        scale.zero_()
-        for x, _ in blocks:
-            magnitude = torch.abs(x, out=scratch_like("work", x))
-            torch.maximum(scale, magnitude.amax(), out=scale)
+        squares, largest = sums[:2]
         if self.clip is not None:
-            scale.clamp_(max=self.clip * sqrt(blocks.total / blocks.x.numel()))
-        scale.mul_(values.WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
+            largest = largest.minimum(self.clip * (squares / lengths).sqrt_())
+        scale.copy_(largest).mul_(values.WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
         scale, packed = parts
-        steps = torch.div(x, scale, out=scratch_like("work", x))
-        t = scratch_like("levels", x)
-        values.fill_random16(t, self.seed, key, start)
-        clipped = steps
-        if self.clip is not None:
-            clipped = torch.clamp(steps, -1, 1, out=scratch_like("clipped", steps))
-        torch.add(clipped, t, alpha=values.STEP, out=t).floor_()
-        square, energy = float(scale) ** 2, block_norm(t)
-        error = block_norm(steps.sub_(t))
-        pack_codes(t, 3, 1, packed)
-        return square * energy, square * error
-
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        scale = torch.linalg.vector_norm(x, inf).view(1)
-        if self.clip is not None:
-            scale = scale.minimum((self.clip * _root_mean_square(x)).to(x.dtype))
-        scale = scale.mul_(values.WIDER).clamp_(min=torch.finfo(x.dtype).tiny)
-        t = x / scale
+        scale = kernels_for(x).spread(scale, cut.counts)
+        t = torch.div(x, scale, out=scratch_like("work", x))
         if self.clip is not None:
             t.clamp_(-1, 1)
-        t.add_(values.uniform(t, self.seed, key)).floor_()
-        return (scale, pack_codes(t, 3, 1)), t.mul_(scale)
+        noise = scratch_like("noise", x)
+        values.fill_random16(noise, self.seed, key, start)
+        t.add_(noise, alpha=values.STEP).floor_()
+        pack_codes(t, 3, 1, packed)
+        return t.mul_(scale)
 
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scale, packed = parts
         unpack_codes(packed, 3, 1, out)
-        out.mul_(scale)
+        out.mul_(kernels_for(out).spread(scale, cut.counts))

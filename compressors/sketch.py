@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import InvalidPayload, Key, Payload, kept
+from compressors.base import Payload, Spec
 from compressors.kernels import kernels_for, squared_norm, squared_norms
 from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if
 from compressors.rounds import (
@@ -59,15 +59,13 @@ class Budget(NamedTuple):
 class _Part(NamedTuple):
     """This is one tensor of a bucket, flat."""
 
-    key: Key
-    cf: float
+    spec: Spec
     flat: Tensor
     budget: Budget
     hashes: CountSketch
 
     def payload(self, indices: Tensor, values: Tensor, of: Tensor | None = None) -> Payload:
-        numel, dtype = self.flat.numel(), values.dtype
-        return Payload((indices, values), numel, self.cf, self.key, of, dtype)
+        return Payload((indices, values), self.spec, of)
 
 
 class Sketch(RoundsCompressor):
@@ -80,7 +78,7 @@ class Sketch(RoundsCompressor):
     parts: indices (int32, k elements, by falling estimate), values (k elements). If table and
     values would be no smaller than the tensor, there are no indices, and all values.
 
-    `recompress` keeps the first of the coordinates found: the most that the larger CF, whose table
+    `smaller` keeps the first of the coordinates found: the most that the larger CF, whose table
     is smaller, can keep.
     """
 
@@ -95,9 +93,10 @@ class Sketch(RoundsCompressor):
         self.share = share
         self.seed = seed
 
-    def budget(self, numel: int, cf: float) -> Budget:
-        """The numbers that are sent for `numel` elements at `cf`."""
-        floats = kept(numel, base.check_cf(cf))
+    def budget(self, spec: Spec) -> Budget:
+        """The numbers that are sent."""
+        cf, numel = base.check_cf(spec.cf), spec.numel
+        floats = spec.num_kept
         k = max(1, int(floats * self.share))
         columns = max(1, (floats - k) // self.rows)
         if cf == 1 or k + self.rows * columns >= numel:
@@ -107,12 +106,11 @@ class Sketch(RoundsCompressor):
     def rounds(
         self,
         tensors: Sequence[Tensor],
-        cfs: Sequence[float],
-        keys: Sequence[Key],
+        specs: Sequence[Spec],
         world_size: int,
         report: Report,
     ) -> Rounds:
-        parts = [self._part(*each) for each in zip(tensors, cfs, keys, strict=True)]
+        parts = [self._part(*each) for each in zip(tensors, specs, strict=True)]
         totals = squared_norms(tensors)
         # Of each its table, or all its values.
         tables = [p.hashes.table(p.flat).view(-1) if p.budget.k else p.flat for p in parts]
@@ -149,24 +147,24 @@ class Sketch(RoundsCompressor):
             for part, indices, mean, dense in zip(parts, found, means, sums, strict=True)
         ]
 
-    def _part(self, tensor: Tensor, cf: float, key: Key) -> _Part:
-        budget = self.budget(tensor.numel(), cf)
+    def _part(self, tensor: Tensor, spec: Spec) -> _Part:
+        budget, key = self.budget(spec), spec.key
         hashes = CountSketch(self.rows, budget.columns, (self.seed, key.name, key.step))
-        return _Part(key, cf, tensor.detach(), budget, hashes)
+        return _Part(spec, tensor.detach(), budget, hashes)
 
-    def recompress(self, payload: Payload, factor: float) -> Payload:
-        cf = base.combined_cf(payload.cf, factor)
+    def smaller(self, payload: Payload, factor: float) -> Payload:
+        spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         indices, values = payload.parts
-        k = self.budget(payload.numel, cf).k
+        k = self.budget(spec).k
         if k == indices.numel():
-            return replace(payload, cf=cf)
+            return replace(payload, spec=spec)
         if not indices.numel():
-            return self.compress(values, cf, payload.key)
+            return self.compress(values, spec)
         energy = squared_norm(values[:k])
         total, _, error = payload.scalars
         error = error + base.projection_error(squared_norm(values), energy)
         of = energies(total, energy, error, values)
-        return replace(payload, parts=(indices[:k], values[:k]), cf=cf, energies=of)
+        return replace(payload, parts=(indices[:k], values[:k]), spec=spec, energies=of)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
@@ -176,29 +174,16 @@ class Sketch(RoundsCompressor):
         else:
             out.detach().add_(values, alpha=scale)
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        k, _, dense = self.budget(numel, cf)
-        sent, values = base.split_bytes(data, (k, torch.int32), (k + dense, dtype))
-        indices = sent.clamp(0, max(numel - 1, 0))
-        invalid = kernels_for(data).flag((indices != sent).any())
-        if invalid is True:
-            raise InvalidPayload(f"indices must be within [0, {numel})")
-        return Payload((indices, values), numel, cf, key, dtype=dtype, invalid=invalid)
-
     def indices(self, payload: Payload) -> Tensor | None:
         indices = payload.parts[0]
         return indices.long() if indices.numel() else None
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        k, _, dense = self.budget(numel, cf)
-        return k * torch.int32.itemsize + (k + dense) * dtype.itemsize
-
-    def floats(self, numel: int, cf: float) -> float:
-        k, columns, dense = self.budget(numel, cf)
+    def floats(self, spec: Spec) -> float:
+        k, columns, dense = self.budget(spec)
         return float(k + self.rows * columns + dense)
 
-    def supported(self, cf: float, numel: int) -> float:
-        return max(1.0, numel / max(1.0, self.floats(numel, cf)))
+    def nearest(self, spec: Spec) -> float:
+        return max(1.0, spec.numel / max(1.0, self.floats(spec)))
 
 
 class CountSketch:

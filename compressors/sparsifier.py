@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import Compressor, Key, Payload, kept
+from compressors.base import Compressor, Key, Payload, Spec
 from compressors.kernels import fuses, kernels_for, squared_norm, squared_norms
 from compressors.kernels.blocks import (
     Coding,
     Flag,
     Selected,
-    check_same_length,
     either,
     energies,
 )
@@ -51,7 +50,7 @@ class SparsePayload(Payload):
     @property
     def capacity(self) -> int:
         """Number of slots on the wire."""
-        return kept(self.numel, self.cf)
+        return self.spec.num_kept
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +62,7 @@ class SparsePayload(Payload):
         if index_format.write(self.parts[0], self.numel, self.capacity, out, self.parts[1:]):
             return
         split = max(0, out.numel() - index_format.nbytes(self.numel, self.capacity))
-        Payload(self.parts[1:], self.numel, self.cf, self.key).write(out[:split])
+        Payload(self.parts[1:], self.spec).write(out[:split])
         index_format.encode(self.parts[0], self.numel, self.capacity, self.full, out[split:])
 
     def with_parts(self, *parts: Tensor) -> SparsePayload:
@@ -106,25 +105,19 @@ class Sparsifier(Compressor):
         k: at most so many; 1 <= k <= numel, or k = 0 if numel is 0.
         add: if not None, it has the dtype, length and device of `tensor`."""
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        return self._compress(tensor, None, cf, key)
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        base.check_flat(x, spec, add)
+        base.check_cf(spec.cf)
+        add = None if add is None else add.detach()
+        return self._payload(self.select(x.detach(), spec.num_kept, add, spec.key), spec)
 
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_same_length(memory, tensor)
-        if tensor.dtype == memory.dtype and tensor.device == memory.device:
-            return self._compress(memory, tensor.detach(), cf, key)
-        memory.detach().add_(tensor.detach())
-        return self._compress(memory, None, cf, key)
-
-    def recompress(self, payload: Payload, factor: float) -> Payload:
+    def smaller(self, payload: Payload, factor: float) -> Payload:
         """Keeps the largest of the elements in `payload`, whatever rule chose those."""
-        cf = base.combined_cf(payload.cf, factor)
+        spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        k = min(kept(payload.numel, cf), values.numel())
-        positions = kernels_for(values).largest(values, k)
+        positions = kernels_for(values).largest(values, min(spec.num_kept, values.numel()))
         indices, values = (x.index_select(0, positions) for x in (payload.parts[0], values))
-        chosen = Selected(indices, values, payload.scalars[0])
-        return self._payload(chosen, payload.numel, cf, payload.key)
+        return self._payload(Selected(indices, values, payload.scalars[0]), spec)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
@@ -140,42 +133,35 @@ class Sparsifier(Compressor):
             indices = kernels_for(out).in_bounds(indices, payload.numel)
         out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        return self.values.nbytes(kept(numel, cf), dtype) + self.index_nbytes(numel, cf)
+    def nbytes(self, spec: Spec) -> int:
+        return self.values.size(spec.num_kept, spec.dtype) + self.index_nbytes(spec)
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        layout = self.values.layout(kept(numel, cf), dtype)
-        packed = (self.index_nbytes(numel, cf), torch.uint8)
-        *coded, raw = base.split_bytes(data, *layout, packed)
-        indices, invalid = self._unpacked(raw, numel, cf)
-        full, parts = self.exact_count, (indices, *coded)
-        return SparsePayload(parts, numel, cf, key, dtype=dtype, invalid=invalid, full=full)
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        layout = self.values.layout(spec.num_kept, spec.dtype)
+        *coded, raw = base.split_bytes(data, *layout, (self.index_nbytes(spec), torch.uint8))
+        indices, invalid = self._unpacked(raw, spec)
+        return SparsePayload((indices, *coded), spec, invalid=invalid, full=self.exact_count)
 
-    def read_all(
-        self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key
-    ) -> list[Payload]:
+    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
         if not kernels_for(data).fused:
-            return super().read_all(data, numel, cf, dtype, key)
-        k = kept(numel, cf)
-        layout = self.values.layout(k, dtype)
-        rows = base.split_rows(data, *layout, (self.index_nbytes(numel, cf), torch.uint8))
-        raw = data[:, data.shape[1] - self.index_nbytes(numel, cf) :]
+            return super().read_all(data, spec)
+        numel, k, nbytes = spec.numel, spec.num_kept, self.index_nbytes(spec)
+        layout = self.values.layout(k, spec.dtype)
+        rows = base.split_rows(data, *layout, (nbytes, torch.uint8))
+        raw = data[:, data.shape[1] - nbytes :]
         decoded = choose_format(numel, k).decode_all(raw, numel, k, self.exact_count)
-        full = self.exact_count
         return [
-            SparsePayload(
-                (indices, *coded), numel, cf, key, dtype=dtype, invalid=invalid, full=full
-            )
+            SparsePayload((indices, *coded), spec, invalid=invalid, full=self.exact_count)
             for (*coded, _), (indices, invalid) in zip(rows, decoded, strict=True)
         ]
 
-    def write_mean(
+    def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         for payload in payloads:
             base.check_out(out, payload)
         if as_zeros is True or not payloads or not self._fuses(out, payloads):
-            super().write_mean(out, payloads, scale, as_zeros)
+            super().mean_of(out, payloads, scale, as_zeros)
             return
         from compressors.kernels.triton import codec as triton_codec
         from compressors.kernels.triton import sparse as triton_sparse
@@ -189,17 +175,16 @@ class Sparsifier(Compressor):
         indices = payload.parts[0]
         return None if indices.numel() == payload.numel else indices.long()
 
-    def floats(self, numel: int, cf: float) -> float:
-        return float(kept(numel, cf))
+    def floats(self, spec: Spec) -> float:
+        return float(spec.num_kept)
 
-    def index_nbytes(self, numel: int, cf: float) -> int:
+    def index_nbytes(self, spec: Spec) -> int:
         """Bytes of the packed indices alone."""
-        k = kept(numel, cf)
-        return choose_format(numel, k).nbytes(numel, k)
+        return choose_format(spec.numel, spec.num_kept).nbytes(spec.numel, spec.num_kept)
 
     def pack_indices(self, payload: Payload) -> Tensor:
         """The indices alone, packed (uint8, `index_nbytes` elements)."""
-        numel, k = payload.numel, kept(payload.numel, payload.cf)
+        numel, k = payload.numel, payload.spec.num_kept
         return choose_format(numel, k).encode(payload.parts[0], numel, k, self.exact_count)
 
     def in_full(self) -> Sparsifier:
@@ -208,54 +193,48 @@ class Sparsifier(Compressor):
         other.exact_count = False
         return other
 
-    def at_proposed(self, tensor: Tensor, packed: Tensor, cf: float, key: Key) -> Payload:
-        """The payload of flat `tensor` at all indices that any rank has packed at `cf` x ranks.
+    def at_proposed(self, x: Tensor, packed: Tensor, spec: Spec) -> Payload:
+        """The payload of flat `x` at all indices that any rank has packed at `cf` x ranks.
         packed: (ranks, bytes). On a device an index that several have named leaves slots empty."""
-        base.check_flat(tensor)
-        flat, numel, lists = tensor.detach(), tensor.numel(), []
+        base.check_flat(x, spec)
+        flat, numel, lists = x.detach(), x.numel(), []
         invalid: Flag = False
         for each in packed:
-            indices, unknown = self._unpacked(each, numel, cf * len(packed))
+            indices, unknown = self._unpacked(each, spec.at(spec.cf * len(packed)))
             invalid = either(invalid, unknown)
             lists.append(indices)
         kernels = kernels_for(flat)
-        indices = kernels.union(torch.cat(lists), kept(numel, cf), numel)
+        indices = kernels.union(torch.cat(lists), spec.num_kept, numel)
         values = kernels.take_present(flat, indices)
-        chosen = Selected(indices, values, squared_norm(tensor))
-        return replace(self._payload(chosen, numel, cf, key), invalid=invalid)
+        chosen = Selected(indices, values, squared_norm(x))
+        return replace(self._payload(chosen, spec), invalid=invalid)
 
-    def _unpacked(self, packed: Tensor, numel: int, cf: float) -> tuple[Tensor, Flag]:
+    def _unpacked(self, packed: Tensor, spec: Spec) -> tuple[Tensor, Flag]:
         """The indices that were packed, and whether nobody can have packed them."""
-        k = kept(numel, cf)
-        return choose_format(numel, k).decode(packed, numel, k, self.exact_count)
+        form = choose_format(spec.numel, spec.num_kept)
+        return form.decode(packed, spec.numel, spec.num_kept, self.exact_count)
 
-    def _compress(self, tensor: Tensor, add: Tensor | None, cf: float, key: Key) -> Payload:
-        base.check_flat(tensor)
-        cf, numel = base.check_cf(cf), tensor.numel()
-        chosen = self.select(tensor.detach(), kept(numel, cf), add, key)
-        return self._payload(chosen, numel, cf, key)
-
-    def _payload(self, chosen: Selected, numel: int, cf: float, key: Key) -> Payload:
+    def _payload(self, chosen: Selected, spec: Spec) -> Payload:
         indices, values, total = chosen
-        count, missing = values.numel(), max(0, kept(numel, cf) - values.numel())
+        count, missing = values.numel(), max(0, spec.num_kept - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
-        fused = self.values.fused(slots.detach(), None, key) if isinstance(total, Tensor) else None
-        coded, decoded = self.values.encode(slots, key) if fused is None else fused[:2]
+        fused = (
+            self.values.fused(slots.detach(), None, spec.key) if isinstance(total, Tensor) else None
+        )
+        coded, decoded = self.values.encode(slots, spec.key) if fused is None else fused[:2]
         sent = None if self.values.lossless or decoded is None else decoded[:count]
         if fused is not None and isinstance(total, Tensor):
             from compressors.kernels.triton import sparse as triton_sparse
 
-            of = triton_sparse.sum_energies(total, fused.norms, count < numel)
+            of = triton_sparse.sum_energies(total, fused.norms, count < spec.numel)
         else:
             norms = squared_norms([values] if sent is None else [values, sent, values - sent])
             inner, *rest = kernels_for(norms).numbers(norms)
             energy, coding_error = rest or (inner, 0.0)
-            left_out = base.projection_error(total, inner) if count < numel else 0.0
+            left_out = base.projection_error(total, inner) if count < spec.numel else 0.0
             of = energies(total, energy, coding_error + left_out, indices)
-        parts, full = (indices, *coded), self.exact_count
-        return SparsePayload(
-            parts, numel, cf, key, of, values.dtype, full=full, exact=values, sent=sent
-        )
+        parts = (indices, *coded)
+        return SparsePayload(parts, spec, of, exact=values, full=self.exact_count, sent=sent)
 
     def _fuses(self, out: Tensor, payloads: Sequence[Payload]) -> bool:
         """Whether Triton's kernels can decode payloads into `out`: float32, of the same CF."""
@@ -277,8 +256,7 @@ class Sparsifier(Compressor):
             decoded = [(self._decoded(payload),) for payload in payloads]
             return triton_codec.coded(decoded, count, Coding("floats"))
         parts = [payload.parts[1:] for payload in payloads]
-        capacity = kept(payloads[0].numel, payloads[0].cf)
-        return triton_codec.coded(parts, capacity, known)
+        return triton_codec.coded(parts, payloads[0].spec.num_kept, known)
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""

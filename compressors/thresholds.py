@@ -308,8 +308,7 @@ class AdaComp(Sparsifier):
         an element is sent if |H| >= the maximum of |G| over its bin
 
     Zeros are not sent, and at most the k elements with the largest |G|. The latest gradient is what
-    `compress_sum` adds; `compress`, which knows of none, takes the tensor itself for it, so the two
-    do not keep the same elements.
+    `compress` adds. Without `add` the tensor itself is taken for it.
 
     bin_size: elements a bin (the paper: 50 in convolutions, 500 elsewhere); None: numel / k.
     """

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Compressor, Fixed
-from compressors import Key, Payload, check_cf
-from compressors.base import check_flat, check_out, split_bytes
+from compressors import Payload, check_cf
+from compressors.base import Spec, check_flat, check_out, split_bytes
 
 Forms = list[tuple[torch.Size, torch.dtype]]
 """Shape and dtype of each tensor that travels."""
@@ -73,11 +73,14 @@ class GraceCompressor(Compressor):
         self.error_feedback = error_feedback
         self._expected: dict[tuple[int, float, torch.dtype], tuple[Forms, Any]] = {}
 
-    def compress(self, tensor: Tensor, cf: float, key: Key) -> Payload:
-        check_flat(tensor)
-        tensor, cf, numel = tensor.detach(), self.supported(cf, tensor.numel()), tensor.numel()
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        check_flat(x, spec, add)
+        tensor, spec = x.detach(), spec.at(self.nearest(spec))
+        if add is not None:
+            tensor.add_(add.detach())
+        numel, cf = spec.numel, spec.cf
         forms, ctx = self._of_size(numel, cf, tensor.dtype)
-        tensors, ctx_now = self._run(tensor, cf, key.name)
+        tensors, ctx_now = self._run(tensor, cf, spec.key.name)
         if _forms(tensors) != forms or not _is_plain(ctx_now) or ctx_now != ctx:
             raise ValueError(
                 f"compressor {self.name!r} made {_forms(tensors)} with ctx {ctx_now!r} of {numel} "
@@ -88,7 +91,7 @@ class GraceCompressor(Compressor):
         norms = [each.double().square().sum() for each in (tensor, sent, tensor - sent)]
         mark = torch.ones(1, device=tensor.device)
         parts = (*(part.contiguous().flatten() for part in tensors), mark)
-        return Payload(parts, numel, cf, key, torch.stack(norms), tensor.dtype)
+        return Payload(parts, spec, torch.stack(norms))
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
@@ -98,19 +101,18 @@ class GraceCompressor(Compressor):
         sent = self._decode(tensors, ctx, payload.numel, payload.dtype)
         out.detach().add_(sent.masked_fill(mark != 1, 0.0).to(out.dtype), alpha=scale)
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: torch.dtype = torch.float32) -> int:
-        forms, _ = self._of_size(numel, self.supported(cf, numel), dtype)
+    def nbytes(self, spec: Spec) -> int:
+        forms, _ = self._of_size(spec.numel, self.nearest(spec), spec.dtype)
         return sum(shape.numel() * each.itemsize for shape, each in forms) + 4
 
-    def read(self, data: Tensor, numel: int, cf: float, dtype: torch.dtype, key: Key) -> Payload:
-        cf = self.supported(cf, numel)
-        forms, _ = self._of_size(numel, cf, dtype)
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        spec = spec.at(self.nearest(spec))
+        forms, _ = self._of_size(spec.numel, spec.cf, spec.dtype)
         sizes = [(shape.numel(), each) for shape, each in forms]
-        parts = split_bytes(data, *sizes, (1, torch.float32))
-        return Payload(parts, numel, cf, key, dtype=dtype)
+        return Payload(split_bytes(data, *sizes, (1, torch.float32)), spec)
 
-    def supported(self, cf: float, numel: int) -> float:
-        return check_cf(cf) if self.cf is None else self.cf
+    def nearest(self, spec: Spec) -> float:
+        return check_cf(spec.cf) if self.cf is None else self.cf
 
     def _run(self, tensor: Tensor, cf: float, name: str) -> tuple[list[Tensor], Any]:
         if self.ratio is not None:

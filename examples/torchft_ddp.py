@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceOp, Work
 from torch.futures import Future
 
 from compressors import Compressor, Key, RoundsCompressor, check_cf, make_compressor
+from compressors.base import Spec
 
 
 class Place(NamedTuple):
@@ -148,7 +149,7 @@ class CompressedProcessGroup:
         name = f"{place.numel} elements, {place.number}"
         rank = self._manager.participating_rank() or 0
         key = Key(name, self._manager.current_step(), rank=rank)
-        payload = compressor.compress(error_fed, self._cf, key)
+        payload = compressor.compress(error_fed, Spec.of(error_fed, self._cf, key))
         wire = torch.empty(payload.nbytes + 1, dtype=torch.uint8, device=gradient.device)
         payload.write(wire[:-1])
         wire[-1] = finite  # one byte behind the payload
@@ -156,10 +157,10 @@ class CompressedProcessGroup:
 
         total, all_finite = torch.zeros_like(gradient), torch.stack(rows)[:, -1].bool().all()
         for row in rows:
-            received = compressor.read(row[:-1], numel, self._cf, dtype, key)
+            received = compressor.read(row[:-1], Spec((numel,), self._cf, dtype, key))
             compressor.add_to(total, received)
         if takes_part and compressor.error_feedback:
-            compressor.subtract_from(error_fed, payload)
+            compressor.add_to(error_fed, payload, -1.0)
             left = torch.where(all_finite, error_fed, residual)
             self._pending[place] = Kept(left, participants)
         return torch.where(all_finite, total, torch.nan)

@@ -97,7 +97,7 @@ def strategies(base: Compressor) -> list[Strategy]:
     if isinstance(base, RoundsCompressor):
         start = partial(in_rounds, compressor=base)
         return [Strategy("all_reduce", start, reduced_bytes, base.rounds_count, takes_sums=True)]
-    if base.linear:
+    if base.sums:
         return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
     if isinstance(above := base.at(inf), Sparsifier):
         start = partial(voted_indices, values=above.values)

@@ -21,7 +21,7 @@ from torch.futures import Future
 from adaptive.bucket import EXACT, Bucket, Unit, shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
-from compressors.base import Payload
+from compressors.base import Payload, Spec, any_nonfinite
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, fresh
 from compressors.rounds import RoundsCompressor
@@ -87,7 +87,7 @@ class Piece(NamedTuple):
         """Bytes of the payload, of float32 gradients."""
         if self.cf == DENSE:
             return float(FP32 * prod(self.shape))
-        return self.compressor.exchanged_nbytes(self.shape, self.cf)
+        return self.compressor.nbytes(Spec.shaped(self.shape, self.cf))
 
 
 def gathered_bytes(pieces: Sequence[Piece], ranks: int) -> float:
@@ -100,15 +100,15 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     wire = pack(out, out.units, out.payloads)
     out.payloads = ()  # our own comes back, too
     rows = yield exchange.all_gather(wire)
-    sizes = payload_sizes(out.units, out.dtype)
+    sizes = payload_sizes(out.units)
     by_unit = rows.split(sizes, dim=1)
     # One unit after the other, so that the decoded payloads of no more than one are in memory.
     received = (
-        unit.compressor.read_all(from_ranks, unit.numel, unit.cf, out.dtype, unit.key)
+        unit.compressor.read_all(from_ranks, unit.spec)
         for unit, from_ranks in zip(out.units, by_unit, strict=True)
     )
     first = next(received, [])  # a rank poisons all payloads of a bucket or none
-    nonfinite = out.units[0].compressor.any_nonfinite(first) if first else False
+    nonfinite = any_nonfinite(first) if first else False
     everything = chain([first] if first else [], received)
     return Received(everything, nonfinite, 1 / exchange.world_size)
 
@@ -119,13 +119,13 @@ def reduced_bytes(pieces: Sequence[Piece], ranks: int) -> float:
 
 
 def summed(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The sum of the payloads is the payload of the sum (linear compressors), also of a nonfinite
-    one. Bytes a rank sends: 2(N-1)/N payloads."""
+    """The sum of the payloads is that of the sum (`Compressor.sums`), also of a
+    nonfinite one. Bytes a rank sends: 2(N-1)/N payloads."""
     wire = pack(out, out.units, out.payloads)
     dtype = out.units[0].compressor.wire_dtype(out.dtype) if out.units else out.dtype
     total = yield exchange.all_reduce(wire.view(dtype))
-    sums = unpack(out.units, total.view(torch.uint8), out.dtype)
-    nonfinite = any_nonfinite(out.units, sums)
+    sums = unpack(out.units, total.view(torch.uint8))
+    nonfinite = any_nonfinite(sums)
     return Received([[each] for each in sums], nonfinite, 1 / exchange.world_size, out.payloads)
 
 
@@ -155,14 +155,14 @@ def sharded(
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
         for start, stop in pairwise(shard_borders(work.numel(), exchange.world_size))
     ]
-    sizes = [sum(payload_sizes(units, out.dtype)) for units in shards]
+    sizes = [sum(payload_sizes(units)) for units in shards]
     wire = pack(out, out.units, out.payloads)
     rows = yield exchange.all_to_all(wire, sizes)
 
     mine = shards[exchange.rank]
-    received = [unpack(mine, row, out.dtype) for row in rows]
+    received = [unpack(mine, row) for row in rows]
     down = [[_downward(unit, down_cf) for unit in units] for units in shards]
-    down_sizes = [sum(payload_sizes(units, out.dtype)) for units in down]
+    down_sizes = [sum(payload_sizes(units)) for units in down]
     numels = [unit.numel for unit in mine]
     room = out.bucket.room("mean of a shard", sum(numels)).zero_()
     means = list(zip(mine, room.split(numels), strict=True))
@@ -176,19 +176,19 @@ def sharded(
         if kept is not None and kept.numel() == mean.numel():
             mean.copy_(kept)
         for payload in payloads:
-            flag = unit.compressor.is_nonfinite(payload)
-            unit.compressor.add_to(mean, unit.compressor.as_zeros(payload, flag), 1 / len(payloads))
+            flag = any_nonfinite([payload])
+            unit.compressor.add_to(mean, payload.as_zeros(flag), 1 / len(payloads))
             nonfinite = either(nonfinite, flag)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
-        second.append(below.compressor.compress(mean, below.cf, key))
+        second.append(below.compressor.compress(mean, below.spec._replace(key=key)))
     nonfinite = either(nonfinite, all_finite(room) ^ True)
     pairs = list(zip(down[exchange.rank], second, strict=True))
-    second = [unit.compressor.as_nonfinite(payload, nonfinite) for unit, payload in pairs]
+    second = [payload.as_nonfinite(nonfinite) for unit, payload in pairs]
     wire = work.new_zeros(max(down_sizes), dtype=torch.uint8)  # the collective wants equal sizes
     wire[: down_sizes[exchange.rank]] = pack(out, down[exchange.rank], second)
     for (unit, _), (_, mean), payload in zip(pairs, means, second, strict=True):
-        unit.compressor.subtract_from(mean, payload)
+        unit.compressor.add_to(mean, payload, -1.0)
     if server is not None:
         for (unit, mean), kept in zip(means, before, strict=True):
             unchanged = torch.zeros_like(mean) if kept is None else kept
@@ -200,9 +200,9 @@ def sharded(
 
     everyones: list[Payload] = []
     for units, row, size in zip(down, rows, down_sizes, strict=True):
-        everyones += unpack(units, row[:size], out.dtype)
+        everyones += unpack(units, row[:size])
     in_order = list(chain.from_iterable(down))
-    nonfinite = any_nonfinite(in_order, everyones)
+    nonfinite = any_nonfinite(everyones)
     fill_if(nonfinite, room, 0.0)
     by = [unit.compressor for unit in in_order]
     return Received([[mean] for mean in everyones], nonfinite, 1.0, out.payloads, means, by)
@@ -212,7 +212,7 @@ def _downward(unit: Unit, cf: float | None) -> Unit:
     """The unit as it is sent back to all, at `cf`; None: as it came."""
     if cf is None or unit.compressor is EXACT:
         return unit
-    cf = unit.compressor.supported(cf, unit.numel)
+    cf = unit.compressor.nearest(unit.spec.at(cf))
     return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else unit.compressor)
 
 
@@ -231,8 +231,7 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
 
     rounds = compressor.rounds(
         [payload.parts[0] for payload in out.payloads],
-        [unit.cf for unit in out.units],
-        [unit.key for unit in out.units],
+        [unit.spec for unit in out.units],
         exchange.world_size,
         report,
     )
@@ -248,44 +247,31 @@ def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -
         means: list[Payload] = stop.value
     else:
         raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
-    return Received([[mean] for mean in means], any_nonfinite(out.units, means), 1.0, own)
+    return Received([[mean] for mean in means], any_nonfinite(means), 1.0, own)
 
 
-def payload_sizes(units: Sequence[Unit], dtype: torch.dtype) -> list[int]:
+def payload_sizes(units: Sequence[Unit]) -> list[int]:
     """Bytes of each unit's payload: the same on every rank."""
-    return [unit.compressor.payload_nbytes(unit.numel, unit.cf, dtype) for unit in units]
+    return [unit.compressor.nbytes(unit.spec) for unit in units]
 
 
 def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> Tensor:
     """The payloads one after the other in one uint8 tensor, so that one collective carries them.
     ValueError if one has not its announced size."""
-    sizes = payload_sizes(units, out.dtype)
+    sizes = payload_sizes(units)
     wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
     for unit, payload, room in zip(units, payloads, wire.split(sizes), strict=True):
         if payload.nbytes != room.numel():
             raise ValueError(
                 f"compressor {unit.compressor.name!r} announced {room.numel()} bytes for "
                 f"{unit.numel} elements at CF {unit.cf:g} and made {payload.nbytes}; "
-                f"payload_nbytes must depend on its arguments only"
+                f"nbytes must depend on its arguments only"
             )
         payload.write(room)
     return wire
 
 
-def unpack(units: Sequence[Unit], wire: Tensor, dtype: torch.dtype) -> list[Payload]:
-    """The payloads that one rank packed."""
-    parts = wire.split(payload_sizes(units, dtype))
-    return [read(unit, data, dtype) for unit, data in zip(units, parts, strict=True)]
-
-
-def read(unit: Unit, data: Tensor, dtype: torch.dtype) -> Payload:
-    """A payload of the unit. InvalidPayload if the bytes cannot be one."""
-    return unit.compressor.read(data, unit.numel, unit.cf, dtype, unit.key)
-
-
-def any_nonfinite(units: Sequence[Unit], payloads: Sequence[Payload]) -> Flag:
-    """What some rank has sent is not finite."""
-    flag: Flag = False
-    for unit, payload in zip(units, payloads, strict=True):
-        flag = either(flag, unit.compressor.is_nonfinite(payload))
-    return flag
+def unpack(units: Sequence[Unit], wire: Tensor) -> list[Payload]:
+    """The payloads that one rank packed. InvalidPayload if the bytes cannot be that."""
+    parts = wire.split(payload_sizes(units))
+    return [unit.compressor.read(data, unit.spec) for unit, data in zip(units, parts, strict=True)]

@@ -10,10 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adaptive.bucket import EXACT, shard_borders
+from adaptive.bucket import shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds
-from compressors.base import Key, Payload, kept, split_bytes
+from compressors.base import Key, Payload, Spec, kept, split_bytes
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, fresh
 from compressors.sparsifier import Sparsifier
@@ -32,8 +32,8 @@ def voted_bytes(pieces: Sequence[Piece], ranks: int) -> float:
         compressor, numel = piece.compressor, prod(piece.shape)
         assert isinstance(compressor, Sparsifier)
         count = max(kept(numel, piece.cf), min(numel, ranks * kept(numel, piece.cf * ranks)))
-        indices += compressor.index_nbytes(numel, piece.cf * ranks)
-        values += compressor.values.nbytes(count, torch.float32)
+        indices += compressor.index_nbytes(Spec((numel,), piece.cf * ranks))
+        values += compressor.values.size(count, torch.float32)
     return gather_wire_bytes(indices, ranks) + reduce_wire_bytes(values, ranks)
 
 
@@ -48,15 +48,15 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
         for i, unit in enumerate(out.units)
         if isinstance(unit.compressor, Sparsifier)
     ]
-    sizes = [compressor.index_nbytes(unit.numel, unit.cf * n) for _, unit, compressor in sparse]
+    sizes = [compressor.index_nbytes(unit.spec.at(unit.cf * n)) for _, unit, compressor in sparse]
     wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
     for (i, unit, compressor), room in zip(sparse, wire.split(sizes), strict=True):
-        proposed = compressor.compress(own[i].parts[0], unit.cf * n, unit.key)
+        proposed = compressor.compress(own[i].parts[0], unit.spec.at(unit.cf * n))
         room.copy_(compressor.pack_indices(proposed))
     rows = yield exchange.all_gather(wire)
 
     for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
-        own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.cf, unit.key)
+        own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.spec)
     empty = out.bucket.work[:0]
     lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
     key = out.bucket.key._replace(name=f"values {out.index}")
@@ -126,9 +126,9 @@ class _ValueLists:
                 coded, decoded = form.encode(piece, key)
                 parts += coded
                 piece.copy_(decoded)
-        payload = Payload(tuple(parts), x.numel(), 1.0, key)
+        payload = Payload(tuple(parts), Spec.of(x, key=key))
         wire = fresh(payload.nbytes, torch.uint8, x.device)
-        (EXACT.as_nonfinite(payload, nonfinite) if parts else payload).write(wire)
+        (payload.as_nonfinite(nonfinite) if parts else payload).write(wire)
         return wire
 
     def decode(self, wire: Tensor, rank: int) -> list[Tensor]:

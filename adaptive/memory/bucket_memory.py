@@ -100,7 +100,7 @@ class BucketMemory:
             return
         residual = self._kept("residual", unit)
         if self._directly(unit, residual):
-            unit.compressor.subtract_from(residual, payload)
+            unit.compressor.add_to(residual, payload, -1.0)
         else:
             sent = self._bucket.of(unit).zero_()
             unit.compressor.add_to(sent, payload)

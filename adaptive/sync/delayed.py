@@ -118,7 +118,7 @@ class DelayedSync(LocalStepsSync):
         def start(exchange: Exchange, out: Outgoing) -> Rounds:
             own = self._own[out.index].zero_()
             for unit, payload in zip(out.units, out.payloads, strict=True):
-                sent = unit.compressor.as_zeros(payload, out.bucket.nonfinite)
+                sent = payload.as_zeros(out.bucket.nonfinite)
                 unit.compressor.add_to(own[unit.start : unit.stop], sent)
             return strategy.start(exchange, out)
 

@@ -340,7 +340,7 @@ class GossipSync(Synchroniser):
         units = under_way.units
         rows = under_way.arriving.payloads()
         for weight, row in zip(under_way.weights, rows, strict=True):
-            payloads = unpack(units, row, chunk.offset.dtype)
+            payloads = unpack(units, row)
             _add(chunk.offset, units, payloads, weight)
             for payload in payloads:
                 self._exchange.count_invalid(payload.invalid)
@@ -395,10 +395,11 @@ def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
     if levels:
         record_levels(unit, levels, strided_sample(target), tally)
     if cfs.send in cfs.measured:
-        sent = replace(levels[cfs.measured.index(cfs.send)], cf=unit.cf)
+        sent = levels[cfs.measured.index(cfs.send)]
+        sent = replace(sent, spec=sent.spec.at(unit.cf))
     else:
-        sent = unit.compressor.compress(target, unit.cf, unit.key)
-    return unit.compressor.as_nonfinite(sent, bucket.nonfinite)
+        sent = unit.compressor.compress(target, unit.spec)
+    return sent.as_nonfinite(bucket.nonfinite)
 
 
 def _add(out: Tensor, units: Sequence[Unit], payloads: Sequence[Payload], weight: float) -> None:

@@ -446,6 +446,26 @@ class Host(Kernels):
         fast = _is_fast(memory) and tensor.dtype == memory.dtype and tensor.device == memory.device
         return (add_and_norm if fast else _PLAIN.add_and_norm)(memory, tensor)
 
+    def sum_pieces(self, x: Tensor, counts: Array) -> Tensor:
+        if len(counts) == 1:
+            return x.sum().double().view(1)
+        return torch.from_numpy(np.add.reduceat(x.numpy(), _starts(counts))).double()
+
+    def max_pieces(self, x: Tensor, counts: Array) -> Tensor:
+        if len(counts) == 1:
+            return super().max_pieces(x, counts)
+        return torch.from_numpy(np.maximum.reduceat(x.numpy(), _starts(counts))).double()
+
+    def spread(self, numbers: Tensor, counts: Array) -> Tensor:
+        if len(counts) == 1:
+            return numbers
+        return torch.from_numpy(np.repeat(numbers.numpy(), counts))
+
+    def not_negative(self, x: Tensor) -> Tensor:
+        positive = scratch("positive", x.numel(), torch.bool, x.device)
+        np.greater_equal(x.numpy(), 0, out=positive.numpy())
+        return positive
+
     def largest(self, x: Tensor, k: int) -> Tensor:
         return largest(x, k) if _is_fast(x) else _PLAIN.largest(x, k)
 
@@ -530,6 +550,10 @@ class Host(Kernels):
     def unpack_bits(self, packed: Tensor, out: Tensor) -> None:
         bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
         out.copy_(torch.from_numpy(bits))
+
+
+def _starts(counts: Array) -> Array:
+    return counts.cumsum() - counts
 
 
 def _is_fast(x: Tensor) -> bool:

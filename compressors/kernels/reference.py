@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Flag, Scalar, Selected, ThresholdSearch
+from compressors.kernels.blocks import Array, Flag, Scalar, Selected, ThresholdSearch
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
@@ -70,6 +70,30 @@ class Kernels:
         """memory += tensor in place; ||memory||^2."""
         memory = memory.detach().add_(tensor)
         return self.squared_norm(memory)
+
+    # Pieces: neighbouring runs of elements, `counts` long, which are those of the whole tensor
+
+    def sum_pieces(self, x: Tensor, counts: Array) -> Tensor:
+        """The sum of each piece (float64)."""
+        if len(counts) == 1:
+            return x.sum(dtype=torch.float64).view(1)
+        last = torch.from_numpy(counts.cumsum() - 1).to(x.device, non_blocking=True)
+        sums = x.cumsum(0, dtype=torch.float64).index_select(0, last)
+        return torch.diff(sums, prepend=sums.new_zeros(1))
+
+    def max_pieces(self, x: Tensor, counts: Array) -> Tensor:
+        """The largest element of each piece (float64); all are 0 or more."""
+        if len(counts) == 1:
+            return x.amax(0, keepdim=True).double()
+        of = self.spread(torch.arange(len(counts), device=x.device), counts)
+        return x.new_zeros(len(counts)).scatter_reduce_(0, of, x, "amax").double()
+
+    def spread(self, numbers: Tensor, counts: Array) -> Tensor:
+        """The number of its piece for each element, or one number for all if there is one piece."""
+        if len(counts) == 1:
+            return numbers
+        counted = torch.from_numpy(counts).to(numbers.device, non_blocking=True)
+        return numbers.repeat_interleave(counted, output_size=int(counts.sum()))
 
     # Selection
 
@@ -208,6 +232,10 @@ class Kernels:
         rank = torch.arange(count, dtype=torch.int32, device=data.device)
         found = _bits(data).cumsum(0, dtype=torch.int32)
         return torch.searchsorted(found, rank, right=True, out_int32=8 * data.numel() < 2**31)
+
+    def not_negative(self, x: Tensor) -> Tensor:
+        """Which elements are 0 or more (bool), in working memory."""
+        return x >= 0
 
     def pack_bits(self, bits: Tensor) -> Tensor:
         """Flat `bits` (uint8, 0 or 1, or bool), eight to a byte, the first one lowest."""

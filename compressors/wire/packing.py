@@ -159,21 +159,21 @@ def codes_nbytes(count: int, levels: int) -> int:
     return (blocks * -(-CODE_BLOCK // rows) - (-rest // rows)) * byte_rows
 
 
-def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor | None = None) -> Tensor:
-    """Pack the codes q + offset, each below `levels`: of a block on the host, into `out`; of a
+def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor) -> None:
+    """Pack the codes q + offset, each below `levels`, into `out`: of a block on the host, of a
     whole tensor on a device.
 
-    q: flat whole numbers; overwritten if they are int8. out: uint8, codes_nbytes elements."""
+    q: flat whole numbers. out: uint8, codes_nbytes elements."""
     rows, byte_rows = _rows(levels)
-    codes = q if q.dtype == torch.int8 else scratch("codes", q.numel(), torch.int8, q.device)
-    codes = codes.copy_(q).add_(offset).view(torch.uint8)
-    if out is not None:
-        pack_numbers(codes.numpy(), levels, -(-q.numel() // rows) * rows, out.numpy())
-        return out
-    blocks = _by_columns(codes, CODE_BLOCK, rows)
-    packed = codes.new_empty(len(blocks), blocks.shape[1] // rows * byte_rows)
+    codes = scratch("codes", q.numel(), torch.int8, q.device).copy_(q).add_(offset)
+    if kernels_for(q).by_blocks:
+        numbers = codes.numpy().view(np.uint8)
+        pack_numbers(numbers, levels, -(-q.numel() // rows) * rows, out.numpy())
+        return
+    blocks = _by_columns(codes.view(torch.uint8), CODE_BLOCK, rows)
+    packed = codes.new_empty(len(blocks), blocks.shape[1] // rows * byte_rows, dtype=torch.uint8)
     pack_numbers(blocks, levels, blocks.shape[1], packed)
-    return _flat(packed, codes_nbytes(q.numel(), levels), packed.shape[1], byte_rows)
+    out.copy_(_flat(packed, out.numel(), packed.shape[1], byte_rows))
 
 
 def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor) -> None:

@@ -1,41 +1,43 @@
 """How values travel: in full, in half precision, or as levels with a shared scale.
 
 A `ValueFormat` turns the values that a sparsifier keeps (`TopK(values="bf16")`), or all values of a
-tensor (`compressors.quantizers`), into the parts of a payload. A `BlockFormat` does so on the host
-for one block that fits the cache at a time, so that the tensor is read from memory once, and on a
-device for the whole tensor, by few operations. The bytes on the wire are the same.
+tensor (`compressors.quantizers`), into the parts of a payload. A `BlockFormat` does so block by
+block on the host, where a block stays in the cache. On a device the whole tensor is one block.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from math import inf, isnan, nan
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.random import SFC64
 from torch import Tensor
 
-from compressors.base import Key, projection_error
-from compressors.kernels import fuses, kernels_for, squared_norms
+from compressors.base import Key, Spec
+from compressors.kernels import fuses, kernels_for
 from compressors.kernels.blocks import (
     CODE_BLOCK,
+    Array,
     Coding,
     Encoded,
+    Scalar,
     block_bounds,
-    energies,
     fill_up,
     fresh,
     numbers_of_rows,
-    reduce_rows,
     rows,
+    scratch,
     scratch_like,
     widened,
 )
-from compressors.kernels.host import block_norm, block_square, checked_norm
+from compressors.kernels.blocks import energies as sum_of
 from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
 
 STEP = 2.0**-16
@@ -46,7 +48,6 @@ WIDER = 1 + 2.0**-20
 
 _BUCKETS = [8 << i for i in range(CODE_BLOCK.bit_length() - 3)]
 _ODD = np.uint16(40503)  # 2**16 over the golden ratio
-_WIDE = (torch.float32, torch.float64)
 _USES = 4  # elements that a random word serves
 
 _FUSED_BUCKET = 4096  # elements of the largest bucket that a program of a Triton kernel holds
@@ -76,8 +77,8 @@ class ValueFormat(ABC):
     coding: Coding | None = None
 
     @abstractmethod
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
-        """The layout for `count` values of a tensor of `dtype`."""
+    def layout(self, count: int, dtype: torch.dtype, segments: tuple[int, ...] = ()) -> Layout:
+        """The layout for `count` values of a tensor of `dtype` and these segments, or one."""
 
     @abstractmethod
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
@@ -93,115 +94,189 @@ class ValueFormat(ABC):
         norms; what it decodes to only if `decode`. None where they cannot, and nothing is done."""
         return None
 
-    def nbytes(self, count: int, dtype: torch.dtype) -> int:
+    def size(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of all the parts together."""
         return sum(elements * part.itemsize for elements, part in self.layout(count, dtype))
 
 
-class Blocks:
-    """This iterates over the blocks of `x` on the host (float32 or float64), and where they start.
-    The first time round, `add` is added to each in place, and then `total` is ||x||^2."""
+class Pieces:
+    """Pieces are runs of elements of a flat tensor, each with a scale of its own.
 
-    def __init__(self, x: Tensor, add: Tensor | None) -> None:
-        self.x = x.detach()
-        self._add = None if add is None else add.detach()
-        self.total = nan
+    lengths: of the pieces, at least 1 (int64). width: the longest piece that a segment is cut into;
+        None: pieces are the segments."""
 
-    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        total, add, self._add = 0.0, self._add, None
-        for start, stop in block_bounds(self.x):
-            x = self.x[start:stop]
-            if add is not None:
-                x.add_(add[start:stop])
-            x = x.to(widened(x.dtype))
-            if isnan(self.total):
-                total += block_square(x.numpy())
-            yield x, start
-        if isnan(self.total):
-            self.total = checked_norm(total, self.x.numpy()) if self.x.dtype in _WIDE else total
+    def __init__(self, segments: Sequence[int], width: int | None = None) -> None:
+        whole = np.asarray(segments, np.int64)
+        if width is not None:
+            counts = -(-whole // width)
+            lengths = np.full(counts.sum(), width, np.int64)
+            lengths[counts.cumsum() - 1] = whole - (counts - 1) * width
+            whole = lengths
+        self.lengths, self._ends = whole, whole.cumsum()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def within(self, start: int, stop: int) -> Cut:
+        """The pieces that elements [start, stop) lie in."""
+        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
+        if first == last:
+            return Cut(slice(first, first + 1), np.array([stop - start]))
+        ends = np.minimum(self._ends[first : last + 1], stop)
+        return Cut(slice(first, last + 1), np.diff(ends, prepend=start))
+
+
+class Cut(NamedTuple):
+    """The pieces of a block: which they are, and how many of the block's elements each has."""
+
+    which: slice
+    counts: Array
+
+
+NO_CUT = Cut(slice(0), np.empty(0, np.int64))
+"""Of a format without `shared` parts."""
+
+
+@lru_cache(maxsize=256)
+def pieces(segments: tuple[int, ...], width: int | None = None) -> Pieces:
+    """`Pieces`, made once."""
+    return Pieces(segments, width)
 
 
 class BlockFormat(ValueFormat):
-    """A block format is a value format that encodes block by block (on a device: all at once).
+    """A block format is a value format that codes block by block (on a device: all at once).
 
-    Its `layout` grows evenly with every CODE_BLOCK elements.
-
-    shared: number of leading parts that hold for the whole tensor, such as a common scale;
-        `fill_shared` computes them.
-    projection: what is lost is orthogonal to what is kept, so that error = total - energy.
+    shared: number of leading parts that hold a number for each of `pieces_of`. They are known only
+        once all blocks were looked at. The other parts are cut into blocks.
     """
 
     shared: int = 0
-    projection: bool = False
 
-    def fill_shared(self, blocks: Blocks, shared: Parts) -> None:
-        """Go through `blocks` (at least one) and fill the `shared` parts, if there are any."""
-
-    @abstractmethod
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
-        """Encode the block `x`, from `start` on, on the host into its slices of the parts. Returns
-        the squared norms of what is kept and of what is lost (not looked at if `projection`)."""
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces | None:
+        """The pieces that have numbers in the `shared` parts."""
+        return None
 
     @abstractmethod
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        """Encode flat `x` (not empty, float32 or float64) on a device. Returns the parts, and what
-        they decode to (to rounding)."""
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        """The layout of the parts after the `shared` ones, which grows evenly with every CODE_BLOCK
+        elements."""
+
+    def layout(self, count: int, dtype: torch.dtype, segments: tuple[int, ...] = ()) -> Layout:
+        of = self.pieces_of(segments or (count,)) if count else None
+        numbers = ((len(of) if of else 0, widened(dtype)),) * self.shared
+        return (*numbers, *self.block_layout(count, dtype))
+
+    def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
+        """Add what a block tells of the scales of its pieces to `sums` (3, pieces), float64."""
+
+    def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
+        """Fill the `shared` parts, from `sums` over all blocks and the lengths of the pieces."""
 
     @abstractmethod
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
-        """Decode a block, on a device the whole tensor, into `out` (float32 or float64) from its
-        slices of the parts."""
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
+        """Code the block `x` (not empty, float32 or float64), from `start` on, into its slices of
+        the parts. Returns what they decode to, in working memory."""
+
+    @abstractmethod
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
+        """Decode a block into `out` (float32 or float64) from its slices of the parts."""
 
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        if kernels_for(values).by_blocks:
-            parts, _ = encode_sum(self, values, None, key)
-            return parts, self.decode(parts, values.numel(), values.dtype)
-        parts, decoded = _encode_on_device(self, values.detach(), key)
-        return parts, decoded.to(values.dtype)
+        spec = Spec.of(values, key=key)
+        if self.shared or kernels_for(values).by_blocks or not values.numel():
+            parts, _ = encode_sum(self, values, None, spec, energies=False)
+            return parts, self.decode(parts, spec.numel, spec.dtype)
+        parts = self._empty(values, spec)
+        decoded = self.code(values.detach().to(widened(spec.dtype)), 0, key, parts, NO_CUT)
+        return parts, decoded.to(spec.dtype)
+
+    def _empty(self, x: Tensor, spec: Spec) -> Parts:
+        """Memory for the parts that `x` becomes."""
+        layout = self.layout(x.numel(), x.dtype, spec.segments)
+        return tuple(fresh(size, dtype, x.device) for size, dtype in layout)
 
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         out = fresh(count, widened(dtype), parts[0].device)
         for start, stop in block_bounds(out):
-            self.decode_block(self.slices(parts, start, stop - start, dtype), out[start:stop])
+            self.decode_from(parts, (count,), start, out[start:stop], dtype)
         return out.to(dtype)
 
-    def slices(self, parts: Parts, start: int, count: int, dtype: torch.dtype) -> Parts:
+    def decode_from(
+        self,
+        parts: Parts,
+        segments: tuple[int, ...],
+        start: int,
+        out: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """Decode the elements from `start` on, a block of them, into `out`."""
+        if out.numel():
+            slices, cut = self._slices(parts, segments, start, out.numel(), dtype)
+            self.decode_block(slices, out, cut)
+
+    def _slices(
+        self,
+        parts: Parts,
+        segments: tuple[int, ...],
+        start: int,
+        count: int,
+        dtype: torch.dtype,
+    ) -> tuple[Parts, Cut]:
         """The slices of `parts` for `count` elements from `start` (a multiple of CODE_BLOCK) on."""
-        ends = zip(parts, self.layout(start, dtype), self.layout(count, dtype), strict=True)
-        own = [part[first : first + size] for part, (first, _), (size, _) in ends]
-        return (*parts[: self.shared], *own[self.shared :])
+        sizes = zip(
+            parts[self.shared :],
+            self.block_layout(start, dtype),
+            self.block_layout(count, dtype),
+            strict=True,
+        )
+        own = [part[first : first + size] for part, (first, _), (size, _) in sizes]
+        of = self.pieces_of(segments)
+        if of is None:
+            return tuple(own), NO_CUT
+        cut = of.within(start, start + count)
+        return (*(part[cut.which] for part in parts[: self.shared]), *own), cut
 
 
-def encode_sum(form: BlockFormat, x: Tensor, add: Tensor | None, key: Key) -> tuple[Parts, Tensor]:
-    """x += add in place (if given), then encode x. Returns the parts and `Payload.energies`."""
-    fused = form.fused(x.detach(), None if add is None else add.detach(), key, decode=False)
+def encode_sum(
+    form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, energies: bool = True
+) -> tuple[Parts, Tensor | None]:
+    """x += add in place (if given), then encode x. Returns the parts and `Payload.energies`, if
+    these are wanted."""
+    x, add = x.detach(), None if add is None else add.detach()
+    fused = form.fused(x, add, spec.key, decode=False)
     if fused is not None:
         return fused.parts, fused.norms.sum(0)
-    if not kernels_for(x).by_blocks:
-        x = x.detach() if add is None else x.detach().add_(add.detach())
-        parts, kept = _encode_on_device(form, x, key)
-        return parts, squared_norms([x, kept, x - kept])
-    parts = _empty(form, x)
-    blocks = Blocks(x, add)
-    energy = error = 0.0
+    parts = form._empty(x, spec)
+    norms: list[tuple[Scalar, ...]] = []
+    norm = kernels_for(x).squared_norm
     with np.errstate(all="ignore"):
-        if form.shared and x.numel():
-            form.fill_shared(blocks, parts[: form.shared])
-        for block, start in blocks:
-            slices = form.slices(parts, start, block.numel(), x.dtype)
-            kept_here, lost_here = form.encode_block(block, start, key, slices)
-            energy, error = energy + kept_here, error + lost_here
-    lost = projection_error(blocks.total, energy) if form.projection else error
-    return parts, energies(blocks.total, energy, lost, x)
+        of = form.pieces_of(spec.segments) if x.numel() else None
+        if of is not None:
+            sums = torch.zeros(3, len(of), dtype=torch.float64, device=x.device)
+            for start, stop in block_bounds(x):
+                block = x[start:stop] if add is None else x[start:stop].add_(add[start:stop])
+                form.look_at(block.to(widened(x.dtype)), cut := of.within(start, stop), sums)
+            lengths = torch.from_numpy(of.lengths).to(x.device, non_blocking=True)
+            form.share(sums, lengths, parts[: form.shared])
+            add = None
+        for start, stop in block_bounds(x) if x.numel() else ():
+            block = x[start:stop] if add is None else x[start:stop].add_(add[start:stop])
+            block = block.to(widened(x.dtype))
+            slices, cut = form._slices(parts, spec.segments, start, stop - start, x.dtype)
+            decoded = form.code(block, start, spec.key, slices, cut)
+            if energies:
+                kept = norm(decoded)  # before it is overwritten
+                norms.append((norm(block), kept, norm(torch.sub(block, decoded, out=decoded))))
+    if not energies:
+        return parts, None
+    total, kept, lost = map(sum_scalars, zip(*norms, strict=True)) if norms else (0.0, 0.0, 0.0)
+    return parts, sum_of(total, kept, lost, x)
 
 
-def _encode_on_device(form: BlockFormat, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-    return form.encode_whole(x.to(widened(x.dtype)), key) if x.numel() else (_empty(form, x), x)
-
-
-def _empty(form: BlockFormat, x: Tensor) -> Parts:
-    """Memory for the parts that `x` becomes."""
-    return tuple(fresh(size, dtype, x.device) for size, dtype in form.layout(x.numel(), x.dtype))
+def sum_scalars(numbers: Sequence[Scalar]) -> Scalar:
+    """The sum; no operation on a device if there is one number."""
+    first, *others = numbers
+    return sum(others, first)
 
 
 class Full(ValueFormat):
@@ -211,7 +286,7 @@ class Full(ValueFormat):
     lossless = True
     coding = Coding("floats")
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+    def layout(self, count: int, dtype: torch.dtype, segments: tuple[int, ...] = ()) -> Layout:
         return ((count, dtype),)
 
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
@@ -243,22 +318,16 @@ class Half(BlockFormat):
         self.name, self.half = name, half
         self.limit = torch.finfo(half).max / headroom
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, self.half),)
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
         (values,) = parts
         work = torch.clamp(x, -self.limit, self.limit, out=scratch_like("work", x))
         values.copy_(work)
-        work.copy_(values)
-        energy = block_norm(work)
-        return energy, block_norm(torch.sub(x, work, out=work))
+        return work.copy_(values)
 
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        values = x.clamp(-self.limit, self.limit).to(self.half)
-        return (values,), values.to(x.dtype)
-
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         out.copy_(parts[0])
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
@@ -299,49 +368,37 @@ class Levels(BlockFormat):
         self.coding = Coding("levels", bits, bucket)
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
 
-    def layout(self, count: int, dtype: torch.dtype) -> Layout:
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
         size = count if self.bits == 8 else codes_nbytes(count, 1 << self.bits)
         return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
 
-    def encode_block(self, x: Tensor, start: int, key: Key, parts: Parts) -> tuple[float, float]:
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
         scales, packed = parts
-        steps, q = scratch_like("work", x), scratch_like("levels", x)
-        columns = numbers_of_rows(scales, x, self.bucket)
-        matrices = rows(x, self.bucket), columns, rows(steps, self.bucket)
-        for matrix, scale, work in zip(*matrices, strict=True):
-            self._scale(matrix, scale, work)
-            torch.div(matrix, scale, out=work)
+        count, scale = x.numel(), scales.view(-1, 1)
+        matrix = fill_up(x, len(scales) * self.bucket).view(-1, self.bucket)
+        work = scratch("work", matrix.numel(), x.dtype, x.device)
+        q, levels = work.view_as(matrix), work[:count]
+        torch.abs(matrix, out=q)
+        torch.amax(q, dim=1, keepdim=True, out=scale)
+        if self.norm == "l2":  # of x / max|x|, which neither overflows nor vanishes
+            torch.div(matrix, scale.clamp(min=torch.finfo(x.dtype).tiny), out=q)
+            scale.mul_(q.square_().sum(dim=1, keepdim=True).sqrt_())
+        scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
+        torch.div(matrix, scale, out=q)
         if self.seed is None:
-            torch.round(steps, out=q)
+            q.round_()
         else:
-            fill_random16(q, self.seed, key, start)
-            torch.add(steps, q, alpha=STEP, out=q).floor_()
-        squares = scales.double().square()
-        energy = _weighted(squares, q, self.bucket)
+            noise = scratch("noise", count, x.dtype, x.device)
+            fill_random16(noise, self.seed, key, start)
+            levels.add_(noise, alpha=STEP).floor_()
         if self.bits == 8:
-            packed.view(torch.int8).copy_(q)
+            packed.view(torch.int8).copy_(levels)
         else:
-            pack_codes(q, 1 << self.bits, self.levels, packed)
-        return energy, _weighted(squares, steps.sub_(q), self.bucket)
+            pack_codes(levels, 1 << self.bits, self.levels, packed)
+        q.mul_(scale)
+        return levels
 
-    def encode_whole(self, x: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        count = x.numel()
-        buckets = fill_up(x, -(-count // self.bucket) * self.bucket).view(-1, self.bucket)
-        order, wide = (inf, x.dtype) if self.norm == "max" else (2, torch.float64)  # no overflow
-        scale = torch.linalg.vector_norm(buckets, order, dim=1, keepdim=True, dtype=wide)
-        scale = scale.to(x.dtype).div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
-        if self.seed is None:
-            q = (buckets / scale).round_()
-        else:
-            q = torch.addcdiv(uniform(buckets, self.seed, key), buckets, scale).floor_()
-        flat = q.view(-1)[:count]
-        if self.bits == 8:
-            packed = flat.to(torch.int8).view(torch.uint8)
-        else:
-            packed = pack_codes(flat, 1 << self.bits, self.levels)
-        return (scale.view(-1), packed), q.mul_(scale).view(-1)[:count]
-
-    def decode_block(self, parts: Parts, out: Tensor) -> None:
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scales, packed = parts
         if self.bits == 8:
             out.copy_(packed.view(torch.int8))
@@ -357,21 +414,14 @@ class Levels(BlockFormat):
         from compressors.kernels.triton import codec as triton_codec
 
         random = None
-        if self.seed is not None:  # as many as in `encode_whole`
-            random = uniform(x.new_empty(-(-x.numel() // self.bucket), self.bucket), self.seed, key)
-        (_, _), (nbytes, _) = self.layout(x.numel(), x.dtype)
+        if self.seed is not None:
+            random = torch.empty_like(x)
+            fill_random16(random, self.seed, key, 0)
+            random.mul_(STEP)
+        _, (nbytes, _) = self.layout(x.numel(), x.dtype)
         return triton_codec.encode_levels(
             x, add, self.bits, self.bucket, float(self._steps), nbytes, random, decode
         )
-
-    def _scale(self, x: Tensor, scale: Tensor, work: Tensor) -> None:
-        """Fill `scale`, a column, for the rows of `x`."""
-        torch.abs(x, out=work)
-        torch.amax(work, dim=1, keepdim=True, out=scale)
-        if self.norm == "l2":  # of x / max|x|, which neither overflows nor vanishes
-            torch.div(x, scale.clamp(min=torch.finfo(x.dtype).tiny), out=work)
-            scale.mul_(work.square_().sum(dim=1, keepdim=True).sqrt_())
-        scale.div_(self._steps).clamp_(min=torch.finfo(x.dtype).tiny)
 
 
 def check_bucket(bucket: int) -> None:
@@ -380,20 +430,13 @@ def check_bucket(bucket: int) -> None:
         raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
 
 
-def _weighted(squares: Tensor, x: Tensor, bucket: int) -> float:
-    """Sum of ||bucket of x||^2 times the bucket's squared scale, on the host."""
-    if x.numel() % bucket:
-        wide = reduce_rows(x, bucket, lambda row: row.double().square().sum(dim=1))
-        return float(torch.dot(wide, squares))
-    array = x.numpy().reshape(-1, bucket)
-    norms = np.matmul(array[:, None, :], array[:, :, None]).reshape(-1)
-    return float(np.dot(norms.astype(np.float64), squares.numpy()))
-
-
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
-    """Fill a block on the host with whole numbers, uniform from 0 to 65535: a function of `seed`,
-    `key` and `start`. As drawing is slow, each random word serves four elements, a quarter of the
+    """Fill a block with whole numbers, uniform from 0 to 65535: a function of `seed`, `key` and
+    `start`. As drawing is slow, on the host each random word serves four elements, a quarter of the
     length of `out` apart: as it is, and times powers of an odd number, which permute the words."""
+    if not kernels_for(out).by_blocks:
+        out.random_(0, 1 << 16, generator=generator(out.device, seed, key))
+        return
     each = -(-out.numel() // _USES)
     drawn = np.asarray(_seeded(_digest(seed, key, start)).random_raw(-(-each // 4)))
     words, array = drawn.view(np.uint16)[:each], out.numpy()
@@ -409,12 +452,6 @@ def generator(device: torch.device, seed: int, key: Key) -> torch.Generator | No
         return None
     bits = int.from_bytes(_digest(seed, key, 0)[:8], "little", signed=True)
     return torch.Generator(device).manual_seed(bits)
-
-
-def uniform(like: Tensor, seed: int, key: Key) -> Tensor:
-    """Random numbers from 0 to below 1, with the shape, dtype and device of `like`."""
-    made_by = generator(like.device, seed, key)
-    return torch.rand(like.shape, generator=made_by, dtype=like.dtype, device=like.device)
 
 
 def _digest(seed: int, key: Key, start: int) -> bytes:

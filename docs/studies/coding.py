@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from compressors import RoundsCompressor, make_compressor
+from compressors.base import Spec
 from runs.bench.compressors import KEY, in_rounds, our_step, textbook
 
 
@@ -39,7 +40,7 @@ def nanoseconds(spec: str, numel: int, rounds: int, workers: int = 2) -> float:
         elif isinstance(compressor, RoundsCompressor):
             payloads = in_rounds(compressor, [residual.add_(grad)], float(cf), [key])
         else:
-            wire = torch.empty(compressor.payload_nbytes(numel, float(cf)), dtype=torch.uint8)
+            wire = torch.empty(compressor.nbytes(Spec((numel,), float(cf))), dtype=torch.uint8)
             own = our_step(compressor, wire, residual, grad, float(cf))
             payloads = [own] * workers
         for payload in payloads:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from adaptive.bucket import Unit, compress_levels, record_levels, strided_sample
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, RoundsCompressor, TopK, compressor_names, make_compressor
-from compressors.base import Key, Payload, kept
+from compressors.base import Key, Payload, Spec, kept
 from runs.bench.timing import Row, describe, interleaved, median_ratio
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def our_step(
     compressor: Compressor, wire: Tensor, residual: Tensor, grad: Tensor, cf: float
 ) -> Payload:
     """The same, packed for the wire as well."""
-    payload = compressor.compress_sum(residual, grad, cf, KEY)
+    payload = compressor.compress(residual, Spec.of(residual, cf, KEY), grad)
     payload.write(wire)
-    compressor.subtract_from(residual, payload)
+    compressor.add_to(residual, payload, -1.0)
     return payload
 
 
@@ -59,13 +59,13 @@ def _with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float)
     unit = Unit(0, numel, KEY, compressor, compressor, cf, levels, ())
     payloads = compress_levels(unit, residual, grad)
     record_levels(unit, payloads, strided_sample(grad), Tally(cfs=levels))
-    compressor.subtract_from(residual, payloads[0])
+    compressor.add_to(residual, payloads[0], -1.0)
 
 
 def _topk_rows(grad: Tensor, rounds: int) -> list[Row]:
     numel, topk, rows = grad.numel(), TopK(), []
     for cf in (100.0, 1000.0):
-        wire = torch.empty(topk.payload_nbytes(numel, cf), dtype=torch.uint8)
+        wire = torch.empty(topk.nbytes(Spec((numel,), cf)), dtype=torch.uint8)
         state = {name: torch.zeros(numel) for name in ("textbook", "ours", "candidate", "copy")}
         times = interleaved(
             {
@@ -108,7 +108,7 @@ def bench_compressors(asked: Benching) -> list[Row]:
         if name == "none":
             continue
         compressor = make_compressor(name)
-        cf = compressor.supported_for(CF, (side, side))
+        cf = compressor.nearest(Spec.shaped((side, side), CF))
         step = _step(compressor, torch.zeros(numel), grad, cf)
         copy = partial(torch.zeros(numel).copy_, grad)
         times = interleaved({name: step, "copy": copy}, asked.rounds)
@@ -124,7 +124,7 @@ def _step(
 ) -> Callable[[], object]:
     """In rounds: a step in a world of one, on the largest square matrix that the tensor holds."""
     if not isinstance(compressor, RoundsCompressor):
-        wire = torch.empty(compressor.payload_nbytes(grad.numel(), cf), dtype=torch.uint8)
+        wire = torch.empty(compressor.nbytes(Spec((grad.numel(),), cf)), dtype=torch.uint8)
         return partial(our_step, compressor, wire, residual, grad, cf)
     side = isqrt(grad.numel())
     square, key = slice(side * side), KEY._replace(shape=(side, side))
@@ -140,7 +140,9 @@ def in_rounds(
 ) -> list[Payload]:
     """What has come of all rounds in a world of one, off the residuals. exchange: of each round."""
     own: list[Payload] = []
-    rounds = compressor.rounds(residuals, [cf] * len(keys), keys, 1, own.extend)
+    pairs = zip(residuals, keys, strict=True)
+    specs = [Spec.of(residual, cf, key) for residual, key in pairs]
+    rounds = compressor.rounds(residuals, specs, 1, own.extend)
     handed = next(rounds)
     try:
         while True:
@@ -148,7 +150,7 @@ def in_rounds(
             handed = rounds.send(handed)
     except StopIteration as stop:
         for residual, payload in zip(residuals, own, strict=True):
-            compressor.subtract_from(residual, payload)
+            compressor.add_to(residual, payload, -1.0)
         return list(stop.value)
 
 

@@ -29,7 +29,7 @@ from adaptive import AdaptiveCompressor, Fixed, Updates
 from adaptive.exchange.pipeline import done_with
 from adaptive.replicas import DDPReplica
 from compressors import Compressor, make_compressor
-from compressors.base import kept
+from compressors.base import Spec, kept
 from policies import Policy
 from runs.bench.compressors import KEY, our_step
 from runs.bench.ddp import LADDER, Shadowed
@@ -90,7 +90,7 @@ def _tensor_rows(numel: int, rounds: int, seed: int, device: torch.device) -> li
     runs: list[tuple[str, str, Callable[[], object]]] = []
     for name in (*GOALS, *OTHERS):
         compressor = make_compressor(name)
-        cf = compressor.supported(CF, numel)
+        cf = compressor.nearest(Spec((numel,), CF))
         step = partial(_tensor_step, compressor, residual, grad, mean, cf)
         runs.append((f"{name} CF {cf:g}", GOALS.get(name, ""), step))
     runs += [
@@ -111,10 +111,10 @@ def _tensor_step(
     compressor: Compressor, residual: Tensor, grad: Tensor, mean: Tensor, cf: float
 ) -> None:
     numel = grad.numel()
-    nbytes = compressor.payload_nbytes(numel, cf)
+    nbytes = compressor.nbytes(Spec((numel,), cf))
     wire = torch.empty(nbytes, dtype=torch.uint8, device=grad.device)
     our_step(compressor, wire, residual, grad, cf)
-    received = compressor.read(wire, numel, cf, grad.dtype, KEY)
+    received = compressor.read(wire, Spec((numel,), cf, grad.dtype, KEY))
     compressor.add_to(mean.zero_(), received)
 
 

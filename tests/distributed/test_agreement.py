@@ -22,6 +22,7 @@ from adaptive import (
 )
 from adaptive.timeline.records import StepRecord
 from compressors import TopK
+from compressors.base import Spec
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
 
@@ -100,8 +101,8 @@ class _RankDependent(TopK):
 
     name = "rank-dependent"
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: Any = torch.float32) -> int:
-        return super().payload_nbytes(numel, cf * (1 + dist.get_rank()), dtype)
+    def nbytes(self, spec: Spec) -> int:
+        return super().nbytes(spec.at(spec.cf * (1 + dist.get_rank())))
 
 
 class _Untrue(TopK):
@@ -109,8 +110,8 @@ class _Untrue(TopK):
 
     name = "untrue"
 
-    def payload_nbytes(self, numel: int, cf: float, dtype: Any = torch.float32) -> int:
-        return super().payload_nbytes(numel, cf, dtype) + 1
+    def nbytes(self, spec: Spec) -> int:
+        return super().nbytes(spec) + 1
 
 
 def _error_of(rank: int, how: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from adaptive.exchange.choice import strategies
 from compressors import QSGD, Compressor, compressor_names, make_compressor
+from compressors.base import Spec
 from compressors.powersgd import PowerSGD
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import same
@@ -31,7 +32,7 @@ def _all(rank: int, exchange: str, bad_at: int | None) -> dict[str, Any]:
     for name, base in _bases().items():
         if exchange not in {way.name for way in strategies(base)}:
             continue
-        cfs = [base.supported_for(cf, (40, 14)) if cf != 1 else cf for cf in CFS]
+        cfs = [base.nearest(Spec.shaped((40, 14), cf)) if cf != 1 else cf for cf in CFS]
         results[name] = run(rank, base, {"exchange": exchange}, 0.004, cfs, bad_at)
     return results
 

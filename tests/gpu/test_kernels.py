@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressors import compressor_names, make_compressor
-from compressors.base import Key
+from compressors.base import Key, Spec
 from compressors.kernels import HOST, TRITON
 from compressors.rounds import RoundsCompressor
 
@@ -47,11 +47,11 @@ SAME_BYTES = ["topk", "topk+bf16", "topk+int8", "topk+int4", "int8", "bf16", "fp
 @pytest.mark.parametrize("numel", SIZES)
 def test_the_bytes_on_the_wire_are_those_of_the_host(name: str, numel: int) -> None:
     compressor, gradient = make_compressor(name), _gradient(numel)
-    cf = compressor.supported(100.0, numel)
+    cf = compressor.nearest(Spec((numel,), 100.0))
     wires = []
     for where in ("cpu", "cuda"):
         memory = torch.zeros(numel, device=where)
-        payload = compressor.compress_sum(memory, gradient.to(where), cf, KEY)
+        payload = compressor.compress(memory, Spec.of(memory, cf, KEY), gradient.to(where))
         wire = torch.empty(payload.nbytes, dtype=torch.uint8, device=where)
         payload.write(wire)
         wires.append(wire.cpu())
@@ -64,15 +64,15 @@ def test_a_payload_means_the_same_on_the_host(name: str, numel: int) -> None:
     compressor, gradient = make_compressor(name), _gradient(numel)
     if isinstance(compressor, RoundsCompressor):
         pytest.skip("its rounds need a process group: test_hook.py")
-    cf = compressor.supported(50.0, numel)
+    cf = compressor.nearest(Spec((numel,), 50.0))
     memory = torch.zeros(numel, device="cuda")
-    payload = compressor.compress_sum(memory, gradient.cuda(), cf, KEY)
+    payload = compressor.compress(memory, Spec.of(memory, cf, KEY), gradient.cuda())
     wire = torch.empty(payload.nbytes, dtype=torch.uint8, device="cuda")
     payload.write(wire)
     decoded = []
     for where in ("cpu", "cuda"):
-        received = compressor.read(wire.to(where), numel, cf, torch.float32, KEY)
+        received = compressor.read(wire.to(where), Spec((numel,), cf, torch.float32, KEY))
         decoded.append(compressor.decompress(received).cpu())
     assert torch.equal(*decoded)
-    compressor.subtract_from(memory, payload)
+    compressor.add_to(memory, payload, -1.0)
     torch.testing.assert_close(memory.cpu() + decoded[0], gradient, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressors.base import Key, Payload
 from compressors.rounds import Rounds, RoundsCompressor
+from tests.unit.samples import specs
 
 
 def exchange(
@@ -28,8 +29,14 @@ def exchange(
                 torch.zeros_like(tensor) if j in (skipped or {}).get(i, ()) else tensor
                 for j, tensor in enumerate(tensors)
             ],
-            [cf] * len(tensors),
-            keys,
+            specs(
+                [
+                    torch.zeros_like(tensor) if j in (skipped or {}).get(i, ()) else tensor
+                    for j, tensor in enumerate(tensors)
+                ],
+                [cf] * len(tensors),
+                keys,
+            ),
             len(ranks),
             own.extend,
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from compressors import Compressor
-from compressors.base import Payload
+from compressors import Compressor, RoundsCompressor
+from compressors.base import Key, Payload, Spec
 
 
 def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -29,11 +31,29 @@ def ordinary(dtype: torch.dtype, numel: int = 10_000) -> dict[str, torch.Tensor]
     }
 
 
+def compressed(
+    compressor: Compressor,
+    x: torch.Tensor,
+    cf: float,
+    key: Key = Key("w"),  # noqa: B008
+    add: torch.Tensor | None = None,
+) -> Payload:
+    """The payload of `x` (+ `add`), as one segment."""
+    return compressor.compress(x, Spec.of(x, cf, key), add)
+
+
+def specs(tensors: Sequence[torch.Tensor], cfs: Sequence[float], keys: Sequence[Key]) -> list[Spec]:
+    return [Spec.of(*each) for each in zip(tensors, cfs, keys, strict=True)]
+
+
 def wire(compressor: Compressor, payload: Payload, dtype: torch.dtype, offset: int = 0) -> Payload:
-    """What a receiver makes of the payload; `offset` puts its bytes out of alignment."""
+    """What a receiver makes of the payload; `offset` puts its bytes out of alignment. A payload of
+    a compressor that works in rounds does not travel."""
+    if isinstance(compressor, RoundsCompressor):
+        return payload
     data = torch.empty(payload.nbytes + offset, dtype=torch.uint8)[offset:]
     payload.write(data)
-    return compressor.read(data, payload.numel, payload.cf, dtype, payload.key)
+    return compressor.read(data, Spec((payload.numel,), payload.cf, dtype, payload.key))
 
 
 def norm2(tensor: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressors import InvalidPayload, kept, make_compressor
+from compressors.base import Spec
 from compressors.wire.indices import FORMATS, IndexFormat, choose_format
 from tests.unit.device_path import device_path
 
@@ -234,7 +235,7 @@ def test_bytes_an_index(numel, cf, most):
 @pytest.mark.parametrize("cf", [10.0, 100.0, 1000.0])
 def test_bytes_a_kept_element(base, most, numel, cf):
     """With its value and all headers: the table of docs/results.md."""
-    assert make_compressor(base).payload_nbytes(numel, cf) <= most * kept(numel, cf)
+    assert make_compressor(base).nbytes(Spec((numel,), cf)) <= most * kept(numel, cf)
 
 
 def test_bound_is_the_binomial():

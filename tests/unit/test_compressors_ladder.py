@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from compressors import BF16, Int8, Key, Ladder, TopK
+from compressors.base import Spec, any_nonfinite
+from tests.unit.samples import compressed
 
 LADDER = Ladder({4: "int8", 2: "bf16"}, above="topk+int4")
 KEY = Key("w")
@@ -14,26 +16,25 @@ KEY = Key("w")
 @pytest.mark.parametrize("cf", [2, 4, 10, 100])
 def test_at_each_cf_it_does_what_its_part_does(cf: float) -> None:
     x, part = torch.randn(3000), LADDER.at(cf)
-    payload, alone = LADDER.compress(x, cf, KEY), part.compress(x, cf, KEY)
+    payload, alone = LADDER.compress(x, Spec.of(x, cf, KEY)), part.compress(x, Spec.of(x, cf, KEY))
     assert torch.equal(payload.energies, alone.energies)
-    data = torch.empty(LADDER.payload_nbytes(3000, cf), dtype=torch.uint8)
+    data = torch.empty(LADDER.nbytes(Spec((3000,), cf)), dtype=torch.uint8)
     payload.write(data)
-    received = LADDER.read(data, 3000, cf, torch.float32, KEY)
+    received = LADDER.read(data, Spec((3000,), cf, torch.float32, KEY))
     assert torch.equal(LADDER.decompress(received), part.decompress(alone))
     mean = torch.empty(3000)
-    LADDER.write_mean(mean, [received, received], 0.5)
+    LADDER.mean_of(mean, [received, received], 0.5)
     assert torch.allclose(mean, part.decompress(alone))
-    for name in ("floats", "supported"):
-        arguments = (cf, 3000) if name == "supported" else (3000, cf)
-        assert getattr(LADDER, name)(*arguments) == getattr(part, name)(*arguments)
+    spec = Spec((3000,), cf)
+    assert (LADDER.floats(spec), LADDER.nearest(spec)) == (part.floats(spec), part.nearest(spec))
 
 
 @pytest.mark.parametrize("cf", [2, 4, 10])
 def test_a_nonfinite_mark_is_that_of_the_part(cf: float) -> None:
-    payload = LADDER.compress(torch.randn(300), cf, KEY)
-    marked = LADDER.as_nonfinite(payload)
-    assert [LADDER.any_nonfinite([each]) for each in (payload, marked)] == [False, True]
-    assert LADDER.decompress(LADDER.as_zeros(marked)).count_nonzero() == 0
+    payload = compressed(LADDER, torch.randn(300), cf, KEY)
+    marked = payload.as_nonfinite()
+    assert [any_nonfinite([each]) for each in (payload, marked)] == [False, True]
+    assert LADDER.decompress(marked.as_zeros()).count_nonzero() == 0
 
 
 def test_which_part_works_where() -> None:
@@ -56,9 +57,9 @@ def test_next_to_nothing_waits_at_the_rungs() -> None:
 
 def test_a_level_is_compressed_from_the_one_before() -> None:
     x = torch.randn(3000)
-    again = LADDER.recompress(LADDER.compress(x, 10, KEY), 10)
+    again = LADDER.smaller(LADDER.compress(x, Spec.of(x, 10, KEY)), 10)
     assert again.cf == 100
-    assert torch.equal(again.parts[0], TopK().compress(x, 100, KEY).parts[0])
+    assert torch.equal(again.parts[0], TopK().compress(x, Spec.of(x, 100, KEY)).parts[0])
 
 
 def test_what_ranks_compare_names_every_part_and_its_settings() -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from compressors.base import InvalidPayload, Key
+from compressors.base import InvalidPayload, Key, Spec, any_nonfinite
 from compressors.powersgd import PowerSGD, layout, orthonormal_rows
 from tests.unit.matrices import KEYS, MATRIX, NUMELS, SHAPES, buckets, low_rank, normal, one
 from tests.unit.ranks import exchange, same
-from tests.unit.samples import norm2
+from tests.unit.samples import compressed, norm2, specs
 
 either_path = pytest.mark.usefixtures("either_path")
 
@@ -48,20 +48,19 @@ def test_sizes_and_supported_cf(cf):
     powersgd = PowerSGD()
     for shape in ((64, 100), (7,), (5, 3, 2), (300, 2)):
         numel = int(np.prod(shape))
-        payload = powersgd.compress(normal(numel, 0, torch.float32), cf, Key("w", 0, shape))
+        payload = compressed(powersgd, normal(numel, 0, torch.float32), cf, Key("w", 0, shape))
         rank, sides = layout(cf, numel, shape).rank, shape[0] + numel // shape[0]
-        assert powersgd.floats_for(shape, cf) == (rank * sides if rank else numel)
-        assert payload.nbytes == powersgd.exchanged_nbytes(shape, cf)
-        assert payload.nbytes == 4 * powersgd.floats_for(shape, cf)
-        real = powersgd.supported_for(cf, shape)
-        assert real == pytest.approx(numel / powersgd.floats_for(shape, cf))
+        assert powersgd.floats(Spec.shaped(shape, cf)) == (rank * sides if rank else numel)
+        assert payload.nbytes == powersgd.nbytes(Spec.shaped(shape, cf))
+        assert payload.nbytes == 4 * powersgd.floats(Spec.shaped(shape, cf))
+        real = powersgd.nearest(Spec.shaped(shape, cf))
+        assert real == pytest.approx(numel / powersgd.floats(Spec.shaped(shape, cf)))
         assert layout(real, numel, shape).rank == rank
     for numel in (0, 1, 2, 3, 97, 10_000, 10_001, 10_099):
-        payload = powersgd.compress(normal(numel, 0, torch.float32), cf, Key("w"))
-        assert payload.nbytes == powersgd.payload_nbytes(numel, cf)
-        assert powersgd.payload_nbytes(numel, cf, torch.float64) == 2 * payload.nbytes
-        assert powersgd.floats(numel, cf) == payload.nbytes / 4
-        assert powersgd.supported(cf, numel) >= 1
+        payload = compressed(powersgd, normal(numel, 0, torch.float32), cf, Key("w"))
+        assert payload.nbytes == powersgd.nbytes(Spec((numel,), cf))
+        assert powersgd.floats(Spec((numel,), cf)) == payload.nbytes / 4
+        assert powersgd.nearest(Spec((numel,), cf)) >= 1
         plan = layout(cf, numel)
         if plan.rank:
             assert plan.rest < plan.rows <= plan.cols <= plan.rows + 2
@@ -72,7 +71,9 @@ def test_yields_the_same_sizes_whatever_the_data():
     sizes = []
     for value in (0.0, 1.0, nan):
         tensors = [torch.full((n,), value) for n in NUMELS]
-        generator = PowerSGD().rounds(tensors, [4.0] * len(tensors), KEYS, 1, lambda _: None)
+        generator = PowerSGD().rounds(
+            tensors, specs(tensors, [4.0] * len(tensors), KEYS), 1, lambda _: None
+        )
         first = next(generator)
         second = generator.send(first.clone())
         sizes.append((first.shape, second.shape))
@@ -80,18 +81,18 @@ def test_yields_the_same_sizes_whatever_the_data():
             generator.send(second)
     assert len(set(sizes)) == 1
     total = sum(sizes[0][0]) + sum(sizes[0][1])
-    assert total * 4 == sum(PowerSGD().exchanged_nbytes(s, 4.0) for s in SHAPES[:-1]) + 4
+    assert total * 4 == sum(PowerSGD().nbytes(Spec.shaped(s, 4.0)) for s in SHAPES[:-1]) + 4
 
 
 def test_bad_input_is_refused():
-    def start(*args):
-        return next(PowerSGD().rounds(*args, 1, lambda _: None))
+    def start(x, cf, key):
+        return next(PowerSGD().rounds([x], [Spec.of(x, cf, key)], 1, lambda _: None))
 
     x = torch.zeros(2400)
     with pytest.raises(ValueError, match=r"key\.shape"):
-        start([x[:-1]], [4.0], [MATRIX])
+        start(x[:-1], 4.0, MATRIX)
     with pytest.raises(ValueError, match="cf must"):
-        start([x], [0.5], [MATRIX])
+        start(x, 0.5, MATRIX)
     for wrong in ({}, {"q": 3}, {"q": {"w": [1.0]}}, {"q": {"w": torch.full((1, 60), nan)}}):
         with pytest.raises(ValueError, match="state"):
             PowerSGD().load_state_dict(wrong)
@@ -121,7 +122,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
             assert all(torch.equal(a, b) for a, b in zip(memory[w], before[w], strict=True))
             taken = reported[w] if against == "own" else payloads[w]
             for i, payload in enumerate(taken):
-                ranks[w].subtract_from(memory[w][i], payload)
+                ranks[w].add_to(memory[w][i], payload, -1.0)
             for i in skipped.get(w, ()):
                 assert torch.equal(memory[w][i], before[w][i])
         for i, payload in enumerate(payloads[0]):
@@ -162,7 +163,7 @@ def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same(
             own, payloads = exchange(ranks, [[m] for m in memory], 3.0, [MATRIX])
             for w in range(2):
                 taken = own[w][0] if against == "own" else payloads[w][0]
-                ranks[w].subtract_from(memory[w], taken)
+                ranks[w].add_to(memory[w], taken, -1.0)
         shares[against] = sum(float(p[0].energy) for p in own) / sum(float(p[0].total) for p in own)
         decoded[against] = ranks[0].decompress(payloads[0][0])
     torch.testing.assert_close(decoded["own"], decoded["mean"], rtol=1e-4, atol=1e-5)
@@ -216,12 +217,12 @@ def test_a_higher_rank_starts_from_the_columns_there_are():
 
 def test_probing_changes_nothing_and_starts_warm():
     rank, matrix = PowerSGD(), normal(2400, 4)
-    cold = rank.compress(matrix, 12.0, MATRIX)
+    cold = rank.compress(matrix, Spec.of(matrix, 12.0, MATRIX))
     assert rank.state_dict() == {"q": {}}
     for _ in range(30):
         own, _ = one([rank], [matrix], 12.0)
     state = rank.state_dict()["q"]["w"]
-    warm = rank.compress(matrix, 12.0, MATRIX)
+    warm = rank.compress(matrix, Spec.of(matrix, 12.0, MATRIX))
     assert torch.equal(rank.state_dict()["q"]["w"], state)
     assert float(warm.energy) > float(cold.energy)
     assert float(warm.energy) == pytest.approx(float(own[0].energy), rel=1e-2)
@@ -249,21 +250,15 @@ def test_state_dict_round_trip_in_the_middle():
     "key", [Key("w"), MATRIX, Key("w", 0, (2400,))], ids=lambda k: str(k.shape)
 )
 @pytest.mark.parametrize("cf", [1.0, 1.5, 10.0, 1000.0])
-def test_bytes_round_trip(key, cf):
+def test_a_payload_decodes_to_what_its_energies_say(key, cf):
     powersgd, tensor = PowerSGD(), normal(2400, 2, torch.float32)
-    payload = powersgd.compress(tensor, cf, key)
-    data = torch.empty(payload.nbytes, dtype=torch.uint8)
-    payload.write(data)
-    received = powersgd.read(data, 2400, cf, torch.float32, key)
-    assert same(received, payload)
-    sent = powersgd.decompress(received)
+    payload = powersgd.compress(tensor, Spec.of(tensor, cf, key))
+    sent = powersgd.decompress(payload)
     out = torch.full((2400,), nan)
     powersgd.write_to(out, payload)
     torch.testing.assert_close(out, sent)
     assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
     assert float(payload.error) == pytest.approx(norm2(tensor - sent), rel=1e-5, abs=1e-9)
-    with pytest.raises(InvalidPayload):
-        powersgd.read(data[:-1], 2400, cf, torch.float32, key)
     for wrong in (torch.zeros(2399), torch.zeros(2401), torch.zeros(40, 60)):
         with pytest.raises(InvalidPayload):
             powersgd.add_to(wrong, payload)
@@ -312,9 +307,9 @@ def test_truncation_is_what_the_same_rounds_give_at_that_rank():
         _, (direct, _) = run(cf)
         for w in range(2):
             a = bucket[w][0]
-            level = ranks[w].recompress(reported[w][0], cf / 4.0)
+            level = ranks[w].smaller(reported[w][0], cf / 4.0)
             kept = ranks[w].decompress(level)
-            assert level.nbytes == 8 * ranks[w].floats_for((40, 60), cf)
+            assert level.nbytes == 8 * ranks[w].floats(Spec.shaped((40, 60), cf))
             assert float(level.energy) == pytest.approx(norm2(kept))
             assert float(level.error) == pytest.approx(norm2(a - kept))
             assert float(level.total) == pytest.approx(norm2(a))
@@ -323,14 +318,14 @@ def test_truncation_is_what_the_same_rounds_give_at_that_rank():
 
 def test_recompress_of_what_went_uncompressed():
     rank, matrix = PowerSGD(), normal(2400, 1)
-    whole = rank.compress(matrix, 1.0, MATRIX)
+    whole = rank.compress(matrix, Spec.of(matrix, 1.0, MATRIX))
     assert torch.equal(rank.decompress(whole), matrix)
     assert (float(whole.error), float(whole.energy)) == (0.0, float(whole.total))
-    level = rank.recompress(whole, 12.0)
-    assert same(level, rank.compress(matrix, 12.0, MATRIX))
-    vector = rank.compress(normal(30, 1), 4.0, Key("b", 0, (30,)))
-    assert rank.recompress(vector, 10.0).cf == 40.0
-    assert same(rank.recompress(vector, 10.0), vector)
+    level = rank.smaller(whole, 12.0)
+    assert same(level, rank.compress(matrix, Spec.of(matrix, 12.0, MATRIX)))
+    vector = compressed(rank, normal(30, 1), 4.0, Key("b", 0, (30,)))
+    assert rank.smaller(vector, 10.0).cf == 40.0
+    assert same(rank.smaller(vector, 10.0), vector)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -353,7 +348,7 @@ def test_equals_numpy_reference(world):
         memory = [m - p @ (m.T @ p).T for m in memory]
         own, mean = one(ranks, ours, 8.0)
         for w in range(world):
-            ranks[w].subtract_from(ours[w], own[w])
+            ranks[w].add_to(ours[w], own[w], -1.0)
             np.testing.assert_allclose(ours[w].view(40, 60), memory[w], atol=1e-10)
         np.testing.assert_allclose(mean.view(40, 60), p @ q.T, atol=1e-10)
 
@@ -419,7 +414,7 @@ def test_equals_pytorch_hook(monkeypatch, rank):
             out = torch.cat([ours.decompress(payload) for payload in payloads])
             torch.testing.assert_close(out, flat)
             for piece, payload in zip(pieces, payloads, strict=True):
-                ours.subtract_from(piece, payload)
+                ours.add_to(piece, payload, -1.0)
             torch.testing.assert_close(memory, state.error_dict[0])
         else:
             q = state.q_memory_dict[0].view(2, 40, rank)
@@ -442,7 +437,7 @@ def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
         reported, payloads = exchange(ranks, bucket, cf, KEYS)
         for rank, got in zip(ranks, payloads, strict=True):
             for payload, numel in zip(got, NUMELS, strict=True):
-                assert rank.is_nonfinite(payload)
+                assert any_nonfinite([payload])
                 assert bool(rank.decompress(payload).isnan().all())
                 out = torch.zeros(numel)
                 rank.write_to(out, payload)
@@ -454,7 +449,7 @@ def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
             assert all(bool(rank.decompress(payload).isfinite().all()) for payload in own)
             assert all(payload.energy.isnan() and payload.error.isnan() for payload in own)
     _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0, KEYS)
-    assert not any(ranks[0].is_nonfinite(payload) for payload in payloads[0])
+    assert not any(any_nonfinite([payload]) for payload in payloads[0])
 
 
 def test_nan_where_q_is_zero_is_not_hidden():
@@ -463,7 +458,7 @@ def test_nan_where_q_is_zero_is_not_hidden():
     matrix = torch.ones(2400)
     matrix[5] = nan
     _, payloads = exchange([rank], [[matrix]], 24.0, [MATRIX])
-    assert rank.is_nonfinite(payloads[0][0])
+    assert any_nonfinite([payloads[0][0]])
 
 
 @either_path
@@ -508,7 +503,7 @@ def test_tiny_and_huge_gradients(dtype, scale):
         assert bool(mean.isfinite().all())
         assert bool(ranks[0].state_dict()["q"]["w"].isfinite().all())
         left = matrix.clone()
-        ranks[0].subtract_from(left, own[0])
+        ranks[0].add_to(left, own[0], -1.0)
         assert bool(left.isfinite().all())
     if 1e-300 < scale < 1e200 and (dtype == torch.float64 or scale > 1e-38):
         torch.testing.assert_close(mean / scale, matrix / scale, rtol=1e-4, atol=1e-4)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressors.base import Key
+from compressors.base import Key, Spec, any_nonfinite
 from compressors.kernels.blocks import CODE_BLOCK
 from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural, Quantizer
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from tests.unit.device_path import count_operations, device_path, meta
-from tests.unit.samples import norm2, normal
+from tests.unit.samples import compressed, norm2, normal
 
 KEY = Key("w", 3)
 SIZES = (1, 7, 256, 1000)
@@ -34,7 +34,7 @@ def sample(size: int, dtype: type = np.float32, seed: int = 0) -> np.ndarray:
 
 
 def coded(quantizer: Quantizer, x: np.ndarray, cf: float = 4.0, step: int = 3) -> np.ndarray:
-    payload = quantizer.compress(torch.from_numpy(x), cf, Key("w", step))
+    payload = compressed(quantizer, torch.from_numpy(x), cf, Key("w", step))
     return quantizer.decompress(payload).numpy()
 
 
@@ -89,7 +89,7 @@ def test_qsgd_codes_are_one_of_the_two_neighbours(size, dtype, bits):
 
 def test_qsgd_l2_scale():
     x = sample(1000)
-    payload = QSGD(norm="l2").compress(torch.from_numpy(x), 8.0, KEY)
+    payload = compressed(QSGD(norm="l2"), torch.from_numpy(x), 8.0, KEY)
     norms = [np.sqrt((b.astype(np.float64) ** 2).sum()) / 7 for b in in_buckets(x, 512)]
     np.testing.assert_allclose(payload.parts[0].numpy(), norms, rtol=1e-5)
 
@@ -202,8 +202,11 @@ def test_ranks_steps_and_tensors_round_independently(quantizer, path):
     x[::512] = 0.75
     keys = [Key("w", 1), Key("w", 1, rank=1), Key("w", 1, rank=2), Key("w", 2), Key("v", 1)]
     with path():
-        codes = [quantizer.decompress(quantizer.compress(x, 16.0, key)) > 0.375 for key in keys]
-        again = quantizer.decompress(quantizer.compress(x, 16.0, keys[0])) > 0.375
+        codes = [
+            quantizer.decompress(quantizer.compress(x, Spec.of(x, 16.0, key))) > 0.375
+            for key in keys
+        ]
+        again = quantizer.decompress(quantizer.compress(x, Spec.of(x, 16.0, keys[0]))) > 0.375
     assert torch.equal(again, codes[0])
     for i, first in enumerate(codes):
         for second in codes[:i]:
@@ -229,7 +232,7 @@ def test_options_are_checked(make, message):
 
 
 def test_properties_of_each():
-    assert [q.linear for q in (FP16(), BF16(), Int8(), QSGD())] == [True, True, False, False]
+    assert [q.sums for q in (FP16(), BF16(), Int8(), QSGD())] == [True, True, False, False]
     assert FP16().wire_dtype(torch.float32) == torch.float16
     assert BF16().wire_dtype(torch.float64) == torch.bfloat16
     fed_back = [FP16(), BF16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(error_feedback=True)]
@@ -276,14 +279,14 @@ every_setting = pytest.mark.parametrize(("quantizer", "cf"), SETTINGS, ids=label
 def test_several_blocks(quantizer):
     tensor, memory = normal(CODE_BLOCK + 519), normal(CODE_BLOCK + 519, seed=1)
     total = memory + tensor
-    payload = quantizer.compress_sum(memory, tensor, 16.0, KEY)
+    payload = quantizer.compress(memory, Spec.of(memory, 16.0, KEY), tensor)
     assert torch.equal(memory, total)
     sent = quantizer.decompress(payload)
-    assert payload.nbytes == quantizer.payload_nbytes(CODE_BLOCK + 519, 16.0)
+    assert payload.nbytes == quantizer.nbytes(Spec((CODE_BLOCK + 519,), 16.0))
     assert float(payload.total) == pytest.approx(norm2(total), rel=1e-6)
     assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
     assert float(payload.error) == pytest.approx(norm2(total.double() - sent), rel=2e-6)
-    quantizer.subtract_from(memory, payload)
+    quantizer.add_to(memory, payload, -1.0)
     assert torch.equal(memory, total - sent)
 
 
@@ -294,14 +297,14 @@ def test_a_device_does_what_the_host_does(quantizer, cf, numel, dtype):
     """To rounding: where the host sums in another order, means differ in the last bits."""
     total = torch.from_numpy(sample(numel, dtype))
     tensor, memory = total / 2, total / 2
-    host = quantizer.compress(total, cf, KEY)
+    host = quantizer.compress(total, Spec.of(total, cf, KEY))
     decoded = quantizer.decompress(host)
     with device_path():
-        payload = quantizer.compress_sum(memory, tensor, cf, KEY)
+        payload = quantizer.compress(memory, Spec.of(memory, cf, KEY), tensor)
         assert torch.equal(memory, total)
         assert torch.equal(quantizer.decompress(host), decoded)
         sent = quantizer.decompress(payload)
-        quantizer.subtract_from(memory, payload)
+        quantizer.add_to(memory, payload, -1.0)
         assert torch.equal(memory, total - sent)
     assert torch.equal(quantizer.decompress(payload), sent)
     assert payload.nbytes == host.nbytes
@@ -323,23 +326,24 @@ def test_no_value_is_read_and_few_operations_are_started(quantizer, cf):
         for blocks in (2, 200):  # some 1 and 100 million elements, with as many left over
             numel = blocks * CODE_BLOCK + 1003
             memory, tensor = meta(numel, dtype), meta(numel, dtype)
-            data = meta(quantizer.payload_nbytes(numel, cf, dtype), torch.uint8)
+            data = meta(quantizer.nbytes(Spec((numel,), cf, dtype)), torch.uint8)
             way = partial(whole_way, quantizer, memory, tensor, cf, data)
             way()  # tables are made once
             counts.append(count_operations(way))
     assert counts[::2] == counts[1::2]
-    assert max(counts[:4]) <= 60, counts
-    assert max(counts[4:]) <= 60 + 3, counts  # widened, and twice rounded back
+    most = 96 if quantizer.name == "onebit" else 71
+    assert max(counts[:4]) <= most, counts
+    assert max(counts[4:]) <= most + 4, counts  # widened, and twice rounded back
 
 
 def whole_way(
     quantizer: Quantizer, memory: Tensor, tensor: Tensor, cf: float, data: Tensor
 ) -> None:
-    payload = quantizer.compress_sum(memory, tensor, cf, KEY)
+    payload = quantizer.compress(memory, Spec.of(memory, cf, KEY), tensor)
     payload.write(data)
-    received = quantizer.read(data, memory.numel(), cf, memory.dtype, KEY)
+    received = quantizer.read(data, Spec((memory.numel(),), cf, memory.dtype, KEY))
     quantizer.add_to(tensor, received, 0.5)
-    quantizer.subtract_from(memory, payload)
+    quantizer.add_to(memory, payload, -1.0)
 
 
 @every_setting
@@ -347,22 +351,20 @@ def whole_way(
 def test_nonfinite_payloads_and_those_that_count_as_zeros(quantizer, cf, path):
     flags = [False, True] if path is nullcontext else [torch.tensor(False), torch.tensor(True)]
     with path():
-        payload = quantizer.compress(normal(1003), cf, KEY)
+        payload = compressed(quantizer, normal(1003), cf, KEY)
         for flag in flags:
-            nonfinite = quantizer.as_nonfinite(payload, flag)
-            assert bool(quantizer.is_nonfinite(nonfinite)) == bool(flag)
+            nonfinite = payload.as_nonfinite(flag)
+            assert bool(any_nonfinite([nonfinite])) == bool(flag)
             assert bool(quantizer.decompress(nonfinite).isnan().all()) == bool(flag)
-            assert bool(
-                (quantizer.decompress(quantizer.as_zeros(payload, flag)) == 0).all()
-            ) == bool(flag)
+            assert bool((quantizer.decompress(payload.as_zeros(flag)) == 0).all()) == bool(flag)
         bad = normal(1003)
         bad[5] = nan
-        spoilt = quantizer.compress(bad, cf, KEY)
+        spoilt = quantizer.compress(bad, Spec.of(bad, cf, KEY))
         assert not bool(spoilt.energies.isfinite().all())
         assert not bool(quantizer.decompress(spoilt).isfinite().all())
-    nowhere = quantizer.compress(meta(1003), cf, KEY)
-    flag = quantizer.is_nonfinite(nowhere)
-    quantizer.as_zeros(quantizer.as_nonfinite(nowhere, flag), flag)
+    nowhere = compressed(quantizer, meta(1003), cf, KEY)
+    flag = any_nonfinite([nowhere])
+    nowhere.as_nonfinite(flag).as_zeros(flag)
 
 
 @every_setting
@@ -372,7 +374,7 @@ def test_what_is_fed_back_is_a_contraction(quantizer, cf):
     sparse = torch.zeros(4096)
     sparse[::64] = 1.0
     for tensor in (normal(4096), normal(4096).exp(), normal(4096) ** 3, torch.ones(50), sparse):
-        payload = quantizer.compress(tensor, cf, KEY)
+        payload = quantizer.compress(tensor, Spec.of(tensor, cf, KEY))
         assert float(payload.error) < float(payload.total)
 
 
@@ -381,9 +383,9 @@ def test_what_is_fed_back_is_a_contraction(quantizer, cf):
 @given(numel=st.integers(0, 2000), cf=st.floats(1, 100), seed=st.integers(0, 1000))
 def test_sizes_of_all_kinds(quantizer, numel, cf, seed):
     tensor = normal(numel, seed=seed)
-    payload = quantizer.compress(tensor, cf, KEY)
-    assert payload.cf == quantizer.supported(cf, numel)
-    assert payload.nbytes == quantizer.payload_nbytes(numel, cf)
+    payload = quantizer.compress(tensor, Spec.of(tensor, cf, KEY))
+    assert payload.cf == quantizer.nearest(Spec((numel,), cf))
+    assert payload.nbytes == quantizer.nbytes(Spec((numel,), cf))
     sent = quantizer.decompress(payload)
     assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
     scale = float(payload.energy) + float(payload.total)
@@ -394,4 +396,4 @@ def test_sizes_of_all_kinds(quantizer, numel, cf, seed):
 def test_the_cf_is_nearly_that_of_the_bytes(quantizer):
     can = list(quantizer.forms)
     assert can == sorted(can)
-    assert 4 * 100_000 / quantizer.payload_nbytes(100_000, 1.0) == pytest.approx(can[0], rel=0.15)
+    assert 4 * 100_000 / quantizer.nbytes(Spec((100_000,), 1.0)) == pytest.approx(can[0], rel=0.15)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from compressors import Key, RandomK, kept
+from compressors.base import Spec
 from compressors.randomk import seeded_indices as indices_on
 from tests.unit import samples
 from tests.unit.device_path import count_operations, meta
@@ -66,7 +67,7 @@ def test_two_ranks_choose_alike_and_steps_names_seeds_differ():
     ranks = [RandomK(seed=4), RandomK(seed=4)]
     gradients = [normal(1000), normal(1000).flip(0)]
     key = Key("w", 9)
-    payloads = [c.compress(g, 10.0, key) for c, g in zip(ranks, gradients, strict=True)]
+    payloads = [c.compress(g, Spec.of(g, 10.0, key)) for c, g in zip(ranks, gradients, strict=True)]
     reduced = payloads[0].with_parts(payloads[0].parts[0] + payloads[1].parts[0])
     expected = sum(c.decompress(p) for c, p in zip(ranks, payloads, strict=True))
     torch.testing.assert_close(ranks[0].decompress(reduced), expected)
@@ -77,7 +78,7 @@ def test_two_ranks_choose_alike_and_steps_names_seeds_differ():
 def test_decompressed_equals_reference(unbiased):
     x = normal(1000)
     compressor = RandomK(seed=2, unbiased=unbiased)
-    payload = compressor.compress(x, 7.0, Key("w", 1))
+    payload = compressor.compress(x, Spec.of(x, 7.0, Key("w", 1)))
     k = kept(1000, 7.0)
     expected = np.zeros(1000)
     indices = seeded_indices(2, Key("w", 1), 1000, k)
@@ -93,8 +94,8 @@ def test_decompressed_equals_reference(unbiased):
 @pytest.mark.parametrize("numel", [0, 1, 1000])
 def test_recompress_equals_direct(numel, factor, cf, unbiased):
     compressor, key, x = RandomK(seed=2, unbiased=unbiased), Key("w", 5), normal(numel)
-    further = compressor.recompress(compressor.compress(x, cf, key), factor)
-    direct = compressor.compress(x, cf * factor, key)
+    further = compressor.smaller(compressor.compress(x, Spec.of(x, cf, key)), factor)
+    direct = compressor.compress(x, Spec.of(x, cf * factor, key))
     torch.testing.assert_close(further.parts[0], direct.parts[0], rtol=1e-14, atol=0)
     if not unbiased:
         assert torch.equal(further.parts[0], direct.parts[0])
@@ -111,14 +112,14 @@ def test_on_a_device_no_value_is_read_whatever_the_size(unbiased):
         memory, key = meta(numel), Key("w")
 
         def step(memory=memory, key=key):
-            payload = compressor.compress_sum(memory, memory, 10.0, key)
+            payload = compressor.compress(memory, Spec.of(memory, 10.0, key), memory)
             data = torch.empty(payload.nbytes, dtype=torch.uint8, device="meta")
             payload.write(data)
-            compressor.subtract_from(memory, payload)
+            compressor.add_to(memory, payload, -1.0)
             compressor.add_to(
-                memory, compressor.read(data, memory.numel(), 10.0, memory.dtype, key)
+                memory, compressor.read(data, Spec((memory.numel(),), 10.0, memory.dtype, key))
             )
-            compressor.recompress(payload, 3.0)
+            compressor.smaller(payload, 3.0)
 
         counts.append(count_operations(step))
     assert counts[0] == counts[1] <= 45
@@ -139,6 +140,6 @@ def test_unbiased_on_average():
     compressor, steps = RandomK(seed=6, unbiased=True), 1500
     mean = torch.zeros(50, dtype=torch.float64)
     for step in range(steps):
-        compressor.add_to(mean, compressor.compress(x, 5.0, Key("w", step)), 1 / steps)
+        compressor.add_to(mean, compressor.compress(x, Spec.of(x, 5.0, Key("w", step))), 1 / steps)
     deviation = x.abs() * (4 / steps) ** 0.5  # variance of one: x^2 (numel / k - 1)
     assert ((mean - x).abs() < 4.5 * deviation).all()

@@ -7,12 +7,13 @@ from math import prod
 import pytest
 import torch
 
-from compressors.base import Key
+from compressors.base import Key, Spec, any_nonfinite
 from compressors.powersgd import PowerSGD
 from compressors.sketch import Sketch
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.matrices import KEYS, buckets
 from tests.unit.ranks import exchange, lockstep
+from tests.unit.samples import specs
 
 SHAPES = ((100, 100), (250, 40), (50, 200), (80, 125), (40, 250))
 both = pytest.mark.parametrize("make", [PowerSGD, Sketch])
@@ -30,10 +31,14 @@ def run(make):
         own, means = exchange(ranks, memory, cf, keys, {1: (0, 2)} if step == 2 else {})
         for rank, tensors, reported in zip(ranks, memory, own, strict=True):
             for a, payload in zip(tensors, reported, strict=True):
-                levels = (payload, rank.recompress(payload, 3.0), rank.compress(a, cf, payload.key))
+                levels = (
+                    payload,
+                    rank.smaller(payload, 3.0),
+                    rank.compress(a, Spec.of(a, cf, payload.key)),
+                )
                 made += [rank.decompress(each) for each in levels]
                 made += [each.energies for each in levels]
-                rank.subtract_from(a, payload)
+                rank.add_to(a, payload, -1.0)
         for payload in means[0]:
             made.append(torch.full((payload.numel,), 7.0, dtype=payload.dtype))
             ranks[0].write_to(made[-1], payload)
@@ -62,19 +67,15 @@ def test_no_value_is_read_and_operations_do_not_grow_with_the_size(make, cf):
         def step(compressor=compressor, keys=keys, tensors=tensors):
             own: list = []
             cfs = [*([cf] * (len(keys) - 1)), 1.0]
-            (means,) = lockstep([compressor.rounds(tensors, cfs, keys, 4, own.extend)])
+            (means,) = lockstep(
+                [compressor.rounds(tensors, specs(tensors, cfs, keys), 4, own.extend)]
+            )
             for tensor, payload, mean in zip(tensors, own, means, strict=True):
-                compressor.is_nonfinite(mean)
-                compressor.subtract_from(tensor, payload)
+                any_nonfinite([mean])
+                compressor.add_to(tensor, payload, -1.0)
                 compressor.write_to(tensor, mean)
-                compressor.recompress(payload, cf)
-                compressor.compress(tensor, cf, payload.key)
-                data = torch.empty(payload.nbytes, dtype=torch.uint8, device="meta")
-                payload.write(data)
-                numel, dtype = payload.numel, payload.dtype
-                compressor.add_to(
-                    tensor, compressor.read(data, numel, payload.cf, dtype, payload.key)
-                )
+                compressor.smaller(payload, cf)
+                compressor.compress(tensor, Spec.of(tensor, cf, payload.key))
 
         step()  # with nothing known, PowerSGD draws where to start
         counts.append(count_operations(step))
@@ -88,7 +89,7 @@ def test_operations_for_a_bucket_of_five_matrices(make, most):
     tensors = [meta(prod(shape)) for shape in SHAPES]
 
     def sums() -> None:
-        rounds = compressor.rounds(tensors, [10.0] * 5, keys, 4, lambda own: None)
+        rounds = compressor.rounds(tensors, specs(tensors, [10.0] * 5, keys), 4, lambda own: None)
         handed = next(rounds)
         for _ in range(compressor.rounds_count - 1):
             handed = rounds.send(handed)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from compressors import Key, TopK, kept, thresholds
+from compressors.base import Spec
 from compressors.kernels import blocks, host
 from compressors.sparsifier import SparsePayload, Sparsifier
 from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
 from tests.unit.device_path import device_path
-from tests.unit.samples import norm2, normal, ordinary
+from tests.unit.samples import compressed, norm2, normal, ordinary
 
 KEY = Key("w", 5)
 
@@ -157,7 +158,7 @@ every_rule = pytest.mark.parametrize(("compressor", "rule"), RULES.values(), ids
 
 
 def check(compressor: Sparsifier, x: np.ndarray, cf: float, expected: np.ndarray) -> None:
-    payload = compressor.compress(torch.from_numpy(x), cf, KEY)
+    payload = compressed(compressor, torch.from_numpy(x), cf, KEY)
     np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
     np.testing.assert_array_equal(payload.parts[1].numpy()[: expected.size], x[expected])
     assert float(payload.total) == pytest.approx((x.astype(np.float64) ** 2).sum(), rel=1e-6)
@@ -205,7 +206,7 @@ def test_accumulates_and_then_follows_the_rule(compressor, rule):
     rng = np.random.default_rng(8)
     memory, grad = (rng.standard_normal(140_000).astype(np.float32) for _ in range(2))
     total, held = memory + grad, torch.from_numpy(memory)
-    payload = compressor.compress_sum(held, torch.from_numpy(grad), 50.0, KEY)
+    payload = compressor.compress(held, Spec.of(held, 50.0, KEY), torch.from_numpy(grad))
     np.testing.assert_array_equal(memory, total)
     np.testing.assert_array_equal(payload.parts[0].numpy(), rule(total, 2800))
 
@@ -230,12 +231,12 @@ def test_adacomp_equals_reference(numel, size):
         residual = rng.standard_normal(numel)
         latest = rng.standard_normal(numel) * scale
         g, k = residual + latest, kept(numel, cf)
-        payload = AdaComp(size).compress_sum(
-            torch.from_numpy(residual), torch.from_numpy(latest), cf, KEY
+        payload = compressed(
+            AdaComp(size), torch.from_numpy(residual), cf, KEY, torch.from_numpy(latest)
         )
         expected = by_adacomp(g, latest, size or -(-numel // k), k)
         np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
-        payload = AdaComp(size).compress(torch.from_numpy(g), cf, KEY)
+        payload = compressed(AdaComp(size), torch.from_numpy(g), cf, KEY)
         expected = by_adacomp(g, g, size or -(-numel // k), k)
         np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
 
@@ -248,8 +249,8 @@ def test_adacomp_over_several_blocks(size, scale):
     latest[:60_000] *= np.float32(1e-3)
     g = residual + latest
     for cf in (20.0, 500.0):
-        payload = AdaComp(size).compress_sum(
-            torch.from_numpy(residual.copy()), torch.from_numpy(latest), cf, KEY
+        payload = compressed(
+            AdaComp(size), torch.from_numpy(residual.copy()), cf, KEY, torch.from_numpy(latest)
         )
         expected = by_adacomp(g, latest, size, kept(g.size, cf))
         np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
@@ -259,9 +260,9 @@ def test_adacomp_over_several_blocks(size, scale):
 def test_adacomp_does_not_depend_on_its_guess(monkeypatch, guess):
     x = torch.from_numpy(np.random.default_rng(4).standard_normal(100_000).astype(np.float32))
     memory = x.flip(0).contiguous()
-    expected = AdaComp().compress_sum(memory.clone(), x, 100.0, KEY)
+    expected = compressed(AdaComp(), memory.clone(), 100.0, KEY, x)
     monkeypatch.setattr(host, "_guess_in_bins", lambda *args: guess)
-    found = AdaComp().compress_sum(memory, x, 100.0, KEY)
+    found = AdaComp().compress(memory, Spec.of(memory, 100.0, KEY), x)
     assert torch.equal(memory, x + x.flip(0))
     assert torch.equal(found.parts[0], expected.parts[0])
     assert float(found.total) == pytest.approx(float(expected.total))
@@ -270,15 +271,7 @@ def test_adacomp_does_not_depend_on_its_guess(monkeypatch, guess):
 def test_adacomp_sends_no_zeros():
     x = torch.zeros(1000)
     x[10] = 1.0
-    assert AdaComp(10).compress(x, 4.0, KEY).parts[0].tolist() == [10]
-
-
-def test_adacomp_adds_a_gradient_of_another_type():
-    memory, half = torch.ones(100), torch.full((100,), 0.5, dtype=torch.float16)
-    same = AdaComp().compress_sum(memory.clone(), half.float(), 10.0, KEY)
-    payload = AdaComp().compress_sum(memory, half, 10.0, KEY)
-    assert torch.equal(payload.parts[0], same.parts[0])
-    assert torch.equal(memory, torch.full((100,), 1.5))
+    assert AdaComp(10).compress(x, Spec.of(x, 4.0, KEY)).parts[0].tolist() == [10]
 
 
 def test_redsync_searches_in_one_pass(monkeypatch):
@@ -288,7 +281,7 @@ def test_redsync_searches_in_one_pass(monkeypatch):
         host, "_collect", lambda *args, **more: passes.append(1) or collect(*args, **more)
     )
     x = torch.from_numpy(np.random.default_rng(5).standard_normal(500_000))
-    payload = RedSync().compress(x, 100.0, KEY)
+    payload = RedSync().compress(x, Spec.of(x, 100.0, KEY))
     assert len(passes) == 1
     assert 4500 <= payload.parts[0].numel() <= 5000
 
@@ -323,10 +316,11 @@ def test_dgc_samples_a_thousandth_to_a_hundredth_where_that_is_enough():
 def test_dgc_of_a_small_tensor_is_top_k_and_its_sample_moves_with_the_step():
     x = torch.from_numpy(np.random.default_rng(6).standard_normal(1000))
     assert torch.equal(
-        DGC().compress(x, 40.0, KEY).parts[0], TopK().compress(x, 40.0, KEY).parts[0]
+        DGC().compress(x, Spec.of(x, 40.0, KEY)).parts[0],
+        TopK().compress(x, Spec.of(x, 40.0, KEY)).parts[0],
     )
     x = torch.from_numpy(np.random.default_rng(7).standard_normal(200_000))
-    counts = {DGC().compress(x, 100.0, Key("w", s)).parts[0].numel() for s in range(6)}
+    counts = {DGC().compress(x, Spec.of(x, 100.0, Key("w", s))).parts[0].numel() for s in range(6)}
     assert len(counts) > 1
 
 
@@ -358,7 +352,7 @@ def test_stages_help_where_the_fit_is_bad():
     """The reason for stages: normal data have a lighter tail than the exponential fit."""
     x = np.random.default_rng(10).standard_normal(1_000_000)
     one = (np.abs(x) >= quantile_of(np.abs(x), "exponential", 1e-3)).sum()
-    best = SIDCo().compress(torch.from_numpy(x), 1000.0, KEY).parts[0].numel()
+    best = compressed(SIDCo(), torch.from_numpy(x), 1000.0, KEY).parts[0].numel()
     assert one < 500 < 800 < best <= 1000
 
 
@@ -397,7 +391,7 @@ def test_at_most_k_elements_are_kept_and_as_they_were(compressor):
         }
         for name, tensor in tensors.items():
             for cf in (1.0, 1.5, 1000.0):
-                payload = compressor.compress(tensor, cf, KEY)
+                payload = compressor.compress(tensor, Spec.of(tensor, cf, KEY))
                 indices, numel = payload.parts[0], tensor.numel()
                 assert indices.dtype == torch.int32
                 assert min(numel, 1) <= indices.numel() <= kept(numel, cf), (name, cf)
@@ -412,9 +406,9 @@ def test_at_most_k_elements_are_kept_and_as_they_were(compressor):
 @pytest.mark.parametrize(("numel", "factor"), [(1, 1.7), (1000, 1.0), (20_000, 1.7), (9000, 100.0)])
 def test_recompress_keeps_the_largest_of_what_was_kept(compressor, numel, factor):
     x = normal(numel)
-    payload = compressor.compress(x, 10.0, KEY)
-    further = compressor.recompress(payload, factor)
-    assert further.nbytes == compressor.payload_nbytes(numel, 10.0 * factor)
+    payload = compressor.compress(x, Spec.of(x, 10.0, KEY))
+    further = compressor.smaller(payload, factor)
+    assert further.nbytes == compressor.nbytes(Spec((numel,), 10.0 * factor))
     held = compressor.decompress(payload).abs()
     count = min(kept(numel, 10.0 * factor), payload.parts[0].numel())
     expected = held.topk(count).indices.sort().values
@@ -433,7 +427,7 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
                     tensor = torch.ones(numel)
                     tensor[:count] = bad
                     for form in (tensor, tensor.half()):
-                        payload = compressor.compress(form, cf, KEY)
+                        payload = compressor.compress(form, Spec.of(form, cf, KEY))
                         assert payload.parts[0].numel() <= kept(numel, cf)
                         assert not np.isfinite(float(payload.total))
                         assert not np.isfinite(float(payload.error) + float(payload.energy))
@@ -444,16 +438,20 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
 def test_device_path_keeps_the_same(compressor, numel, cf):
     """Also where fewer elements are found than there are slots, and in what is sent."""
     x, add = normal(numel), normal(numel, seed=1)
-    host_side = compressor.compress(x, cf, KEY), compressor.compress_sum(x.clone(), add, cf, KEY)
+    host_side = (
+        compressor.compress(x, Spec.of(x, cf, KEY)),
+        compressed(compressor, x.clone(), cf, KEY, add),
+    )
     with device_path():
         memory = x.clone()
-        payloads = compressor.compress(x, cf, KEY), compressor.compress_sum(memory, add, cf, KEY)
+        payloads = (
+            compressor.compress(x, Spec.of(x, cf, KEY)),
+            compressor.compress(memory, Spec.of(memory, cf, KEY), add),
+        )
         assert torch.equal(memory, x + add)
         for expected, found in zip(host_side, payloads, strict=True):
             check_same(compressor, expected, found)
-            check_same(
-                compressor, compressor.recompress(expected, 2), compressor.recompress(found, 2)
-            )
+            check_same(compressor, compressor.smaller(expected, 2), compressor.smaller(found, 2))
 
 
 def check_same(compressor: Sparsifier, expected: SparsePayload, found: SparsePayload) -> None:
@@ -467,7 +465,7 @@ def check_same(compressor: Sparsifier, expected: SparsePayload, found: SparsePay
     assert (sizes.diff(dim=0).abs() <= 2e-6 * sizes[0, 0]).all()
     raw = torch.empty(found.nbytes, dtype=torch.uint8)
     found.write(raw)
-    received = compressor.read(raw, found.numel, found.cf, torch.float32, KEY)
+    received = compressor.read(raw, Spec((found.numel,), found.cf, torch.float32, KEY))
     assert not bool(received.invalid)
     assert torch.equal(compressor.decompress(received), compressor.decompress(found))
     with pytest.MonkeyPatch.context() as patch:
@@ -482,5 +480,5 @@ def test_the_capacity_is_well_used_on_normal_data(compressor):
     if compressor is COMPRESSORS["threshold 1.5"]:
         return  # whose rule does not aim at it
     for cf in (10.0, 100.0):
-        payload = compressor.compress(normal(200_000), cf, KEY)
+        payload = compressed(compressor, normal(200_000), cf, KEY)
         assert payload.parts[0].numel() >= 0.7 * kept(200_000, cf)

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from compressors import Key, TopK, kept
+from compressors.base import Spec
 from compressors.kernels import host
 from compressors.kernels.blocks import CACHE_BLOCK
 from tests.unit.device_path import device_path
+from tests.unit.samples import compressed
 
 KEY = Key("w")
 LARGE = 600_000
@@ -30,7 +32,7 @@ def reference(x: np.ndarray, k: int) -> np.ndarray:
 
 
 def check(x: np.ndarray, cf: float) -> None:
-    payload = TopK().compress(torch.from_numpy(x), cf, KEY)
+    payload = compressed(TopK(), torch.from_numpy(x), cf, KEY)
     indices, values = (part.numpy() for part in payload.parts)
     expected = reference(x, kept(x.size, cf))
     assert indices.dtype == np.int32
@@ -124,11 +126,11 @@ def test_large_sum_and_residual(name):
     memory = np.random.default_rng(4).standard_normal(LARGE).astype(np.float32)
     total = memory + x
     held = torch.from_numpy(memory)
-    payload = TopK().compress_sum(held, torch.from_numpy(x), 100, KEY)
+    payload = TopK().compress(held, Spec.of(held, 100, KEY), torch.from_numpy(x))
     np.testing.assert_array_equal(memory, total)
     expected = reference(total, LARGE // 100)
     np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
-    TopK().subtract_from(held, payload)
+    TopK().add_to(held, payload, -1.0)
     total[expected] = 0
     np.testing.assert_array_equal(memory, total)
 
@@ -138,11 +140,11 @@ def test_a_misleading_sample_really_takes_further_passes(monkeypatch):
     collect = host._collect
     monkeypatch.setattr(host, "_collect", lambda *args: passes.append(args[2]) or collect(*args))
     rng = np.random.default_rng(1)
-    TopK().compress(torch.from_numpy(LARGE_CASES["normal"](rng).astype(np.float32)), 100, KEY)
+    compressed(TopK(), torch.from_numpy(LARGE_CASES["normal"](rng).astype(np.float32)), 100, KEY)
     assert len(passes) == 1
     passes.clear()
     x = LARGE_CASES["sample sees only large"](rng).astype(np.float32)
-    TopK().compress(torch.from_numpy(x), 20, KEY)
+    compressed(TopK(), torch.from_numpy(x), 20, KEY)
     assert len(passes) > 1
     assert passes[-1] == 0
 
@@ -155,7 +157,7 @@ def test_what_is_held_stays_small_when_the_guess_is_low(monkeypatch):
     )
     x = LARGE_CASES["ascending"](np.random.default_rng()).astype(np.float32)
     monkeypatch.setattr(host, "_guess", lambda sample, rank: 0.0)
-    TopK().compress(torch.from_numpy(x), 100, KEY)
+    compressed(TopK(), torch.from_numpy(x), 100, KEY)
     assert len(held) > 1
     assert max(held) <= 2 * (LARGE // 100) + 2 * CACHE_BLOCK
 
@@ -180,11 +182,11 @@ def _check_on_a_device(numel: int, cf: float) -> None:
     x = np.random.default_rng(5).standard_normal(numel).astype(np.float32)
     check(x, cf)
     memory = torch.ones(numel)
-    payload = TopK().compress_sum(memory, torch.from_numpy(x), cf, KEY)
+    payload = TopK().compress(memory, Spec.of(memory, cf, KEY), torch.from_numpy(x))
     assert torch.equal(memory, torch.from_numpy(x + 1))
     expected = reference(x + 1, kept(numel, cf))
     np.testing.assert_array_equal(payload.parts[0].numpy(), expected)
-    again = TopK().recompress(payload, 2.0)
+    again = TopK().smaller(payload, 2.0)
     np.testing.assert_array_equal(again.parts[0].numpy(), reference(x + 1, kept(numel, 2 * cf)))
 
 
@@ -193,8 +195,8 @@ def _check_on_a_device(numel: int, cf: float) -> None:
 @pytest.mark.parametrize("numel", [1, 1000, 140_000])
 def test_recompress_equals_direct(numel, cf, factor):
     x = torch.from_numpy(np.random.default_rng(numel).standard_normal(numel).astype(np.float32))
-    further = TopK().recompress(TopK().compress(x, cf, KEY), factor)
-    direct = TopK().compress(x, cf * factor, KEY)
+    further = TopK().smaller(TopK().compress(x, Spec.of(x, cf, KEY)), factor)
+    direct = TopK().compress(x, Spec.of(x, cf * factor, KEY))
     assert (further.cf, further.numel, further.key) == (direct.cf, direct.numel, direct.key)
     assert torch.equal(further.parts[0], direct.parts[0])
     assert torch.equal(further.parts[1], direct.parts[1])
@@ -205,19 +207,19 @@ def test_recompress_equals_direct(numel, cf, factor):
 
 
 def test_recompress_of_a_received_payload_says_that_the_error_is_unknown():
-    payload = TopK().compress(torch.randn(100), 2.0, KEY)
+    payload = compressed(TopK(), torch.randn(100), 2.0, KEY)
     data = torch.empty(payload.nbytes, dtype=torch.uint8)
     payload.write(data)
-    further = TopK().recompress(TopK().read(data, 100, 2.0, torch.float32, KEY), 5.0)
+    further = TopK().smaller(TopK().read(data, Spec((100,), 2.0, torch.float32, KEY)), 5.0)
     assert np.isnan(float(further.error))
     assert float(further.energy) > 0
 
 
 def test_tensor_must_be_flat():
     with pytest.raises(ValueError, match="flat"):
-        TopK().compress(torch.zeros(2, 3), 2.0, KEY)
+        compressed(TopK(), torch.zeros(2, 3), 2.0, KEY)
 
 
 def test_more_than_31_bits_of_positions_are_refused():
     with pytest.raises(ValueError, match="2147483647"):
-        TopK().compress(torch.zeros(1).expand(2**31), 2.0, KEY)
+        compressed(TopK(), torch.zeros(1).expand(2**31), 2.0, KEY)

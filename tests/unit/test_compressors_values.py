@@ -13,7 +13,6 @@ from compressors.wire.values import (
     ValueFormat,
     fill_random16,
     make_values,
-    uniform,
     value_names,
 )
 from tests.unit.device_path import device_path, meta
@@ -45,7 +44,7 @@ def test_layout_encode_decode(name, dtype, count):
     raw = torch.cat([torch.zeros(1, dtype=torch.uint8), *(p.view(torch.uint8) for p in parts)])
     again = form.decode(split_bytes(raw[1:], *layout), count, dtype)
     assert torch.equal(again, decoded)
-    assert form.nbytes(count, dtype) == raw.numel() - 1
+    assert form.size(count, dtype) == raw.numel() - 1
 
 
 @every_format
@@ -98,7 +97,7 @@ def test_names():
 
 
 def test_random_numbers_are_uniform_and_follow_the_key():
-    for draw in (fill, uniform16):
+    for draw in (fill, on_device):
         draws = draw(torch.empty(100_003), 0, KEY)
         assert draws.min() >= 0
         assert draws.max() < 65536
@@ -117,8 +116,9 @@ def test_random_numbers_are_uniform_and_follow_the_key():
     fill(torch.empty(0), 1, KEY)
 
 
-def uniform16(out: torch.Tensor, seed: int, key: Key) -> torch.Tensor:
-    return (uniform(out.float(), seed, key) * 65536).floor_().to(out.dtype)
+def on_device(out: torch.Tensor, seed: int, key: Key, start: int = 0) -> torch.Tensor:
+    with device_path():
+        return fill(out, seed, key, start)
 
 
 def fill(out: torch.Tensor, seed: int, key: Key, start: int = 0) -> torch.Tensor:

@@ -34,12 +34,13 @@ from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, compressor_names, make_compressor
+from compressors.base import Spec
 from compressors.kernels.blocks import CODE_BLOCK
 from policies import Goodput
 from tests.unit.device_path import Operations
 
 CF = 32.0
-MOST = {"topk+int4": 200, "int8": 85, "qsgd": 110, "signsgd": 100}
+MOST = {"topk+int4": 200, "int8": 85, "qsgd": 110, "signsgd": 112}
 """Operations of a whole step of one bucket: of two ranks, with the statistics of a CF and of its
 sample, and all that a nonfinite step takes."""
 LADDER = (10.0, 100.0)
@@ -218,9 +219,9 @@ BASES = [name for name in compressor_names() if name != "none"]
 @pytest.mark.parametrize("base", [*BASES, "none", "topk+int4", "randomk+int8"])
 def test_no_value_is_read_by_any_base_or_memory(base: str, memory: str) -> None:
     hook = Hook(make_compressor(base), memory)
-    cf = hook.base.supported(CF, 7000)
+    cf = hook.base.nearest(Spec((7000,), CF))
     hook.run(cf)
-    hook.run(cf, hook.base.supported(2 * CF, 7000))
+    hook.run(cf, hook.base.nearest(Spec((7000,), 2 * CF)))
     hook.run()
     hook.run(cf)
 
@@ -229,7 +230,7 @@ def test_no_value_is_read_by_any_base_or_memory(base: str, memory: str) -> None:
 def test_no_value_is_read_by_any_exchange(base: str) -> None:
     for strategy in strategies(make_compressor(base)):
         hook = Hook(make_compressor(base), strategy=strategy)
-        hook.run(hook.base.supported(CF, 7000))
+        hook.run(hook.base.nearest(Spec((7000,), CF)))
 
 
 @pytest.mark.parametrize(
@@ -247,9 +248,9 @@ def test_no_value_is_read_by_any_exchange(base: str) -> None:
 @pytest.mark.parametrize("base", ["topk+int4", "onebit", "powersgd"])
 def test_no_value_is_read_with_any_option(base: str, options: dict[str, Any]) -> None:
     hook = Hook(make_compressor(base), **options)
-    cf = hook.base.supported(CF, 7000)
+    cf = hook.base.nearest(Spec((7000,), CF))
     hook.run(cf)
-    hook.run(cf, hook.base.supported(2 * CF, 7000))
+    hook.run(cf, hook.base.nearest(Spec((7000,), 2 * CF)))
     hook.run()
 
 
@@ -302,7 +303,7 @@ def test_operations_do_not_grow_with_the_bucket(base: str, memory: str) -> None:
     counts = []
     for blocks in (2, 200):  # no size is a whole number of blocks
         hook = Hook(make_compressor(base), memory, sizes=((blocks * CODE_BLOCK + 9600,),))
-        cf = hook.base.supported(100.0, CODE_BLOCK)
+        cf = hook.base.nearest(Spec((CODE_BLOCK,), 100.0))
         hook.run(cf)  # makes what is kept
         with Operations() as operations:
             hook.run(cf)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from compressors import Key
+from compressors.base import Spec, any_nonfinite
 from examples.grace import GraceCompressor
 from tests.unit.device_path import count_operations, meta
+from tests.unit.samples import compressed
 
 
 class EveryTenth:
@@ -29,15 +31,13 @@ def test_on_a_device_no_value_is_read_whatever_the_size():
         tensor, key = meta(numel), Key("w")
 
         def step(compressor=compressor, tensor=tensor, key=key):
-            payload = compressor.compress(tensor, 10.0, key)
+            payload = compressor.compress(tensor, Spec.of(tensor, 10.0, key))
             data = torch.empty(payload.nbytes, dtype=torch.uint8, device="meta")
             payload.write(data)
-            compressor.subtract_from(tensor, payload)
-            received = compressor.read(data, tensor.numel(), 10.0, tensor.dtype, key)
-            flag = compressor.is_nonfinite(
-                compressor.as_nonfinite(received, torch.ones((), device="meta").bool())
-            )
-            compressor.add_to(tensor, compressor.as_zeros(received, flag))
+            compressor.add_to(tensor, payload, -1.0)
+            received = compressor.read(data, Spec((tensor.numel(),), 10.0, tensor.dtype, key))
+            flag = any_nonfinite([received.as_nonfinite(torch.ones((), device="meta").bool())])
+            compressor.add_to(tensor, received.as_zeros(flag))
 
         step()  # finds the sizes by compressing noise, on the host
         counts.append(count_operations(step))
@@ -67,16 +67,16 @@ class ByValue(EveryTenth):
 def test_what_follows_from_more_than_the_size_is_refused(inner):
     compressor = GraceCompressor(inner, ratio=None, cf=10)
     with pytest.raises(ValueError, match="must depend on the number of elements and the CF alone"):
-        compressor.compress(torch.ones(40), 10.0, Key("w"))
+        compressed(compressor, torch.ones(40), 10.0, Key("w"))
 
 
 def test_a_gradient_that_is_not_finite_is_told_of_and_decodes_to_nothing():
     compressor = GraceCompressor(EveryTenth(), ratio=None, cf=10)
-    payload = compressor.compress(torch.ones(40), 10.0, Key("w"))
-    assert not compressor.is_nonfinite(payload)
+    payload = compressed(compressor, torch.ones(40), 10.0, Key("w"))
+    assert not any_nonfinite([payload])
     assert compressor.decompress(payload).sum() == 4
-    assert compressor.is_nonfinite(compressor.as_nonfinite(payload))
-    assert compressor.decompress(compressor.as_zeros(payload)).sum() == 0
+    assert any_nonfinite([payload.as_nonfinite()])
+    assert compressor.decompress(payload.as_zeros()).sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from adaptive.exchange.choice import ExchangeChoice, Strategy, check_exchange, s
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import Piece
 from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
+from compressors.base import Spec
 from policies import DENSE
 
 FLOAT = torch.float32
@@ -60,11 +61,14 @@ def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int)
     ring; what is dense travels in 4 bytes."""
     base = make_compressor("topk+int8")
     pieces = [Piece(base, (1000, 100), 50), Piece(base, (10,), DENSE)]
-    payload = base.payload_nbytes(100_000, 50) + 40
+    payload = base.nbytes(Spec((100_000,), 50)) + 40
     ring = 2 * (ranks - 1) / ranks
     expected = {"all_gather": (ranks - 1) * payload, "sharded": ring * payload}
     if way.votes:
-        indices, values = base.index_nbytes(100_000, 50 * ranks), base.values.nbytes(2000, FLOAT)
+        indices, values = (
+            base.index_nbytes(Spec((100_000,), 50 * ranks)),
+            base.values.size(2000, FLOAT),
+        )
         expected["voted_indices"] = (ranks - 1) * indices + ring * (values + 40)
     assert way.wire_bytes(pieces, ranks) == pytest.approx(expected[way.name])
 
@@ -72,7 +76,7 @@ def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int)
 def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
     base = make_compressor("topk")
     choice = ExchangeChoice(base, "sharded", 4, ParameterServer(down_cf=5))
-    up, down = base.payload_nbytes(10_000, 50), base.payload_nbytes(10_000, 5)
+    up, down = base.nbytes(Spec((10_000,), 50)), base.nbytes(Spec((10_000,), 5))
     wire = choice.wire_bytes([Piece(base, (10_000,), 50)], 1e6, 50)
     assert wire == pytest.approx(3 / 4 * (up + down))
 

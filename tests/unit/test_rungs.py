@@ -6,6 +6,7 @@ import pytest
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
 from compressors import Int8, Ladder, make_compressor
+from compressors.base import Spec
 from compressors.ladder import GAIN
 from policies import DENSE, Context
 from tests.unit.test_policies_goodput import nbytes as sparse_nbytes
@@ -113,6 +114,6 @@ def test_dense_needs_no_less_where_there_are_rungs() -> None:
 @pytest.mark.parametrize(("cf", "name"), [(2.0, "bf16"), (4.0, "int8")])
 def test_the_defaults_can_do_their_cfs(cf, name) -> None:
     compressor = make_compressor(name)
-    assert compressor.supported(cf, 1000) == cf
+    assert compressor.nearest(Spec((1000,), cf)) == cf
     assert compressor.error_feedback
     assert compressor.keeps_zeros

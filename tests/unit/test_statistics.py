@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from adaptive.bucket import SHARE, WHOLE, strided_sample
 from adaptive.statistics.vector import Statistics, Tally
 from compressors import TopK
-from compressors.base import Key
+from compressors.base import Key, Spec
 from policies import Measurement, StepReport
+from tests.unit.samples import compressed
 
 
 @given(st.integers(0, 50_000_000))
@@ -34,8 +35,8 @@ def test_the_sampled_gain_tells_the_gain_of_the_whole() -> None:
     grad = torch.randn(1_000_000, generator=generator) ** 3
     key = Key("g")
     for cf in (10.0, 100.0):
-        whole = TopK().compress(grad, cf, key)
-        sample = TopK().compress(strided_sample(grad), cf, key)
+        whole = TopK().compress(grad, Spec.of(grad, cf, key))
+        sample = compressed(TopK(), strided_sample(grad), cf, key)
         gains = [float(p.energy / (p.energy + p.error)) for p in (whole, sample)]
         assert gains[1] == pytest.approx(gains[0], rel=0.1)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, TopK
+from compressors.base import Payload, Spec
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, loss_of, small_net
 
@@ -19,13 +19,9 @@ class _Looking(TopK):
 
     deepest = 0
 
-    def compress(self, tensor: Tensor, cf: float, key: Any) -> Any:
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         self._look()
-        return super().compress(tensor, cf, key)
-
-    def compress_sum(self, memory: Tensor, tensor: Tensor, cf: float, key: Any) -> Any:
-        self._look()
-        return super().compress_sum(memory, tensor, cf, key)
+        return super().compress(x, spec, add)
 
     def _look(self) -> None:
         names = [frame.name for frame in traceback.extract_stack()[:-2]]

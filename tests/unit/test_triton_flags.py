@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from compressors import TopK
-from compressors.base import Key
+from compressors.base import Key, any_nonfinite
 from compressors.kernels import judge
 from compressors.kernels.blocks import add_if, fill_if, scale_if
 from tests.unit.device_path import device_path, triton_path
-from tests.unit.samples import normal
+from tests.unit.samples import compressed, normal
 from tests.unit.triton_compile import Kernel, assembly
 
 pytest.importorskip("triton", minversion="3.3")
@@ -90,11 +90,11 @@ def test_judging_is_as_by_torch(count: int, odd: float | None) -> None:
 def test_a_nonfinite_payload_among_many_is_found(bad: int | None) -> None:
     compressor = TopK("fp32")
     with triton_path():
-        payload = compressor.compress(normal(40).to(DEVICE), 10, Key("w", 0))
+        payload = compressed(compressor, normal(40).to(DEVICE), 10, Key("w", 0))
         payloads = [payload] * 1600
         if bad is not None:
-            payloads[bad] = compressor.as_nonfinite(payload, torch.tensor(True, device=DEVICE))
-        found = compressor.any_nonfinite(payloads)
+            payloads[bad] = payload.as_nonfinite(torch.tensor(True, device=DEVICE))
+        found = any_nonfinite(payloads)
     assert bool(found) == (bad is not None)
 
 

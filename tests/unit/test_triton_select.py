@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from compressors import DGC, Compressor, Key, RedSync, TopK
+from compressors.base import Spec
 from compressors.kernels import fits, host
 from compressors.kernels.blocks import Selected
 from compressors.thresholds import bisect, bisect_at_once
@@ -176,11 +177,11 @@ def test_a_whole_compressor_is_as_on_the_host(compressor: Compressor, numel: int
     for cf in (1.0, 1.5, 30.0):
         memory, add = normal(numel), normal(numel, seed=1)
         held = given_to(memory)
-        expected = compressor.compress_sum(memory, add, cf, KEY)
+        expected = compressor.compress(memory, Spec.of(memory, cf, KEY), add)
         with triton_path():
-            found = compressor.compress_sum(held, given_to(add), cf, KEY)
-            further = compressor.recompress(found, 4.0)
-            compressor.subtract_from(held, found)
+            found = compressor.compress(held, Spec.of(held, cf, KEY), given_to(add))
+            further = compressor.smaller(found, 4.0)
+            compressor.add_to(held, found, -1.0)
             assert found.parts[0].numel() == max(min(numel, 1), int(numel / cf))
         indices, values = (part.cpu() for part in found.parts)
         count = expected.parts[0].numel()
@@ -188,9 +189,9 @@ def test_a_whole_compressor_is_as_on_the_host(compressor: Compressor, numel: int
         assert torch.equal(values, expected.parts[1])
         assert (indices[count:] == numel).all()
         torch.testing.assert_close(found.energies.cpu(), expected.energies, rtol=1e-5, atol=1e-6)
-        compressor.subtract_from(memory, expected)
+        compressor.add_to(memory, expected, -1.0)
         assert torch.equal(held.cpu(), memory)
-        again = compressor.recompress(expected, 4.0).parts[0]
+        again = compressor.smaller(expected, 4.0).parts[0]
         assert torch.equal(further.parts[0].cpu()[: again.numel()], again)
 
 

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from compressors import Key, make_compressor
+from compressors.base import Spec
 from compressors.kernels import blocks
 from compressors.kernels.triton import codec as triton_codec
 from compressors.kernels.triton import select as triton_select
@@ -65,12 +66,12 @@ def run(name: str, cf: float, numel: int, ranks: int) -> None:
     """All that happens to a gradient, but that no kernel runs."""
     compressor, key = make_compressor(name), Key("w")
     memory, gradient = torch.zeros(numel), torch.randn(numel)
-    payload = compressor.compress_sum(memory, gradient, cf, key)
+    payload = compressor.compress(memory, Spec.of(memory, cf, key), gradient)
     rows = torch.zeros(ranks, payload.nbytes, dtype=torch.uint8)
     payload.write(rows[0])
-    received = compressor.read_all(rows, numel, cf, torch.float32, key)
-    compressor.subtract_from(memory, received[0])
-    compressor.write_mean(memory, received, 1 / ranks, torch.tensor(False))
+    received = compressor.read_all(rows, Spec((numel,), cf, torch.float32, key))
+    compressor.add_to(memory, received[0], -1.0)
+    compressor.mean_of(memory, received, 1 / ranks, torch.tensor(False))
 
 
 if __name__ == "__main__":
