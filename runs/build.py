@@ -27,7 +27,6 @@ from runs.config import TrainConfig
 from runs.expression import OFF, made_from, policy_from
 from runs.modelled_clock import ModelledClock, ServerSpec
 from runs.options import check_optimizer
-from runs.papers.fine_tuning import initial_model
 from runs.parser import UsageError, option
 from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, DEFAULT_CF, LR, WITH_BETAS
 from runs.tasks import Task, make_task, trainable
@@ -215,10 +214,9 @@ def _decayed_and_others(model: nn.Module) -> list[dict[str, Any]]:
 # -- all of it, to see whether it can be built -----------------------------------------------------
 
 
-def check(config: TrainConfig, resumed: bool = False) -> None:
+def check(config: TrainConfig) -> None:
     """Build everything once, to have its errors before workers start.
 
-    resumed: the run goes on from a checkpoint, and so does without the weights of --init.
     UsageError names the option, its value and what is accepted.
     """
     check_optimizer(config)
@@ -228,8 +226,6 @@ def check(config: TrainConfig, resumed: bool = False) -> None:
         task.steps_per_epoch(config.workers)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(_with_option(str(error))) from error
-    if config.init is not None or config.lora is not None:
-        initial_model(config, task, read_weights=not resumed)
 
 
 def check_compression(config: TrainConfig) -> None:

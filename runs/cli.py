@@ -29,8 +29,6 @@ examples:
       one compression factor all along; --policy off is plain DDP without the library
   python -m runs train --model gpt --optimizer adamw --warmup 30 --lr-schedule cosine --clip-grad 1
       as people train transformers: betas 0.9 0.95, weight decay 0.1
-  python -m runs train --model gpt --data FILE --init logs/base --lora 8 --optimizer adamw
-      fine-tune what the run in logs/base has learnt, with low-rank adapters
   python -m runs train --task cifar10 --data DIR --model resnet20 --policy accordion
   python -m runs train --checkpoint-every 100 --log-dir logs/mine
   python -m runs train --resume logs/mine --steps 1000

@@ -16,7 +16,7 @@ from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
 
 CONFIG_FILE = "config.json"
 
-_COUNTS = ("workers", "steps", "threads", "batch_size", "lora")
+_COUNTS = ("workers", "steps", "threads", "batch_size")
 _FIELDS = Fields(
     {
         **{"float": Limits(0, float_info.max), "int": Limits(0, 2**63)},

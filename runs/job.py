@@ -53,7 +53,7 @@ def make_job(given: Mapping[str, Any], world_size: int | None, simulated: bool =
             _check_folder(config)
         else:
             check_writable(config.folder)
-    check(job.config, resumed=job.checkpoint is not None)
+    check(job.config)
     return job
 
 

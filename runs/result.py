@@ -53,8 +53,6 @@ SHOWN = 12
 def title(config: TrainConfig) -> str:
     """The run in one line."""
     model = config.model or TASKS[config.task].models[0]
-    model += f", adapters of rank {config.lora}" if config.lora is not None else ""
-    model += f", from {config.init}" if config.init is not None else ""
     how = f"{config.policy} over {config.base}"
     if config.policy == OFF:
         hook = config.ddp_hook

@@ -62,12 +62,6 @@ class Training:
     data: Annotated[str | None, metavar("DIR")] = None
     """Text file or folder, or the folder of the image data set in its standard format; for words a
     folder with train.txt, valid.txt, test.txt, as WikiText-2."""
-    init: Annotated[str | None, metavar("RUN")] = None
-    """Folder of a run of the same task and model: start with the weights of its checkpoint (random
-    weights)."""
-    lora: Annotated[Count | None, metavar("RANK")] = None
-    """Freeze all weights, and train adapters of this rank beside the linear layers of a
-    transformer's blocks (all weights are trained)."""
     workers: Count = 2
     """Processes."""
     steps: Count = 300

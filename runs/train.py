@@ -87,7 +87,7 @@ def train(
     measured only where `config` says so. keep: save a checkpoint when it stops early. task: see
     `Trainer`. voters: see `_Vote`. test: measure the quality on test data, too, in the end.
     """
-    trainer = Trainer(config, logbook, task, resumed=checkpoint is not None)
+    trainer = Trainer(config, logbook, task)
     if checkpoint is not None:
         _resume(trainer, checkpoint, logbook)
     if logbook is not None:

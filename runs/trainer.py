@@ -28,7 +28,6 @@ from policies.step_time import LAST
 from runs.build import (
     build_compressor,
     build_task,
-    initial_model,
     lr_factor,
     make_optimizer,
 )
@@ -48,7 +47,6 @@ class Trainer:
 
     With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
     task: what to train, if it is there already; ranks of one process may share it.
-    resumed: a checkpoint will be loaded, so that the weights of --init are not needed.
     """
 
     def __init__(
@@ -56,13 +54,12 @@ class Trainer:
         config: TrainConfig,
         timeline: Timeline | None = None,
         task: Task | None = None,
-        resumed: bool = False,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.step = 0
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
-        model = initial_model(config, self.task, read_weights=not resumed)
+        model = self.task.build_model()
         self._power: PowerSGDState | None = None
         if config.ddp_hook == "powersgd":
             self._power = PowerSGDState(

@@ -23,7 +23,7 @@ import torch
 
 from docs.studies.common import columns, write
 from docs.studies.rules import FP32, PEERS, Replica, Rule
-from runs.build import build_task, check, initial_model, learning_rate, lr_factor, make_optimizer
+from runs.build import build_task, check, learning_rate, lr_factor, make_optimizer
 from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.stages import counted
@@ -86,7 +86,7 @@ def train(config: TrainConfig, rule: Rule, task: Task) -> Reached:
 
 def make_rule(one: Contender, config: TrainConfig, task: Task) -> Rule:
     """The rule, with replicas that are all alike."""
-    models = [initial_model(config, task) for _ in range(config.workers)]
+    models = [task.build_model() for _ in range(config.workers)]
     replicas = [Replica(model, make_optimizer(config, task, model)) for model in models]
     return PEERS[one.peer](config, replicas, **one.given)
 

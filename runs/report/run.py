@@ -14,10 +14,9 @@ from pathlib import Path
 from adaptive import Header, LinkSpec, StepRecord
 from adaptive.pace import Pace
 from policies import DENSE
-from policies.base import GainKind
 from runs.config import TrainConfig
-from runs.expression import OFF, UntrustedPolicyError
-from runs.logbook import emulated, gain_kind
+from runs.expression import OFF
+from runs.logbook import emulated
 from runs.netlab.lab import real_links
 from runs.options import HOOK_OPTIONS
 from runs.parser import shown
@@ -141,26 +140,6 @@ class Run:
         """It made all of its steps; also if nothing tells how many those are."""
         early = self.ending.best_step > 0
         return self.config is None or early or self.trained >= self.config.steps
-
-    @cached_property
-    def gain_kind(self) -> GainKind:
-        """The gain that the policy decides on, as far as that is known."""
-        header = self.recorded.header
-        if self.config is None and header is not None:
-            return header.gain
-        if self.config is None or self.unknown_policy:
-            return "gradient"
-        return gain_kind(self.config)
-
-    @cached_property
-    def unknown_policy(self) -> bool:
-        """It is a class of the user's own, which a report does not import."""
-        try:
-            if self.config is not None:
-                gain_kind(self.config)
-        except UntrustedPolicyError:
-            return True
-        return False
 
     # -- quality ---------------------------------------------------------------------------------
 
@@ -326,11 +305,6 @@ class Run:
             notes.append(f"not finished: {self.trained} of {config.steps} steps")
         if self.ending.diverged:
             notes.append(f"has diverged: {self.ending.diverged}")
-        if self.unknown_policy:
-            notes.append(
-                "its policy is not one of the library's and was not imported: gains are shown as "
-                "measured on the gradient, whatever it decides on"
-            )
         if config is not None and config.policy == OFF:
             notes.append(
                 "plain DDP keeps no timeline: bytes and seconds are spread evenly over the steps"

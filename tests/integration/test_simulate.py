@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shlex
-import shutil
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ from runs.__main__ import main
 from runs.build import build_task
 from runs.checkpoint import find_checkpoint, not_finite
 from runs.config import TrainConfig
-from runs.models import MODELS
-from runs.models.gpt import ByteGPT
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.records import read_records
@@ -183,36 +179,6 @@ def test_a_run_as_of_a_transformer_goes_on_to_the_bit(
     assert [state["step"] for state in states] == [5, 5]
     assert [group["lr"] for group in states[0]["optimizer"]["param_groups"]] == [0, 0]
     assert same(_states(tmp_path / "stopped"), states)
-
-
-def test_a_run_with_adapters_goes_on_without_the_run_that_it_started_from(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The frozen weights come from the checkpoint, and are those of the start to the bit."""
-    monkeypatch.setitem(MODELS, "gpt", partial(ByteGPT, width=20, layers=1))
-    given = {"data": str(text), "model": "gpt", "workers": 2, "batch_size": 1, "steps": 5}
-    given |= {"optimizer": "adamw", "policy": "fixed", "fixed_clock": 1.0, "simulated": True}
-    given |= {"checkpoint_every": 5}
-    task = build_task(make_config(given))
-    monkeypatch.setattr(task, "evaluate", lambda _: 0.0)
-
-    def run(folder: str, how: dict[str, Any] | None = None, **options: Any) -> None:
-        config = make_config({**given, "log_dir": str(tmp_path / folder), **options})
-        run_ranks(2, lambda _, group: train(config, task=task, voters=group, **(how or {})))
-
-    adapted = {"init": str(tmp_path / "base"), "lora": 4, "lr": 0.01}
-    run("base")
-    run("whole", **adapted)
-    run("stopped", {"pause_at": 3}, **adapted)
-    base = _states(tmp_path / "base")[0]["model"]
-    shutil.rmtree(tmp_path / "base")
-    run("stopped", {"checkpoint": find_checkpoint(tmp_path / "stopped")}, **adapted)
-    states = _states(tmp_path / "whole")
-    assert same(_states(tmp_path / "stopped"), states)
-    trained = {name.replace(".linear.", "."): value for name, value in states[0]["model"].items()}
-    assert len(trained) == len(base) + 4 * 2
-    assert all(torch.equal(value, trained[name]) for name, value in base.items())
-    assert all(trained[name].any() for name in trained.keys() - base.keys())
 
 
 @pytest.mark.long

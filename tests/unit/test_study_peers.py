@@ -24,10 +24,8 @@ from docs.studies.messages import (
     to_chunks,
     two_bits,
 )
-from docs.studies.peers import Contender, make_rule
 from docs.studies.rules import PEERS, DeMo, OneBitAdam, Replica, Rule, SparseLoCo
 from runs.__main__ import main
-from runs.build import build_task
 from runs.config import TrainConfig
 from tests.unit.ranks import simulates
 
@@ -286,10 +284,3 @@ def test_bad_options_are_refused_before_training(
         peers.main(["--log-dir", str(tmp_path / "log"), *words])
     assert said in capsys.readouterr().err
     assert not (tmp_path / "log").exists()
-
-
-def test_with_adapters_only_these_are_exchanged() -> None:
-    config = TrainConfig(log_dir="", model="gpt", lora=4, lr=1e-3, optimizer="adamw")
-    rule = make_rule(Contender("dense"), config, build_task(config))
-    ends_of_a_block = (160 + 480) + (160 + 160) + (160 + 640) + (640 + 160)
-    assert sum(p.numel() for p in rule.replicas[1].parameters) == 3 * 4 * ends_of_a_block
