@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.needs import check_installed
-from runs.option_types import Count, Number, Texts, Whole, Wholes, metavar, one_of
+from runs.option_types import Count, Number, Texts, Wholes, metavar, one_of
 from runs.parser import options
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, PolicyArguments, Training
 
 SAMPLERS = ("tpe", "random")
-PRUNERS = ("median", "hyperband", "none")
+PRUNERS = ("median", "none")
 
 HELP = """\
 Search for the settings that train best, with Optuna. Every trial is a real run of all workers.
@@ -58,8 +58,6 @@ class Searching:
     """Search these, see above (epsilon omega; of another policy than gravac its own)."""
     sampler: Annotated[str | None, one_of(*SAMPLERS)] = None
     """Optuna's (tpe)."""
-    sampler_seed: Whole | None = None
-    """Of the sampler (0)."""
     pruner: Annotated[str | None, one_of(*PRUNERS)] = None
     """Optuna's: stop trials whose quality falls behind (median; with several objectives none)."""
     seeds: Wholes | None = None

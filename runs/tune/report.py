@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, log
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -117,81 +117,52 @@ def nothing_to_tune(folder: Path) -> str:
 def make_report(
     objective: Objective, space: Mapping[str, BaseDistribution], study: optuna.Study, why: str
 ) -> tuple[dict[str, Any], str]:
-    """What the study has found, as JSON-like values, and to be read. why: there is nothing to
-    tune."""
+    """What the study has found, as JSON-like values, and to be read; all else that there is to see
+    of it Optuna shows. why: there is nothing to tune."""
     trials = study.get_trials(deepcopy=False)
-    front = pareto_front(study)
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    front = best_trials(study) if complete else []
     states = Counter(trial.state.name.lower() for trial in trials)
     count = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
-    pick = knee(front)
-    if pick is None:
+    rows = [
+        [str(trial.number), *objective.shown(trial.values), settings_text(space, trial)]
+        for trial in front[:SHOWN]
+    ]
+    if not front:
         failed = [objective.outcome(t) for t in trials if t.state == TrialState.FAIL]
-        answer = f"no trial is complete ({count or 'none begun'})" + "".join(
-            f"; the last: {text}" for text in failed[-1:]
-        )
-    else:
-        answer = (
-            f"{settings_text(space, pick)} (trial {pick.number}): {objective.told(pick.values)}"
-        )
-    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if len(complete) > 1 and len({tuple(trial.values) for trial in complete}) == 1:
+        last = f"; the last: {failed[-1]}" if failed else ""
+        answer = f"no trial is complete ({count or 'none begun'}){last}"
+    elif len(complete) > 1 and len({tuple(trial.values) for trial in complete}) == 1:
         answer = f"the settings made no difference: {objective.told(complete[0].values)} in all"
+    else:
+        answer = f"{rows[0][-1]} (trial {rows[0][0]}): {objective.told(front[0].values)}"
     lines = [why or answer, f"trials: {count}"]
-    if pick is not None and not why:
-        names = ["trial", *objective.labels, "settings"]
-        rows = [
-            [str(t.number), *objective.shown(t.values), settings_text(space, t)]
-            for t in front[:SHOWN]
+    if front and not why:
+        heads = ["trial", *objective.labels, "settings"]
+        left = (len(heads) - 1,)
+        lines += [
+            "Pareto front:" if len(objective.names) > 1 else "the best:",
+            text_of(table(heads, rows, left=left, indent=2)),
         ]
-        heading = "Pareto front" if len(objective.names) > 1 else "the best"
-        left = (len(names) - 1,)
-        lines += [heading, text_of(table(names, rows, left=left, indent=2))]
     result = {
         "answer": why or answer,
         "nothing_to_tune": bool(why),
         "objectives": objective.labels,
-        "pick": None if pick is None else pick.number,
-        "front": [trial.number for trial in front],
-        "trials": [
+        "front": [
             {
                 "number": trial.number,
-                "state": trial.state.name.lower(),
                 "settings": chosen(space, trial.params),
                 "values": trial.values,
-                "reason": trial.user_attrs.get("reason", ""),
             }
-            for trial in trials
+            for trial in front
         ],
     }
     return result, "\n".join(lines)
 
 
-def pareto_front(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials that no other one beats, by the first value, best first; of equal ones the first.
-    With one objective the complete trials, best first."""
-    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+def best_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """Optuna's Pareto front, the best first value first; of trials that came to the same the first.
+    With one objective the best trial."""
+    by_values = {tuple(trial.values): trial for trial in reversed(study.best_trials)}
     upward = study.directions[0] == optuna.study.StudyDirection.MAXIMIZE
-    found = complete if len(study.directions) == 1 else study.best_trials if complete else []
-    by_values = {tuple(trial.values): trial for trial in reversed(found)}
     return sorted(by_values.values(), key=lambda trial: trial.values[0], reverse=upward)
-
-
-def knee(front: list[FrozenTrial]) -> FrozenTrial | None:
-    """The trial nearest to the best of everything: each value is scaled to 0 at the front's best
-    and 1 at its worst, by logarithms, since bytes and seconds range over powers of ten. With one
-    objective the first."""
-    if len(front) < 2 or len(front[0].values) == 1:
-        return front[0] if front else None
-    columns = [
-        [log(max(value, 1e-12)) for value in column]
-        for column in zip(*(trial.values for trial in front), strict=True)
-    ]
-    # The front runs from the best first value to the worst; the other columns are minimised.
-    bests = [columns[0][0], *map(min, columns[1:])]
-    widths = [max(column) - min(column) or 1.0 for column in columns]
-
-    def distance(i: int) -> float:
-        of_each = zip(columns, bests, widths, strict=True)
-        return sum(((column[i] - best) / width) ** 2 for column, best, width in of_each)
-
-    return front[min(range(len(front)), key=distance)]

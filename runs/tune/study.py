@@ -15,7 +15,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.pruners import BasePruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.study import MaxTrialsCallback
@@ -81,12 +81,12 @@ def tune(given: dict[str, Any]) -> int:
     given = dict(given)
     trials, anyway = given.pop("trials", TRIALS), given.pop("anyway", False)
     as_json, storage = bool(given.pop("json", False)), given.pop("storage", None)
-    how = {name: given.pop(name, None) for name in ("sampler", "sampler_seed", "pruner")}
+    sampler, pruner = given.pop("sampler", None), given.pop("pruner", None)
     tuning = make_tuning(given)
     check(tuning.config({}))
     check_writable(tuning.folder)
     out = sys.stderr if as_json else sys.stdout
-    study = open_study(tuning, storage, how["sampler"], how["sampler_seed"], how["pruner"])
+    study = open_study(tuning, storage, sampler, pruner)
     begun = f", {_done(study)} of them done already" if _done(study) else ""
     print(
         f"{title(tuning.config({}))}, {tuning.config({}).steps} steps",
@@ -105,10 +105,9 @@ def tune(given: dict[str, Any]) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     result, text = make_report(tuning.objective, tuning.space, study, why)
-    config = None if result["pick"] is None else _config_of(tuning, study, result["pick"])
-    if config is not None:
-        result["command"] = config.command
-        text += f"\nthe command: {config.command}"
+    if result["front"]:
+        result["command"] = _config_of(tuning, study, result["front"][0]["number"]).command
+        text += f"\nthe command: {result['command']}"
     if storage is None:
         text += f"\nlook at it: optuna-dashboard sqlite:///{tuning.folder / 'study.db'}"
     print(f"\n{text}", file=out, flush=True)
@@ -116,7 +115,7 @@ def tune(given: dict[str, Any]) -> int:
         print(json.dumps(result, allow_nan=False), flush=True)
     if code == INTERRUPTED:
         print(GOES_ON, file=sys.stderr)
-    elif result["pick"] is None:
+    elif not result["front"]:
         print(f"error: {result['answer']}", file=sys.stderr)
         code = 1
     return code
@@ -282,12 +281,11 @@ def open_study(
     tuning: Tuning,
     storage: str | None = None,
     sampler: str | None = None,
-    seed: int | None = None,
     pruner: str | None = None,
 ) -> optuna.Study:
     """The study of that name, begun if there is none. UsageError if it searches something else, or
     the storage cannot be opened."""
-    config, single = tuning.config({}), len(tuning.objective.names) == 1
+    single = len(tuning.objective.names) == 1
     if pruner not in (None, "none") and not single:
         raise UsageError(f"--pruner {pruner}: Optuna prunes with one objective only")
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # what has failed is told once
@@ -307,8 +305,8 @@ def open_study(
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
             ),
             directions=tuning.objective.directions,
-            sampler=make_sampler(sampler, seed),
-            pruner=make_pruner(pruner or ("median" if single else "none"), config),
+            sampler=_sampler(sampler),
+            pruner=make_pruner(pruner or ("median" if single else "none"), tuning.config({}).steps),
             load_if_exists=True,
         )
     except Exception as error:  # each database has its own; the text may hold the URL's password
@@ -331,21 +329,17 @@ def open_study(
     return study
 
 
-def make_sampler(name: str | None, seed: int | None) -> BaseSampler:
-    """Optuna's sampler. Without a seed each process draws other numbers."""
+def _sampler(name: str | None) -> BaseSampler:
+    """Optuna's. Each process draws other numbers."""
     if name == "random":
-        return RandomSampler(seed)
-    return TPESampler(n_startup_trials=STARTUP, multivariate=True, constant_liar=True, seed=seed)
+        return RandomSampler()
+    return TPESampler(n_startup_trials=STARTUP, multivariate=True, constant_liar=True)
 
 
-def make_pruner(name: str, config: TrainConfig) -> BasePruner:
+def make_pruner(name: str, steps: int) -> BasePruner:
     """By the quality at the same step of other trials; no trial before a quarter of its steps."""
-    steps = config.steps
     if name == "median":
         return MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=steps // 4)
-    if name == "hyperband":
-        least = max(1, min(steps, max(config.eval_every, steps // 9)))
-        return HyperbandPruner(min_resource=least, max_resource=steps, reduction_factor=3)
     return NopPruner()
 
 
