@@ -25,8 +25,6 @@ from adaptive.timeline.recorder import SafeTimeline
 from policies.base import GainKind
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
-from runs.expression import policy_name, written_arguments
-from runs.hparams import end_session, start_run
 from runs.parser import UsageError
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before, read_header
@@ -61,9 +59,7 @@ class Logbook(Timeline):
         self.progress = progress or Progress(config.steps, emulated(config))
         self._metrics: TextIO | None = None
         self._writer: Any = None
-        self._pace = Pace()
-        self._first = self._done = first_step
-        self._ends_early = False
+        self._first = first_step
         self._board: TensorBoardTimeline | None = None
         self._sinks = SafeTimeline()
         self._dropped: set[str] = set()
@@ -98,9 +94,6 @@ class Logbook(Timeline):
                 with suppress(OSError, ValueError):  # which the compressor does not tell again
                     if first and (header := read_header(config.folder / TIMELINE_FILE)):
                         self._board.start(header)
-                        self._start_hparams(header)
-        else:
-            self._start_hparams(None)
         self._opened()
 
     # -- the compressor's timeline -------------------------------------------------------------
@@ -108,7 +101,6 @@ class Logbook(Timeline):
     def start(self, header: Header) -> None:
         if not self.muted:
             self._sinks.start(header)
-            self._start_hparams(header)
 
     def step(self, record: StepRecord) -> None:
         if not self.muted:
@@ -128,7 +120,6 @@ class Logbook(Timeline):
 
     def close(self) -> None:
         """Flush and close everything; also after an error, and twice."""
-        completed = self._ends_early or self._done >= self.config.steps
         self.flush()
         self._sinks.close()
         self._sinks = SafeTimeline()
@@ -137,13 +128,6 @@ class Logbook(Timeline):
                 self._metrics.close()
             self._metrics = None
         if self._writer is not None:
-            pace: dict[str, float] = {}
-            if self.config.policy == "off":  # which has no timeline to tell its pace
-                rate = self._pace.steps_per_second
-                pace = {"final/steps_per_second": rate} if isfinite(rate) else {}
-                self._try(
-                    EVENTS, end_session, self._writer, max(0, self._done - 1), pace, completed
-                )
             self._try(EVENTS, self._writer.close)
             self._writer = None
         self.progress.close()
@@ -163,10 +147,9 @@ class Logbook(Timeline):
     def trained(self, done: int, loss: float, plain: Pace) -> None:
         """`done` steps are done, the last with this mean loss over the workers. plain: how fast the
         steps of a run without a compressor were."""
-        self._done = done
-        self._pace = plain if self.last is None else self.last.pace
+        pace = plain if self.last is None else self.last.pace
         self._metric(done - 1, "loss", loss, "train/loss")
-        self.progress.update(done, loss, self.last, self._pace.steps_per_second)
+        self.progress.update(done, loss, self.last, pace.steps_per_second)
 
     def evaluated(
         self, done: int, name: str, quality: float, beside: Mapping[str, float] | None = None
@@ -180,11 +163,6 @@ class Logbook(Timeline):
         if done < self.config.steps:
             more = "".join(f", {other} {value:.4g}" for other, value in (beside or {}).items())
             self.announce(f"step {done}: held-out {name} {quality:.4g}{more}")
-
-    def ended(self, why: str) -> None:
-        """The run ends before its last step, as it should."""
-        self._ends_early = True
-        self.announce(why)
 
     def _metric(self, step: int, name: str, value: float, tag: str) -> None:
         """Note a number in metrics.jsonl, and for TensorBoard under its tag."""
@@ -217,10 +195,6 @@ class Logbook(Timeline):
             f"{error!r}"
         )
 
-    def _start_hparams(self, header: Header | None) -> None:
-        if self._writer is not None:
-            self._try(EVENTS, start_run, self._writer, _hparams(self.config), header)
-
     def _open_metrics(self) -> None:
         path = self.config.folder / METRICS_FILE
         self._metrics = path.open("a" if self._first else "w", encoding="utf-8")
@@ -244,18 +218,6 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._logbook.muted:
             self._logbook.progress.say(record.getMessage())
-
-
-def _hparams(config: TrainConfig) -> dict[str, Any]:
-    """The settings that the HParams page shows, the unset ones too: then all runs name the same.
-    Values of the compressor's own come with its header; config.json has all there are."""
-    written = written_arguments(config.policy)
-    compressor = {"policy": policy_name(config.policy), "base": config.base}
-    compressor |= {name: written.get(name) for name in ("cf", "epsilon")}
-    later = dict.fromkeys(("cf_range", "memory"))
-    names = ("task", "model", "optimizer", "lr", "seed", "link")
-    task = {name: getattr(config, name) for name in names}
-    return {**compressor, **later, "world_size": config.workers, **task}
 
 
 def emulated(config: TrainConfig) -> str:

@@ -1,4 +1,4 @@
-"""How a run ended: result.json, the plot, and a short table."""
+"""How a run ended: result.json, and a short table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +22,10 @@ from runs.build import sends_dense
 from runs.config import TrainConfig, write_text
 from runs.expression import OFF, policy_name, written_arguments
 from runs.files import known
-from runs.logbook import Logbook, emulated, gain_kind
+from runs.logbook import Logbook, emulated
 from runs.modelled_clock import ServerSpec
 from runs.netlab.lab import real_links
 from runs.netlab.place import told
-from runs.plot import PLOT_FILE, draw_timeline
 from runs.progress import number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.settings import DEFAULT_CF
@@ -102,7 +100,7 @@ def _modelled(config: TrainConfig) -> str:
 
 
 def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> bool:
-    """Write result.json and the plot, print the table to `out` and JSON to stdout if asked; then,
+    """Write result.json, print the table to `out` and JSON to stdout if asked; then,
     on stderr, what has gone wrong. Returns whether everything could be written."""
     result, notes, unsaved = save_result(config, outcome, logbook)
     show(out, *ending(config, outcome, result, notes))
@@ -131,24 +129,13 @@ def _left(config: TrainConfig, outcome: Outcome) -> str:
 def save_result(
     config: TrainConfig, outcome: Outcome, logbook: Logbook
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Write result.json and the plot; returns the result, what the user should know, and what
+    """Write result.json; returns the result, what the user should know, and what
     could not be saved: the last checkpoint, or the result itself."""
     notes = list(logbook.notes)
     recorded = _read(config.folder / TIMELINE_FILE, notes)
     exchanges = outcome.summary.steps
     if config.policy != "off" and len(recorded.steps) < exchanges:
         notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {exchanges} steps")
-    if recorded.steps:
-        path = config.folder / PLOT_FILE
-        try:
-            heading = f"{title(config)}\n{outcome.summary.headline}"
-            draw_timeline(recorded, path, heading, gain_kind(config))
-        except ImportError:
-            notes.append(f"no {PLOT_FILE}: matplotlib is not installed")
-        except OSError as error:
-            notes.append(f"no {PLOT_FILE}: {error}")
-            with suppress(OSError):
-                path.unlink()  # the half of it that there was room for
     result = make_result(config, outcome, logbook.evaluations, recorded)
     unsaved = []
     if outcome.unsaved:

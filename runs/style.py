@@ -12,14 +12,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from policies import DENSE
 from runs.files import not_a_link
-from runs.progress import cf_name
 
 RUNS = ("#1f5fa8", "#d9730d", "#2f8f4e", "#b2182b", "#7b3294", "#018571", "#a6611a", "#6f78b8")
 """Colours of runs beside one another, or of what is told apart in one run."""
 
-BLUE, ORANGE, GREEN, RED = RUNS[:4]
 GREY = "#9aa0a8"
 """Of what is dense, or else stands behind what a picture is about."""
 
@@ -86,37 +83,12 @@ def picture(
         figure.savefig(not_a_link(path))
 
 
-def legend(axes: Any) -> None:
-    """Above the axes, to the right, out of the way of what is drawn."""
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.1}
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(ncols=4, **place)
-
-
-def steps(axes: Any, xs: Sequence[float], ys: Sequence[float], name: str, **how: Any) -> None:
-    """Values that hold until the next one; nothing is drawn where none is known."""
-    if any(map(isfinite, ys)):
-        axes.step(xs, ys, where="post", label=name, **how)
-
-
-def cf_axis(axes: Any, cfs: Iterable[float]) -> None:
-    """Make the vertical axis one of CFs: logarithmic, each CF named if they are few."""
-    ticks = sorted({DENSE, *filter(isfinite, cfs)})
-    _logarithmic(axes.yaxis)
-    if len(ticks) <= 9:
-        axes.set_yticks(ticks, [cf_name(cf) for cf in ticks])
-        axes.minorticks_off()
-    axes.set_ylim(0.8, 1.4 * max(2.0, *ticks))
-    axes.set_ylabel("compression factor")
-
-
-def log_axis(axis: Any, values: Iterable[float], decades: bool = False) -> None:
-    """Make an axis logarithmic if its values spread, with numbers as people write them; decades: of
-    powers of ten alone."""
+def log_axis(axis: Any, values: Iterable[float]) -> None:
+    """Make an axis logarithmic if its values spread, with numbers as people write them."""
     known = [value for value in values if isfinite(value)]
     if known and 0 < _LOG_FROM * min(known) < max(known):
         few = max(known) < 10 * min(known)  # of 1, 2 and 5 perhaps one alone would be inside
-        _logarithmic(axis, (1,) if decades else (1, 1.5, *range(2, 10)) if few else (1, 2, 5))
+        _logarithmic(axis, (1, 1.5, *range(2, 10)) if few else (1, 2, 5))
 
 
 def _logarithmic(axis: Any, ticks: tuple[float, ...] = (1, 2, 5)) -> None:

@@ -138,7 +138,7 @@ def train(
         diverged = f"held-out {trainer.task.quality_name} is {quality} in the end"
     keeper.end(failed=bool(diverged))
     if early.stopped and logbook is not None:
-        logbook.ended(f"stopped after step {trainer.step}: {early.why()}")
+        logbook.announce(f"stopped after step {trainer.step}: {early.why()}")
     return Outcome(
         trainer.step,
         first,

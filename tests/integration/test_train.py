@@ -70,10 +70,8 @@ def test_a_run_ends_with_consistent_files(text: Path, tmp_path: Path, start: Sta
     assert [m["step"] for m in metrics if "loss" in m] == list(range(16))
 
     assert json.loads((folder / "config.json").read_text())["link"] == "100mbit"
-    assert (folder / "cf_timeline.png").read_bytes().startswith(b"\x89PNG")
     sent = set(_scalar_steps(folder, "cf/sent"))  # thinned out, but around the switch
     assert {0, 9, 10, 15} <= sent <= set(range(16))
-    assert {"policy", "link", "optimizer"} <= _settings(folder)
     assert _scalar_steps(folder, "train/loss") == list(range(16))
     assert _scalar_steps(folder, "eval/quality") == [7, 15]
 
@@ -117,16 +115,6 @@ def test_a_run_goes_on_with_another_number_of_workers(
     assert result["steps"] == 15
     records = [line for line in _json_lines(folder / "timeline.jsonl") if line["kind"] == "step"]
     assert [line["report"]["step"] for line in records] == list(range(15))
-
-
-def _settings(folder: Path) -> set[str]:
-    """Names on the HParams page."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
-    tag = metadata.SESSION_START_INFO_TAG
-    content = EventAccumulator(str(folder)).Reload().SummaryMetadata(tag).plugin_data.content
-    return set(metadata.parse_session_start_info_plugin_data(content).hparams)
 
 
 def _scalar_steps(folder: Path, tag: str) -> list[int]:

@@ -54,10 +54,7 @@ def test_axes_of_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "made.png"
     with style.picture(path, f"{STRANGE}\n{'long ' * 60}", heights=(2, 1)) as (above, below):
         above.plot([1, 2], [1, 1000])
-        style.cf_axis(above, [10.0, 160.0, float("nan")])
         style.log_axis(below.xaxis, [1.0, 2.0])
         style.log_axis(below.yaxis, [1.0, 2000.0])
-        style.legend(below)
-        assert [tick.get_text() for tick in above.get_yticklabels()] == ["dense", "10", "160"]
         assert (below.get_xscale(), below.get_yscale()) == ("linear", "log")
     assert path.read_bytes().startswith(b"\x89PNG")

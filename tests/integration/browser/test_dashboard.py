@@ -220,18 +220,3 @@ def test_twenty_runs_of_a_hundred_thousand_steps(
     tip = page.hover("run19", 0.5)
     assert re.search(r"\d+ switches close by, one at step \d+: made up", tip), tip
     assert page.errors() == []
-
-
-def test_the_other_pages_are_useful(page: Page) -> None:
-    body = lambda: page.driver.execute_script(_ALL_TEXT)  # noqa: E731
-    page.open("hparams")
-    page.wait(lambda: all(word in body() for word in ("policy", "accordion", "final/wire_factor")))
-    assert page.errors() == []
-
-
-_ALL_TEXT = """
-const text = (node) => node.nodeType === 3
-  ? node.data
-  : [...node.childNodes, ...(node.shadowRoot ? [node.shadowRoot] : [])].map(text).join(' ');
-return text(document.body);
-"""
