@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
@@ -13,7 +12,8 @@ from rich.console import RenderableType
 from runs.compare.options import Comparison
 from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
-from runs.config import TrainConfig, write_text
+from runs.config import TrainConfig
+from runs.files import write_json, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
 from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
@@ -91,8 +91,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
         "notes": notes,
         "log_dir": str(comparison.folder),
     }
-    dumped = json.dumps(result, indent=2, allow_nan=False)
-    write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
+    write_json(comparison.folder / COMPARE_FILE, result)
     write_text(comparison.folder / TABLE_FILE, text_of(*parts) + "\n")
     return result, parts
 
