@@ -114,7 +114,8 @@ class Averager:
         if not controller.carrying:
             memory.emptied()
         if not self.compresses:
-            memory.now.settle(self.exchange)
+            may_rest = controller.plan.send == DENSE and not controller.cfs.measured
+            memory.now.settle(self.exchange, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.group)

@@ -88,8 +88,7 @@ class Unit:
 
     compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
     compressed. base: by which it is measured, at `levels`, a CF for each one that the step
-    measures. ranges: the parts that it covers, in order. dtype: of the bucket. segments: lengths of
-    the tensors that have scales of their own; of none: all of it is one.
+    measures. ranges: the parts that it covers, in order. dtype: of the bucket.
     """
 
     start: int
@@ -101,12 +100,11 @@ class Unit:
     levels: tuple[float, ...]
     ranges: tuple[Range, ...]
     dtype: torch.dtype = torch.float32
-    segments: tuple[int, ...] = ()
 
     @property
     def spec(self) -> Spec:
         """What is sent."""
-        return Spec(self.segments or (self.numel,), self.cf, self.dtype, self.key)
+        return Spec((self.numel,), self.cf, self.dtype, self.key)
 
     def by(self, cf: float) -> Compressor:
         """What compresses it at `cf`."""
@@ -165,22 +163,27 @@ class Bucket:
         """Look at the local gradients of these parameters, clip them, and add their norms to the
         tally."""
         grads = self.work.split([parameter.local.numel() for parameter in parameters])
-        energies = squared_norms(grads)
+        one_by_one = clip_norm is not None or memory.skips_zeros()
+        pieces = grads if one_by_one else [self.work]
+        energies = squared_norms(pieces)
         kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
         overflows = kernels.may_read and not energies.sum() <= torch.finfo(self.work.dtype).max
         if overflows and all_finite(self.work):
             self.work.clamp_(-largest, largest)
-            energies = squared_norms(grads)
+            energies = squared_norms(pieces)
             tally.at("nonfinite").add_(1)
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
         if not kernels.may_read:  # nobody knows whether there is anything to cut
             self.work.clamp_(-largest, largest)
-        start, known = 0, kernels.numbers(energies)
-        for parameter, grad, energy in zip(parameters, grads, known, strict=True):
+        known = kernels.numbers(energies) if one_by_one else ()
+        start = 0
+        for parameter, grad, skipped in zip(
+            parameters, grads, memory.skipped(parameters, known), strict=True
+        ):
             stop = start + grad.numel()
-            self.parts.append(Part(parameter, start, stop, grad, memory.skips(parameter, energy)))
+            self.parts.append(Part(parameter, start, stop, grad, skipped))
             start = stop
         fill_if(self.nonfinite, self.work, 0.0)
 
@@ -213,19 +216,12 @@ class Granularity:
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
     they are. whole_buckets: neighbouring parts are compressed as one ("bucket" granularity), not
     one by one ("layer"). Only in buckets that stay as they are: in the first backward there is a
-    single one of the whole model, as which the memory is not laid out. segments: what is compressed
-    as one consists of the parts, each with scales of its own.
+    single one of the whole model, as which the memory is not laid out.
     """
 
     compressor: Compressor
     whole_buckets: bool = False
     dense_below: int = 0
-    segments: bool = False
-
-    @property
-    def as_one(self) -> bool:
-        """Nothing tells the parts of a bucket apart."""
-        return self.whole_buckets and not self.segments
 
     @cached_property
     def in_full(self) -> Granularity:
@@ -271,8 +267,7 @@ class Granularity:
             compressor = self.compressor if in_rounds else EXACT
         levels = cfs.levels(layer)
         dtype = bucket.work.dtype
-        own = tuple(each.stop - each.start for each in ranges) if self.segments else ()
-        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype, own)
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype)
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:
@@ -329,19 +324,9 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
     Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
     sampled = levels
     if unit.base.sampled:
-        sampled = compress_levels(_of_sample(unit, sample.numel()), sample)
+        key, stop = unit.key._replace(shape=()), unit.start + sample.numel()
+        sampled = compress_levels(replace(unit, key=key, stop=stop), sample)
     tally.add_levels(_energies(levels), _energies(sampled))
-
-
-def _of_sample(unit: Unit, numel: int) -> Unit:
-    """The unit that its `strided_sample`, of so many elements, would be."""
-    key, stop = unit.key._replace(shape=()), unit.start + numel
-    if numel == unit.numel or not unit.segments:
-        return replace(unit, key=key, stop=stop)
-    stride = sampling(unit.numel)
-    ends = [0, *(-(-end // stride) for end in itertools.accumulate(unit.segments))]
-    lengths = (after - before for before, after in itertools.pairwise(ends))
-    return replace(unit, key=key, stop=stop, segments=tuple(filter(None, lengths)))
 
 
 def _energies(payloads: Sequence[Payload]) -> Tensor:

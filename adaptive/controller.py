@@ -184,7 +184,7 @@ class Controller(saved.Stateful):
             ladder=requested.ladder if shadow else (),
             layers=len(layers),
             sketch=0 if peers is None else WIDTH,
-            updates=self.memory().moments is not None,
+            updates=self.memory().sends_updates,
             drift=peers is not None and len(self.numbers) > 1,
             norms=self.policy.gain == "raw",
             ranks=self.exchange.ranks,

@@ -191,6 +191,10 @@ def like(values: Tensor, p: Tensor) -> Tensor:
     its shard."""
     if not hasattr(p, "to_local"):
         return values
+    if values.storage_offset():  # as which torch cannot copy a DTensor
+        first = values.storage_offset() * values.element_size()
+        memory = values.untyped_storage()[first : first + values.nbytes]
+        values = values.new_empty(0).set_(memory, 0, values.shape, values.stride())
     with torch.no_grad():
         whole: Tensor = type(p).from_local(  # type: ignore[attr-defined]
             values,

@@ -41,6 +41,7 @@ class Sizes:
     choice: ExchangeChoice
     world_size: int
     _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
+    _pieces_of: dict[tuple[float, int], list[Piece]] = field(default_factory=dict)
     _by_name: dict[str, ModelParameter] = field(default_factory=dict)
 
     def numel(self) -> int:
@@ -59,7 +60,7 @@ class Sizes:
 
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
-        parameters = () if self.granularity.as_one else self.parameters.values()
+        parameters = () if self.granularity.whole_buckets else self.parameters.values()
         shapes = {parameter.name: parameter.largest for parameter in parameters}
         least = max(1, self.granularity.dense_below)
         return {name: shape for name, shape in shapes.items() if shape.numel() >= least}
@@ -108,8 +109,14 @@ class Sizes:
 
     def _pieces(self, cf: float) -> list[Piece]:
         """What a step at `cf` sends."""
+        key = (cf, len(self.parameters))
+        if key not in self._pieces_of:
+            self._pieces_of[key] = self._make_pieces(cf)
+        return self._pieces_of[key]
+
+    def _make_pieces(self, cf: float) -> list[Piece]:
         pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
-        if not self.granularity.as_one:
+        if not self.granularity.whole_buckets:
             return pieces
         apart = [piece for piece in pieces if piece.cf == DENSE]
         numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)

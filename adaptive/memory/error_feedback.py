@@ -34,8 +34,12 @@ class NoMemory:
     name = "none"
     keeps: tuple[str, ...] = ()
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
+    sends_updates = False
+    """What is accumulated are updates, not gradients."""
     moments: Stateful | None = None
-    """Of a memory that sends updates, not gradients: what has become of the optimizers' moments."""
+    """What has become of what optimizers keep, where a memory does a part of their work."""
+    rests = False
+    """The optimizers do all their work themselves, and a dense step has nothing to add to it."""
     may_fall_back = False
     """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
@@ -76,8 +80,10 @@ class NoMemory:
         (flat), if updates are what is sent."""
         return grads
 
-    def settle(self, exchange: Exchange) -> None:
-        """Before the first bucket of a dense step: agree on what it needs (a collective)."""
+    def settle(self, exchange: Exchange, may_rest: bool) -> None:
+        """Before the first bucket of a dense step: agree on what it needs (a collective).
+
+        may_rest: it is sent by no hook, and does not measure what compression would keep."""
 
     def agree(self, exchange: Exchange) -> bool:
         """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of
@@ -102,12 +108,21 @@ class NoMemory:
         """A dense step has nothing to fold in, now and for this parameter."""
         return not parameter.filled
 
-    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
-        """Whether this parameter sends nothing this step and keeps its memory to itself.
+    def skips_zeros(self) -> bool:
+        """A parameter whose gradient is exactly zero sends nothing this step, and keeps its memory
+        to itself. DDP throws away what arrives for a globally unused parameter, and such a one must
+        not spend its residual."""
+        return self.maybe_unused()
 
-        DDP throws away what arrives for a globally unused parameter, so where there may be such, a
-        slice that is exactly zero must not spend its residual."""
-        return grad_energy == 0.0 if self.maybe_unused() else False
+    def skipped(
+        self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
+    ) -> Sequence[Flag]:
+        """Which of these parameters send nothing this step and keep their memory to themselves.
+
+        grad_energies: the squared norm of each gradient; none unless `skips_zeros`."""
+        if not self.skips_zeros():
+            return [False] * len(parameters)
+        return [energy == 0.0 for energy in grad_energies]
 
     def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
         """What the next step depends on: parameters for which it is equal move alike."""

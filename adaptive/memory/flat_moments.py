@@ -6,23 +6,20 @@ What is done with moments in a step is then done to flat tensors, whatever the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from adaptive.chunks import Chunk
-from adaptive.memory.handover import Group
 from adaptive.memory.moments import SECOND_MOMENTS, Run, is_adaptive
+from adaptive.memory.owners import Owner
 from adaptive.parameters import like, local, shaped
 
-MOMENTS = ("exp_avg", *SECOND_MOMENTS)
-
-Owners = Mapping[Tensor, tuple[Optimizer, Group]]
-"""The optimizer of each parameter, and its parameter group."""
+MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
+"""Names in an optimizer's state of a parameter: how many steps it was, and averages over them."""
 
 
 class FlatMoments:
@@ -33,87 +30,87 @@ class FlatMoments:
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
         self.tensors: dict[str, Tensor] = {}
-        self._views: dict[str, list[Tensor | None]] = {}  # as optimizers have them
+        self._ends = [0, *accumulate(chunk.sizes)]
+        # Of each parameter, what the optimizer keeps as we have made it, by name.
+        self._views: list[dict[str, Tensor]] = [{} for _ in chunk.sizes]
         self._steps: Tensor | None = None
 
-    def runs(self, owners: Owners) -> list[Run]:
-        """Neighbouring parameters with both moments whose averages move alike."""
-        settings = self._take_in(owners)
-        found, start = [], 0
-        numbered = zip(self.chunk.sizes, settings, range(len(settings)), strict=True)
-        for setting, several in groupby(numbered, key=lambda each: each[1]):
-            sizes, _, places = zip(*several, strict=True)
-            stop = start + sum(sizes)
+    def runs(self, owners: Sequence[Owner]) -> list[Run]:
+        """Neighbouring parameters with both moments whose averages move alike. owners: of each of
+        the chunk's parameters."""
+        found = []
+        settings, ends = self._take_in(owners), self._ends
+        for setting, several in groupby(range(len(owners)), key=settings.__getitem__):
+            places = [*several]
+            start, stop = ends[places[0]], ends[places[-1] + 1]
             if setting is not None and stop > start:
-                group = owners[self.chunk.parameters[places[0]].tensor][1]
                 tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
-                found.append(Run(group, self._step(places, sizes), tensors, start, stop))
-            start = stop
+                step = self._step(places[0], places[-1] + 1)
+                found.append(Run(owners[places[0]][1], step, tensors, start, stop))
         return found
 
-    def _step(self, places: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    def _step(self, first: int, last: int) -> Tensor:
         assert self._steps is not None
         if self._steps.device.type == "cpu":  # where optimizers keep it unless capturable or fused
-            return self._steps[places[0]]
-        steps = self._steps[places[0] : places[-1] + 1]
-        of = torch.tensor(sizes, device=steps.device)
-        return steps.repeat_interleave(of, output_size=sum(sizes))
+            return self._steps[first]
+        sizes = torch.tensor(self.chunk.sizes[first:last], device=self._steps.device)
+        numel = self._ends[last] - self._ends[first]
+        return self._steps[first:last].repeat_interleave(sizes, output_size=numel)
 
-    def _take_in(self, owners: Owners) -> list[tuple[Any, ...] | None]:
+    def _take_in(self, owners: Sequence[Owner]) -> list[tuple[Any, ...] | None]:
         """Make views of what optimizers keep. For each parameter what its averages move by; None
         of one without both moments."""
-        present: list[tuple[Any, ...] | None] = []
-        for i, parameter in enumerate(self.chunk.parameters):
-            optimizer, group = owners[parameter.tensor]
-            state = optimizer.state.get(parameter.tensor) if is_adaptive(optimizer) else None
-            state = state or {}
-            names = [name for name in MOMENTS if self._take(i, name, state)]
-            whole = "exp_avg" in names and "exp_avg_sq" in names
-            if not whole or not self._take_step(i, state):
-                present.append(None)
+        by_group: dict[int, tuple[Any, ...]] = {}
+        found: list[tuple[Any, ...] | None] = []
+        for i, (optimizer, group) in enumerate(owners):
+            views, state = self._views[i], {}
+            if is_adaptive(optimizer):
+                state = optimizer.state.get(self.chunk.parameters[i].tensor, {})
+            for name in MOMENTS:
+                if state.get(name) is not views.get(name):
+                    self._take(i, name, state)
+            if "exp_avg" not in views or "exp_avg_sq" not in views or "step" not in views:
+                found.append(None)
                 continue
-            of = (*group["betas"], group["eps"], bool(group.get("amsgrad")))
-            present.append((*names, *of))
+            if id(group) not in by_group:
+                by_group[id(group)] = _settings(group)
+            found.append(by_group[id(group)])
         if self._steps is None or self._steps.device.type != "cpu":
-            return present
+            return found
         steps = self._steps.tolist()
-        return [None if p is None else (*p, n) for p, n in zip(present, steps, strict=True)]
+        return [of and (*of, step) for of, step in zip(found, steps, strict=True)]
 
-    def _take(self, i: int, name: str, state: Any) -> bool:
-        """Whether the optimizer keeps a moment of this name, which now is ours."""
-        kept = state.get(name)
-        views = self._views.setdefault(name, [None] * len(self.chunk.parameters))
-        if kept is not None and kept is views[i]:
-            return True
-        parameter, flat = self.chunk.parameters[i], self.tensors.get(name)
-        start = sum(self.chunk.sizes[:i])
-        if kept is None:
-            if flat is not None and views[i] is not None:
-                flat[start : start + self.chunk.sizes[i]].zero_()
-            views[i] = None
-            return False
+    def _take(self, i: int, name: str, state: Any) -> None:
+        """The optimizer keeps something else under this name, or nothing."""
+        views, kept = self._views[i], state.get(name)
+        if name in views:
+            self._part(i, name).zero_()
+            del views[name]
+        if not isinstance(kept, Tensor):
+            return
         here = local(kept)
-        if flat is None:
-            flat = torch.zeros(self.chunk.numel, dtype=here.dtype, device=here.device)
-            self.tensors[name] = flat
+        if name == "step":
+            if self._steps is None:
+                self._steps = here.new_zeros(len(self._views))
+            flat = self._steps
+        else:
+            if name not in self.tensors:
+                self.tensors[name] = here.new_zeros(self.chunk.numel)
+            flat = self.tensors[name]
         if flat.dtype != here.dtype or flat.device != here.device:
-            return False
-        view = shaped(flat[start : start + self.chunk.sizes[i]], parameter.local.detach())
+            return
+        parameter, part = self.chunk.parameters[i], self._part(i, name)
+        view = part if name == "step" else shaped(part, parameter.local.detach())
         view.copy_(here)
-        views[i] = state[name] = like(view, parameter.tensor)
-        return True
+        views[name] = state[name] = view if name == "step" else like(view, parameter.tensor)
 
-    def _take_step(self, i: int, state: Any) -> bool:
-        """The same of the number of steps."""
-        kept = state.get("step")
-        views = self._views.setdefault("step", [None] * len(self.chunk.parameters))
-        if kept is None or kept is views[i]:
-            return kept is not None
-        if self._steps is None:
-            self._steps = torch.zeros(len(views), dtype=kept.dtype, device=kept.device)
-        if self._steps.dtype != kept.dtype or self._steps.device != kept.device:
-            return False
-        view = self._steps[i]
-        view.copy_(kept)
-        views[i] = state["step"] = view
-        return True
+    def _part(self, i: int, name: str) -> Tensor:
+        """Of what is kept under a name."""
+        if name == "step":
+            assert self._steps is not None
+            return self._steps[i]
+        return self.tensors[name][self._ends[i] : self._ends[i + 1]]
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*group["betas"], group["eps"], bool(group.get("amsgrad")))

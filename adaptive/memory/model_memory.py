@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import KeptByParameters, NoMemory, Residual
 from adaptive.memory.handover import steps_as
-from adaptive.memory.momentum import MomentumMemory, SGDMomentum
+from adaptive.memory.momentum import DenseSteps, MomentumMemory, SGDMomentum
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.updates import MomentState, UpdateMemory
 from adaptive.parameters import ModelParameters
@@ -254,15 +254,16 @@ class ModelMemory:
             self.now.load_state_dict(parameter, state.get(parameter.name, {}))
 
     def moments_state(self) -> dict[str, Any]:
-        """What has become of the optimizers' moments, where updates are sent."""
+        """What has become of what optimizers keep."""
         return self.now.moments.state_dict() if self.now.moments else {}
 
     def check_moments(self, state: Mapping[str, Any], kind: str) -> None:
         """The same as `check`, of these."""
-        if kind == UpdateMemory.name:
-            MomentState().load_state_dict(state)
-        else:
+        of = {UpdateMemory.name: MomentState, SGDMomentum.name: DenseSteps}.get(kind)
+        if of is None:
             check_like("moments", state, {})
+        else:
+            of().load_state_dict(state)
 
     def load_moments(self, state: Mapping[str, Any]) -> None:
         if self.now.moments is not None:

@@ -187,9 +187,9 @@ def _mean_share(mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> Tenso
 
     Of a second moment that has overflown it is 1 / N, as of mere noise."""
     factor, constant = _weights(noise, ranks)
-    root = torch.add(square, LEAST).sqrt_()
-    share = torch.div(mean, root, out=root)
-    return share.mul_(share).mul_(factor).add_(constant).clamp_(1 / ranks, 1.0)
+    share = torch.add(square, LEAST)
+    share = torch.div(mean, share, out=share).mul_(mean)
+    return share.mul_(factor).add_(constant).clamp_(1 / ranks, 1.0)
 
 
 def _weights(noise: Noise, ranks: int) -> Noise:

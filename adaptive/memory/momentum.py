@@ -13,6 +13,7 @@ move with a smaller momentum, in proportion to a larger gain, and the two delays
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from adaptive.chunks import chunks
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, steps_as, with_settings
 from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
-from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
+from compressors.kernels.blocks import Flag, add_if, fill_if, scale_if
+from policies import state as saved
 
 
 class MomentumMemory(Residual):
@@ -84,13 +87,6 @@ class MomentumMemory(Residual):
 
     def idle(self, parameter: ModelParameter) -> bool:
         return False
-
-    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
-        # A zero gradient still moves by its velocity, as in SGD; only a parameter that DDP may
-        # treat as unused keeps everything to itself. On the host one without a velocity needs none.
-        if not isinstance(grad_energy, Tensor) and grad_energy == 0.0 and not parameter.started:
-            return True
-        return super().skips(parameter, grad_energy)
 
     def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
         begun = (parameter.started, parameter.stepped, self.has_buffer(parameter))
@@ -160,6 +156,19 @@ def _has_momentum(group: Group) -> bool:
     return bool(group["momentum"] != 0)
 
 
+RESTING = 8
+"""Dense steps in a row after which SGD has its momentum back. One all-reduce of velocities comes
+with that, which a policy that only visits dense need not pay."""
+
+
+@dataclass(eq=False)
+class DenseSteps(saved.Stateful):
+    """How many dense steps there were in a row, and whether SGD has its momentum back."""
+
+    count: int = saved.saved(0)
+    rests: bool = saved.saved(False)
+
+
 class SGDMomentum(MomentumMemory):
     """Momentum correction in the stead of an SGD optimizer, by the settings in its parameter
     groups as they are in each step, so that schedulers keep working.
@@ -169,12 +178,16 @@ class SGDMomentum(MomentumMemory):
     Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
     of this is linear, a buffer that was there before simply goes on decaying.
 
+    After `RESTING` dense steps in a row SGD has its momentum back, and a dense step costs no more
+    than without compression. With the next compressed step velocities begin anew.
+
     An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
     place as it steps. Velocities go on. foreign: the name of an optimizer that cannot, but has
     stepped these parameters.
     """
 
     may_fall_back = True
+    moments: DenseSteps
 
     def __init__(
         self,
@@ -186,9 +199,39 @@ class SGDMomentum(MomentumMemory):
         super().__init__(MomentumRule(0.0), masking, lag, parameters.maybe_unused)
         self._optimizer = optimizer
         self._parameters = parameters
+        self.moments = DenseSteps()
         self.foreign = ""
         self._index: dict[Tensor, int] = {}
         self._indexed: list[int] = []
+
+    @property
+    def rests(self) -> bool:  # type: ignore[override]
+        return self.moments.rests
+
+    def settle(self, exchange: Exchange, may_rest: bool) -> None:
+        self.moments.count = self.moments.count + 1 if may_rest else 0
+        parameters = self._parameters.values()
+        if self.rests or self.moments.count <= RESTING or self.maybe_unused():
+            return
+        if any(parameter.filled for parameter in parameters):  # on all ranks or on none
+            return
+        self._add_to_buffers(exchange)
+        for parameter in parameters:
+            parameter.velocity, parameter.started, parameter.lag = None, False, 1.0
+        self.moments.rests = True
+
+    def open(
+        self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
+    ) -> Tensor | None:
+        self.moments.count, self.moments.rests = 0, False
+        return super().open(parameter, grad, cf, nonfinite)
+
+    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
+        if not self.rests:
+            super().fold(parameter, grad, nonfinite)
+
+    def idle(self, parameter: ModelParameter) -> bool:
+        return self.rests
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
         group = self._group(parameter.tensor)
@@ -206,11 +249,15 @@ class SGDMomentum(MomentumMemory):
             if not moved:
                 return None
             if not steps_as(optimizer, SGD):
+                if self.rests:
+                    return None
                 self._show_gradients(moved)
                 self.foreign = type(optimizer).__name__
                 return None
             assert isinstance(optimizer, SGD)
             self._optimizer, self._indexed = optimizer, []
+        if self.rests:
+            return None
         for group in filter(_has_momentum, groups):
             self._add_decay(group)
         return with_settings(groups, _NEUTRAL, _has_momentum, self._parameters)
@@ -237,10 +284,10 @@ class SGDMomentum(MomentumMemory):
         return state.get("momentum_buffer") is not None
 
     def hand_back(self, exchange: Exchange | None) -> None:
+        if exchange is not None:
+            self._add_to_buffers(exchange)
         for parameter in self._parameters.values():
-            if exchange is not None:
-                self._add_to_buffer(parameter, exchange)
-            elif parameter.started and parameter.velocity is not None:
+            if exchange is None and parameter.started and parameter.velocity is not None:
                 rule = self.rule(parameter)
                 ahead = rule.momentum / (1 - rule.momentum) if rule.momentum < 1 else 0.0
                 ahead = ahead * rule.change_of_lag(parameter.lag, 1.0) * rule.sent_share
@@ -254,16 +301,22 @@ class SGDMomentum(MomentumMemory):
         damped = rule.dampening == 1 or not rule.momentum
         return 1.0 if damped else (1 - rule.dampening) / (1 - rule.momentum)
 
-    def _add_to_buffer(self, parameter: ModelParameter, exchange: Exchange) -> None:
-        """Add the ranks' mean velocity to SGD's own. A collective."""
-        p, velocity = parameter.tensor, parameter.velocity
-        velocity = parameter.zeros() if velocity is None else velocity
-        share = self.rule(parameter).change_of_lag(parameter.lag, 1.0) / exchange.world_size
-        own = torch.cat([velocity * share, velocity.new_full((1,), float(parameter.started))])
-        mean, started = exchange.all_reduce(own).wait().split([velocity.numel(), 1])
+    def _add_to_buffers(self, exchange: Exchange) -> None:
+        """Add the ranks' mean velocities to SGD's own. Collectives."""
+        for chunk in chunks(self._parameters.values()):
+            velocities = [p.zeros() if p.velocity is None else p.velocity for p in chunk]
+            shares = [self.rule(p).change_of_lag(p.lag, 1.0) / exchange.world_size for p in chunk]
+            own = torch.cat(torch._foreach_mul(velocities, shares))
+            started = own.new_tensor([float(p.started) for p in chunk])
+            total = exchange.all_reduce(torch.cat([own, started])).wait()
+            *means, known = total.split([*map(len, velocities), len(chunk)])
+            for parameter, mean, any_started in zip(chunk, means, known, strict=True):
+                if parameter.stepped or any_started:
+                    self._add_to_buffer(parameter, mean)
         exchange.take_traffic()  # no step's
-        if not started and not parameter.stepped:
-            return
+
+    def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
+        p = parameter.tensor
         group, state = self._group(p), self._optimizer.state[p]
         if group is not None and group["maximize"]:
             mean = -mean

@@ -21,7 +21,7 @@ compressed steps momentum keeps only a share of its lag, and what it gives up go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,6 +47,7 @@ from adaptive.memory.moments import (
     undelivered,
     with_lag,
 )
+from adaptive.memory.owners import Owners
 from adaptive.optimizer_states import agree_on_states
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from compressors.kernels.blocks import Flag, Scalar
@@ -76,6 +77,7 @@ class UpdateMemory(Residual):
     """
 
     name = "updates"
+    sends_updates = True
     moments: MomentState
 
     def __init__(
@@ -93,16 +95,13 @@ class UpdateMemory(Residual):
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
-        # The optimizer of each parameter, and its group: those that have stepped it last.
-        self._of: dict[Tensor, tuple[Optimizer, dict[str, Any]]] = {}
-        for optimizer in optimizers:
-            self._learn(optimizer)
+        self._of = Owners(parameters, optimizers)
         self._chunks: list[Chunk] = []
         self._share = 1.0  # of momentum's lag, in the step to come
         self._outer: Optimizer | None = None  # whose step is under way
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
-        self._stepped: set[Tensor] = set()  # parameters, since the last backward
+        self._stepped: set[Optimizer] = set()  # since the last backward
         self._moments: dict[Chunk, FlatMoments] = {}
         self._aside: dict[Chunk, Tensor] = {}  # first moments before a step without momentum
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
@@ -120,6 +119,8 @@ class UpdateMemory(Residual):
 
     def apart(self, parameters: Iterable[Tensor]) -> list[int]:
         """Places of the parameters that no known optimizer steps."""
+        if len(self._of) == len(self._parameters):
+            return []
         return [i for i, p in enumerate(parameters) if p not in self._of]
 
     def backward_ends(self, cf: float) -> None:
@@ -129,7 +130,7 @@ class UpdateMemory(Residual):
         self._stepped.clear()
         if self._outer is None:
             self._before.clear()
-        self._rates = {id(of[1]): _rates(*of) for of in self._of.values()}
+        self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
         self._begin_apart(self._share)
 
     @torch.no_grad()
@@ -155,9 +156,9 @@ class UpdateMemory(Residual):
                     enlarge(part, moments.mean, moments.square, noise, self._ranks)
         if rate is None:
             _multiply(work, chunk.split(work), rates)
-        if not self._of.keys() <= self._stepped:
-            for parameter, piece in zip(chunk.parameters, chunk.split(work), strict=True):
-                if parameter.tensor not in self._stepped:
+        if not self.all_stepped:
+            for (of, _), piece in zip(self._of.of_chunk(chunk), chunk.split(work), strict=True):
+                if of not in self._stepped:
                     piece.zero_()
         return work
 
@@ -195,7 +196,7 @@ class UpdateMemory(Residual):
     @property
     def all_stepped(self) -> bool:
         """No step of this backward's gradients is to come."""
-        return self._outer is None and self._of.keys() <= self._stepped
+        return self._outer is None and all(of in self._stepped for of, _ in self._of.distinct)
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """`optimizer.step(closure)` has been called, and the closure has not run yet. One that is
@@ -210,7 +211,7 @@ class UpdateMemory(Residual):
         """An optimizer has its gradients, perhaps within a step of another. Returns the parameter
         groups of its step, if these are to be others than `groups`."""
         self._put_back()  # a step that raised never came to its end
-        self._learn(optimizer)
+        self._of.learn(optimizer)
         if self._outer is None:
             self._outer = optimizer
         if not self.pending:
@@ -232,26 +233,20 @@ class UpdateMemory(Residual):
         if not self.pending:
             self._before.clear()
             return
-        ours = {p for group in optimizer.param_groups for p in group["params"]}
-        self._stepped |= ours & self._of.keys()
+        steppers = self._of.steppers(optimizer)
+        self._stepped |= steppers
         taken = _taken(optimizer)
         for chunk, before in self._before.items():
-            pairs = zip(chunk.parameters, self._rates_of(chunk), strict=True)
-            decays = [decay if p.tensor in ours else 0.0 for p, (_, decay) in pairs]
+            pairs = zip(self._of.of_chunk(chunk), self._rates_of(chunk), strict=True)
+            decays = [decay if of in steppers else 0.0 for (of, _), (_, decay) in pairs]
             if any(_is_tensor(decay) or decay > 0 for decay in decays):
                 _multiply(before, chunk.split(before), [1 - decay * taken for decay in decays])
 
     def _rates_of(self, chunk: Chunk) -> list[tuple[Scalar, Scalar]]:
-        return [self._rates[id(self._of[p.tensor][1])] for p in chunk.parameters]
+        return [self._rates[id(group)] for _, group in self._of.of_chunk(chunk)]
 
     def _remember(self) -> None:
         self._before = {chunk: chunk.here("before") for chunk in self.chunks}
-
-    def _learn(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p in self._parameters:
-                    self._of[p] = optimizer, group
 
     def _with_share(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
@@ -261,27 +256,26 @@ class UpdateMemory(Residual):
         if self._share == 1 or not is_adaptive(optimizer):
             return None
         changed: list[dict[str, Any]] = []
-        without: list[Tensor] = []
+        without = False
         for group in groups:
             beta1, *beta2 = group.get("betas", (0.0,))
-            ours = [p for p in group["params"] if p in self._parameters]
+            ours, others = self._of.ours(group)
             if not ours or not beta1:
                 changed.append(group)
                 continue
             betas = (with_lag(beta1, self._share), *beta2)
             changed.append({**group, "params": ours, "betas": betas})
-            rest = [p for p in group["params"] if p not in self._parameters]
-            changed += [{**group, "params": rest}] if rest else []
-            without += ours if self._share == 0 else []
+            changed += [{**group, "params": others}] if others else []
+            without = self._share == 0
         if without:
-            self._put_aside(set(without))
+            self._put_aside(optimizer)
         return changed
 
-    def _put_aside(self, parameters: Set[Tensor]) -> None:
-        """Copy the first moments of chunks with some of these parameters, in a room that is not
-        needed until after the step."""
+    def _put_aside(self, optimizer: Optimizer) -> None:
+        """Copy the first moments of chunks with some of an optimizer's parameters, in a room that
+        is not needed until after the step."""
         for chunk in self.chunks:
-            if parameters.isdisjoint(p.tensor for p in chunk.parameters):
+            if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
                 continue
             self._runs(chunk)
             mean = self._moments[chunk].tensors.get("exp_avg")
@@ -299,7 +293,7 @@ class UpdateMemory(Residual):
 
     # -- dense steps, and ranks that part --
 
-    def settle(self, exchange: Exchange) -> None:
+    def settle(self, exchange: Exchange, may_rest: bool = True) -> None:
         """Before a dense step: the ranks agree on what their optimizers keep (collectives), and all
         that residuals hold goes, with the ranks' mean, with the next step."""
         if not self.moments.differ:
@@ -330,7 +324,7 @@ class UpdateMemory(Residual):
     @property
     def may_part(self) -> bool:
         # No parameter that DDP reduces is another optimizer's, and all divide by a second moment.
-        known = all(is_adaptive(optimizer) for optimizer, _ in self._of.values())
+        known = all(is_adaptive(optimizer) for optimizer, _ in self._of.distinct)
         return known and len(self._of) == len(self._parameters)
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
@@ -379,9 +373,17 @@ class UpdateMemory(Residual):
             found.append(grad)
         return found
 
-    def skips(self, parameter: ModelParameter, grad_energy: Scalar) -> Flag:
-        """One that has not been stepped keeps its residual to itself."""
-        return self.pending and parameter.tensor not in self._stepped
+    def skipped(
+        self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
+    ) -> Sequence[Flag]:
+        """Those that have not been stepped."""
+        if not self.pending or self.all_stepped:
+            return [False] * len(parameters)
+        owners = (self._of.get(parameter.tensor) for parameter in parameters)
+        return [owner is None or owner[0] not in self._stepped for owner in owners]
+
+    def skips_zeros(self) -> bool:
+        return False
 
     def _begin_apart(self, share: float) -> None:
         """From here on moments are this rank's, and momentum has this share of its lag."""
@@ -415,7 +417,7 @@ class UpdateMemory(Residual):
 
     def _runs(self, chunk: Chunk) -> list[Run]:
         """The moments of a chunk's parameters, as far as they have both."""
-        return self._moments[chunk].runs(self._of)
+        return self._moments[chunk].runs(self._of.of_chunk(chunk))
 
     def _all_runs(self) -> Iterator[Run]:
         for chunk in self.chunks:

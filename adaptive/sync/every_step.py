@@ -80,8 +80,8 @@ class EveryStepSync(Synchroniser):
         averager.end()
         # After `detach` nobody would compare gradients. In parameter space they are the script's.
         memory = averager.memory.now
-        compare = bool(memory.keeps) and memory.moments is None
-        compare = compare and not averager.controller.forced_dense
+        changes_gradients = bool(memory.keeps) and not (memory.sends_updates or memory.rests)
+        compare = changes_gradients and not averager.controller.forced_dense
         averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return last

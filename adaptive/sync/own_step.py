@@ -4,7 +4,7 @@ exchanged (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan
+from math import isfinite, nan
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
 from adaptive.memory.handover import loss_scale
@@ -21,7 +22,7 @@ from adaptive.reducer import Step
 from adaptive.step_watch import Groups
 from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, squared_norm
-from compressors.kernels.blocks import Flag, either, fill_if, is_host
+from compressors.kernels.blocks import Flag, Scalar, either, fill_if, is_host
 
 
 class OwnStepSync(EveryStepSync):
@@ -29,6 +30,10 @@ class OwnStepSync(EveryStepSync):
     steps the ranks exchange what these have done."""
 
     _nonfinite: Flag = False  # gradients of this rank, in the backward under way
+
+    def __init__(self, averager: Averager) -> None:
+        super().__init__(averager)
+        self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
 
     @property
     def memory(self) -> UpdateMemory:
@@ -61,20 +66,26 @@ class OwnStepSync(EveryStepSync):
 
     def _measured(self, buffer: Tensor, of: Sequence[Tensor]) -> Future[Tensor]:
         """Add a bucket's gradients to the statistics."""
-        controller, requested = self.averager.controller, self.averager.requested
-        parameters = [self.averager.parameters.find(p) for p in of]
-        pieces = buffer.split([p.local.numel() for p in parameters])
-        self._nonfinite = either(self._nonfinite, all_finite(buffer) ^ True)
-        scale, tally = loss_scale(self.averager.scaler, buffer.device), controller.tally
-        energy = torch.as_tensor(squared_norm(buffer), device=tally.vector.device)
+        averager, tally = self.averager, self.averager.controller.tally
+        energy, scale = squared_norm(buffer), loss_scale(averager.scaler, buffer.device)
+        self._nonfinite = either(self._nonfinite, _not_finite(buffer, energy))
+        energy = torch.as_tensor(energy, device=tally.vector.device)
         tally.at("grad").add_(energy if scale is None else energy / scale.square())
-        if controller.plan.accumulate and controller.plan.local_sum:
+        sums = averager.controller.plan.accumulate and averager.controller.plan.local_sum
+        if (seen := tuple(map(id, of))) not in self._buckets:
+            for p in of:
+                averager.parameters.find(p)  # raises if it is none of the model's
+            self._buckets.add(seen)
+        apart = self.memory.apart(of)
+        if not sums and not apart:
+            return done_with(buffer)
+        parameters = [averager.parameters.find(p) for p in of]
+        pieces = buffer.split([p.local.numel() for p in parameters])
+        if sums:
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
-                requested.sums.add(parameter, own, self._nonfinite)
-        if apart := [pieces[i] for i in self.memory.apart(of)]:
-            return self._mean_apart(buffer, apart)
-        return done_with(buffer)
+                averager.requested.sums.add(parameter, own, self._nonfinite)
+        return self._mean_apart(buffer, [pieces[i] for i in apart]) if apart else done_with(buffer)
 
     def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
         """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
@@ -170,3 +181,10 @@ class OwnStepSync(EveryStepSync):
 
     def stop(self) -> None:
         self.make_up()
+
+
+def _not_finite(x: Tensor, energy: Scalar) -> Flag:
+    """Whether `x`, whose squared norm this is, has an element that is not finite."""
+    if isinstance(energy, Tensor):
+        return ~energy.isfinite()
+    return not isfinite(energy) and not all_finite(x)

@@ -78,6 +78,10 @@ CFS = {"CF 10": 10, "CF 100": 100, "bf16 rung": 2, "int8 rung": 4, "dense": 1}
 RUNGS = {2: "bf16", 4: "int8"}
 """As the default has them below its range."""
 
+WARMUP = 12
+"""Steps: DDP cuts buckets anew in the first, and SGD gets its momentum back in the ninth dense one.
+"""
+
 OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
     "AdamW": partial(AdamW, lr=1e-3),
     "SGD": partial(SGD, lr=1e-3, momentum=0.9),
@@ -148,12 +152,12 @@ def _step_times(
     names = ("plain DDP", name)
     steps = {each: _contender(each, shapes, rank, optimizer_name) for each in names}
     times: dict[str, list[tuple[float, float]]] = {each: [] for each in names}
-    for index in range(4 + rounds):
+    for index in range(WARMUP + rounds):
         for each, step in steps.items():
             used, began = time.process_time(), time.perf_counter()
             step()
             took = time.process_time() - used, time.perf_counter() - began
-            if index >= 4:  # buckets are cut anew in the first
+            if index >= WARMUP:
                 times[each].append(took)
     return times
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -138,11 +139,10 @@ def _tell(verdict: Verdict, report: str | None) -> None:
     """Rank 0's part."""
     print(f"doctor: {verdict}", flush=True)
     if report is not None:
-        from runs.files import known, write_json
+        from runs.config import write_text
 
         values = asdict(verdict) | {"expected": list(verdict.expected.items())}
-        values["link"]["beta"] = known(verdict.link.beta)
         try:
-            write_json(Path(report), values)
+            write_text(Path(report), json.dumps(values, indent=2, default=str) + "\n")
         except OSError as error:
             print(f"doctor: --json {report}: {error.strerror}", file=sys.stderr, flush=True)

@@ -10,7 +10,8 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive.chunks import Chunk
-from adaptive.memory.flat_moments import FlatMoments, Owners
+from adaptive.memory.flat_moments import FlatMoments
+from adaptive.memory.owners import Owner
 from adaptive.parameters import ModelParameter
 
 
@@ -24,13 +25,13 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _chunk(count: int) -> tuple[Chunk, AdamW, Owners]:
+def _chunk(count: int) -> tuple[Chunk, AdamW, list[Owner]]:
     torch.manual_seed(0)
     tensors = [nn.Parameter(torch.randn(3, 1 + i % 5)) for i in range(count)]
     tensors[-1] = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     optimizer = AdamW(tensors, 0.01)
     chunk = Chunk([ModelParameter(f"p{i}", p) for i, p in enumerate(tensors)])
-    return chunk, optimizer, dict.fromkeys(tensors, (optimizer, optimizer.param_groups[0]))
+    return chunk, optimizer, [(optimizer, optimizer.param_groups[0])] * count
 
 
 def _step(chunk: Chunk, optimizer: AdamW, without: int | None = None) -> None:

@@ -1,0 +1,64 @@
+"""Which optimizer steps each parameter of a model, and by which of its parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from adaptive.chunks import Chunk
+
+Owner = tuple[Optimizer, dict[str, Any]]
+"""An optimizer, and its parameter group."""
+
+
+class Owners(dict[Tensor, Owner]):
+    """The owner of each parameter: the optimizer that has stepped it last.
+
+    Between two changes of an optimizer's groups nothing is looked up parameter by parameter."""
+
+    def __init__(self, parameters: Container[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._groups: dict[Optimizer, list[tuple[int, int]]] = {}  # as they were learned
+        self._of_chunk: dict[Chunk, list[Owner]] = {}
+        self._ours: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by group
+        self.distinct: list[Owner] = []
+        for optimizer in optimizers:
+            self.learn(optimizer)
+
+    def learn(self, optimizer: Optimizer) -> None:
+        """It is about to step its parameters."""
+        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+        if self._groups.get(optimizer) == groups:
+            return
+        for group in optimizer.param_groups:
+            ours = [p for p in group["params"] if p in self._parameters]
+            self._ours[id(group)] = ours, [p for p in group["params"] if p not in self._parameters]
+            for p in ours:
+                if p in self:
+                    self._groups.pop(self[p][0], None)
+                self[p] = optimizer, group
+        self._groups[optimizer] = groups
+        self._of_chunk.clear()
+        self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
+
+    def steppers(self, optimizer: Optimizer) -> set[Optimizer]:
+        """The owners of an optimizer's parameters: itself, or one that it wraps."""
+        if optimizer in self._groups:
+            return {optimizer}
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        return {self[p][0] for p in tensors if p in self}
+
+    def ours(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters of a group that has been learned: the model's, and others."""
+        return self._ours[id(group)]
+
+    def of_chunk(self, chunk: Chunk) -> list[Owner]:
+        """Of each of its parameters."""
+        found = self._of_chunk.get(chunk)
+        if found is None:
+            found = self._of_chunk[chunk] = [self[p.tensor] for p in chunk.parameters]
+        return found

@@ -1,0 +1,113 @@
+"""Where dense steps go on, SGD has its momentum back, and nothing is done to gradients any more."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor
+from adaptive.memory import momentum
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
+
+CFS = [10.0] * 5 + [1.0] * 20
+"""Twenty dense steps, of which SGD takes the last eleven by itself."""
+
+SETTINGS: list[dict[str, Any]] = [
+    {"weight_decay": 1e-2},
+    {"nesterov": True},
+    {"dampening": 0.3, "maximize": True},
+]
+
+
+class Run:
+    def __init__(self, cfs: list[float], settings: dict[str, Any]) -> None:
+        self.model = DDP(small_net())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, **settings)
+        self.compressor = AdaptiveCompressor("topk+fp32", (2, 100), policy=Scripted(cfs))
+        self.compressor.attach(self.model, optimizer=self.optimizer)
+
+    @property
+    def rests(self) -> bool:
+        assert self.compressor._session is not None
+        return self.compressor._session._memory.now.rests
+
+    def train(self, rank: int, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            loss_of(self.model, step, rank).backward()
+            self.optimizer.step()
+
+    def state(self) -> list[Any]:
+        parts = (self.model, self.optimizer, self.compressor)
+        return deepcopy([part.state_dict() for part in parts])
+
+    def load(self, state: list[Any]) -> None:
+        parts = (self.model, self.optimizer, self.compressor)
+        for part, of in zip(parts, state, strict=True):
+            part.load_state_dict(of)
+
+
+def _steps(rank: int, settings: dict[str, Any], resting: int) -> tuple[Tensor, bool]:
+    with patch.object(momentum, "RESTING", resting):
+        run = Run(CFS, settings)
+        run.train(rank, 0, len(CFS))
+        return flat_parameters(run.model), run.rests
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_steps_are_those_of_velocities_that_ranks_keep(
+    ranks: int, settings: dict[str, Any]
+) -> None:
+    found = run_ranks(ranks, _steps, settings, 8)
+    kept = run_ranks(ranks, _steps, settings, 1000)
+    assert all(rests for _, rests in found)
+    assert not any(rests for _, rests in kept)
+    for parameters, _ in found:
+        assert torch.equal(parameters, found[0][0])
+        torch.testing.assert_close(parameters, kept[0][0], rtol=1e-10, atol=1e-12)
+
+
+def _gradients(rank: int) -> tuple[Tensor, Tensor]:
+    run = Run([1.0], {})
+    run.train(rank, 0, 20)
+    assert run.rests
+    plain = DDP(small_net())
+    plain.load_state_dict(run.model.state_dict())
+    run.optimizer.zero_grad()
+    for model in (run.model, plain):
+        loss_of(model, 20, rank).backward()
+    grads = [[p.grad for p in model.parameters()] for model in (run.model, plain)]
+    first, second = (torch.cat([g.reshape(-1) for g in of if g is not None]) for of in grads)
+    return first, second
+
+
+def test_gradients_are_ddps_own() -> None:
+    """So a script may clip them, add noise, or scale them."""
+    for mine, plain in run_ranks(2, _gradients):
+        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=0)
+
+
+def _resumed(rank: int, at: int) -> tuple[bool, bool]:
+    cfs = [*CFS, *[10.0] * 6]
+    whole, run = Run(cfs, {}), Run(cfs, {})
+    whole.train(rank, 0, len(cfs))
+    run.train(rank, 0, at)
+    state, rested = run.state(), run.rests
+    again = Run(cfs, {})
+    again.train(rank, 0, 2)  # DDP cuts its buckets
+    again.load(state)
+    again.train(rank, at, len(cfs))
+    return same(flat_parameters(whole.model), flat_parameters(again.model)), rested
+
+
+@pytest.mark.parametrize(("at", "rests"), [(10, False), (18, True), (28, False)])
+def test_a_resumed_run_is_one_that_was_never_stopped(at: int, rests: bool) -> None:
+    assert run_ranks(2, _resumed, at) == [(True, rests)] * 2
