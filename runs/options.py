@@ -21,7 +21,7 @@ from runs.expression import (
 )
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, option, shown
-from runs.settings import LR_SCHEDULES, OPTIMIZERS, WITH_BETAS, Compressing
+from runs.settings import WITH_BETAS, Compressing
 
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json", "policy")
 CONFIG_OPTIONS = frozenset(each.name for each in fields(TrainConfig))
@@ -173,13 +173,7 @@ def check_sends(given: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(config: TrainConfig) -> None:
-    """UsageError if the optimizer is unknown, or does not take a setting that was given."""
-    for name, accepted in (("optimizer", OPTIMIZERS), ("lr_schedule", LR_SCHEDULES)):
-        value = getattr(config, name)
-        if value not in accepted:
-            raise UsageError(
-                f"{option(name)} {value!r} is unknown; accepted: {', '.join(accepted)}"
-            )
+    """UsageError if the optimizer does not take a setting that was given."""
     for name, optimizers in (("momentum", ("sgd",)), ("betas", WITH_BETAS)):
         value = getattr(config, name)
         if value is not None and config.optimizer not in optimizers:

@@ -17,7 +17,7 @@ from shutil import get_terminal_size
 from tempfile import TemporaryDirectory
 from textwrap import fill
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UsageError(Exception):
@@ -102,6 +102,10 @@ def _parts(hint: Any) -> tuple[tuple[Any, ...], list[Any]]:
         parts = [_parts(each) for each in get_args(hint) if each is not type(None)]
         kinds = tuple(kind for each, _ in parts for kind in each)
         return kinds, [one for _, metadata in parts for one in metadata]
+    if get_origin(hint) is Literal:
+        from runs.option_types import one_of
+
+        return (str,), [one_of(*get_args(hint))]
     return (hint,), []
 
 

@@ -8,7 +8,7 @@ down here, so that help need not wait for torch; a test holds them to what the l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from runs.expression import Typed
 from runs.option_types import (
@@ -23,11 +23,10 @@ from runs.option_types import (
     Whole,
     at_least,
     metavar,
-    one_of,
     spec,
 )
 
-OPTIMIZERS = ("sgd", "adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
+OptimizerName = Literal["sgd", "adamw", "adam", "nadam", "radam", "rmsprop", "adagrad"]
 WITH_BETAS = ("adamw", "adam", "nadam", "radam")
 BETAS = (0.9, 0.95)
 """As people train transformers; torch's own second one is 0.999."""
@@ -35,11 +34,6 @@ BETAS = (0.9, 0.95)
 ADAMW_DECAY = 0.1
 LR, ADAGRAD_LR = 1e-3, 1e-2
 """Of every optimizer but SGD, for which each task has its own."""
-
-LR_SCHEDULES = ("constant", "cosine", "linear")
-
-DDP_HOOKS = ("bf16", "powersgd")
-"""PyTorch's own, see `runs/trainer.py`."""
 
 COMPRESSORS = (
     *("adacomp", "bf16", "dgc", "fp16", "int8", "natural", "none", "onebit", "powersgd", "qsgd"),
@@ -78,13 +72,13 @@ class Training:
 class Optimizing:
     """The optimizer, and how its learning rate goes."""
 
-    optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "sgd"
+    optimizer: OptimizerName = "sgd"
     """The class of torch.optim of that name."""
     lr: Positive | None = None
     """Learning rate (sgd: the task's own; adagrad: 0.01; others: 0.001)."""
     warmup: Whole = 0
     """The learning rate rises to its value in even steps over so many steps."""
-    lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "constant"
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after the warm-up: cosine and linear reach 0 at the last of
     --steps."""
     lr_drop: Annotated[int | tuple[int, ...] | None, spec("STEP ...", at_least(1), "*")] = None
@@ -118,7 +112,7 @@ class Compressing:
     settings as Python writes it: "GraVAC(window=20)", "Warmup(steps=50, then=Goodput())", or
     MODULE.CLASS(...) of your own; off: plain DDP, no hook (goodput; gravac for a base that does not
     keep the largest elements)."""
-    ddp_hook: Annotated[str | None, one_of(*DDP_HOOKS)] = None
+    ddp_hook: Literal["bf16", "powersgd"] | None = None
     """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
     of rank 4, dense in its first 2 steps, in one bucket)."""
     base: Annotated[str | None, metavar("NAME")] = "topk"

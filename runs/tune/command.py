@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.needs import check_installed
-from runs.option_types import Count, Number, Texts, Wholes, metavar, one_of
+from runs.option_types import Count, Number, Texts, Wholes, metavar
 from runs.parser import options
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, PolicyArguments, Training
-
-SAMPLERS = ("tpe", "random")
-PRUNERS = ("median", "none")
 
 HELP = """\
 Search for the settings that train best, with Optuna. Every trial is a real run of all workers.
@@ -56,9 +53,9 @@ class Searching:
     """Count bytes or seconds until held-out quality is as good as this."""
     search: Annotated[Texts | None, metavar("S ...")] = None
     """Search these, see above (epsilon omega; of another policy than gravac its own)."""
-    sampler: Annotated[str | None, one_of(*SAMPLERS)] = None
+    sampler: Literal["tpe", "random"] | None = None
     """Optuna's (tpe)."""
-    pruner: Annotated[str | None, one_of(*PRUNERS)] = None
+    pruner: Literal["median", "none"] | None = None
     """Optuna's: stop trials whose quality falls behind (median; with several objectives none)."""
     seeds: Wholes | None = None
     """Training seeds: a trial's values are means over them (0)."""
