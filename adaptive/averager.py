@@ -99,11 +99,15 @@ class Averager:
         """This step is compressed by us: neither dense nor sent by a foreign hook."""
         return self.controller.plan.send not in (DENSE, *self.settings.hooks)
 
-    def begin(self, alike: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+    def begin(
+        self, alike: Callable[[], Iterable[tuple[str, Tensor]]], dense_is_ddps: bool = True
+    ) -> None:
         """Before the first tensor: take in the statistics of the step before, and plan this one.
 
         alike: returns what must be the same on all ranks now, by parameter name, to be compared
-        with `debug`. InvalidPayload if some rank has received what no compressor can have sent."""
+        with `debug`. dense_is_ddps: in a dense step the mean gradient moves the parameters, for
+        which the ranks agree on what their optimizers keep. InvalidPayload if some rank has
+        received what no compressor can have sent."""
         controller, memory = self.controller, self.memory
         controller.begin_step()
         if controller.invalid:
@@ -113,7 +117,7 @@ class Averager:
             )
         if not controller.carrying:
             memory.emptied()
-        if not self.compresses:
+        if not self.compresses and dense_is_ddps:
             may_rest = controller.plan.send == DENSE and not controller.cfs.measured
             memory.now.settle(self.exchange, may_rest)
         if every := self.settings.debug:

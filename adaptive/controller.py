@@ -61,7 +61,7 @@ class Controller(saved.Stateful):
 
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
     may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
-    apart: whether each rank steps by itself now. lag: in steps, of decisions, beside the one that
+    lag: in steps, of decisions, beside the one that
     these always have. skipped: backwards since the last step, which have exchanged nothing.
     agreed: the statistics of the last step that the ranks have agreed on. invalid: some rank has
     received bytes that no rank can have sent. too_small: the model is too small for statistics, and
@@ -80,7 +80,6 @@ class Controller(saved.Stateful):
     memory: Callable[[], NoMemory]
     device: torch.device
     numbers: tuple[int, ...]
-    apart: Callable[[], bool]
     dense_timer: DenseTimer
     lag: int = 0
     step: int = saved.saved(0)
@@ -143,9 +142,6 @@ class Controller(saved.Stateful):
                 f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
-        if self.apart() and plan.local_steps == 1 and plan.send != DENSE:
-            why = "dense once, before the ranks meet"
-            plan = replace(plan, send=DENSE, reason="; ".join(filter(None, (plan.reason, why))))
         if self.carrying and plan.send in self.sizes.hooks:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
             plan = replace(plan, send=DENSE, reason=why)
@@ -154,9 +150,7 @@ class Controller(saved.Stateful):
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
         requested = self.requested
-        # The first local step of ranks that part does not count.
-        steps_to_come = self.local_steps + (self.local_steps > 1 and not self.apart())
-        known = {"lr": self.lr(), **self.stopwatch.start(plan.send, steps_to_come)}
+        known = {"lr": self.lr(), **self.stopwatch.start(plan.send, self.local_steps)}
         tally = self._new_tally(plan, known)
         if tally.sharded:
             tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
@@ -200,10 +194,6 @@ class Controller(saved.Stateful):
             self._totals.local_steps += self.skipped
             self._totals.dense_bytes += self.skipped * self.sizes.wire_bytes(DENSE)
         self.local_steps, self.skipped = local_steps, 0
-
-    def meet(self) -> None:
-        """The ranks meet with this step: what they have not sent yet waits in residuals."""
-        self.carrying, self._compressed_last = True, self.step
 
     def end_step(self, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.

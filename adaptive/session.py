@@ -41,7 +41,6 @@ from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import FALLEN_BACK, Groups, StepWatch
 from adaptive.summary import Summary
-from adaptive.sync.options import AUTO_IS_ONE
 from adaptive.sync.start import gradients_or_steps, start
 from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
@@ -128,7 +127,7 @@ class Session:
             self.controller,
             replica.settling,
         )
-        self._sync = start(self._averager, self._numbers)
+        self._sync = start(self._averager)
         self._warn(optimizers, replica)
         self._start_watching(replica)
 
@@ -161,7 +160,7 @@ class Session:
         self._memory.choose(optimizers, settings.sync)
         topology = settings.sync.topology_of(self.exchange.world_size)
         self._choice.messages = None if topology is None else topology.messages
-        self._numbers = settings.sync.numbers(self._memory.now.may_part)
+        self._numbers = settings.sync.numbers
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.whole_buckets, self._sizes.supported
@@ -244,7 +243,6 @@ class Session:
             lambda: self._memory.now,
             self.device,
             self._numbers,
-            lambda: self._sync.apart,
             DenseTimer(
                 self._sizes.wire_bytes,
                 self.exchange.world_size,
@@ -274,8 +272,6 @@ class Session:
         sync, warnings = self.settings.sync, []
         if sync.takes_optimizer:
             warnings.append(self._memory.warning(optimizers))
-        if sync.lets_ranks_differ and self._numbers == (1,) and sync.takes_optimizer:
-            warnings.append(AUTO_IS_ONE)
         if sync.lets_ranks_differ and replica.sends_buffers:
             warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
@@ -433,7 +429,6 @@ class Session:
             if resharded:
                 controller.policy.rescale()
                 controller.dense_timer.rescale()
-        self._sync.follow(state)
         self._fall_back_with(expected["memory_kind"])
         load_parts(state, parts)
         self._averager.failed = None
@@ -442,8 +437,7 @@ class Session:
         """What must be the same in this state."""
         expected = self._identity()
         # That it fell back was told in the run that the state is of, and need not be found again.
-        found = self._memory.kind_of(state.get("memory_kind"))
-        expected["memory_kind"] = self._sync.memory_kind_of(state) or found
+        expected["memory_kind"] = self._memory.kind_of(state.get("memory_kind"))
         return expected
 
     def _fall_back_with(self, kind: str) -> None:

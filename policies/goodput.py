@@ -136,10 +136,8 @@ class Goodput(DeclaredPolicy):
 
     def plan(self) -> Plan:
         chosen = self._local_steps if len(self._numbers) > 1 else 0
-        meets = chosen == 1 and 0 < self._filling == self._steps
-        send = DENSE if meets else self._send
         skips = self._turn is not None and self._turn >= WATCHED
-        return Plan(send, reason=self._reason, local_steps=chosen, skip_gains=skips)
+        return Plan(self._send, reason=self._reason, local_steps=chosen, skip_gains=skips)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
@@ -258,7 +256,7 @@ class Goodput(DeclaredPolicy):
             return
         gained = progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
         why = f"local steps {here} -> {goal}: exchanging every {counted_steps(goal)} promises "
-        why += f"{gained}{'; dense once, before the ranks meet' if goal == 1 else ''}"
+        why += gained
         self._reason = "; ".join(filter(None, (why, self._reason)))
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since, self._came_from = goal, 0, None

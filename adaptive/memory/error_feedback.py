@@ -68,11 +68,6 @@ class NoMemory:
             assert parameter.residual is not None
             parameter.residual.masked_fill_(nonfinite ^ True, 0.0)
 
-    @property
-    def may_part(self) -> bool:
-        """Ranks that exchange each step with this memory may go on by themselves, and come back."""
-        return False
-
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
     ) -> Sequence[Tensor]:

@@ -321,12 +321,6 @@ class UpdateMemory(Residual):
             self._late |= {parameter.tensor: piece for parameter, piece in pieces}
         self.moments.differ = self._own = False
 
-    @property
-    def may_part(self) -> bool:
-        # No parameter that DDP reduces is another optimizer's, and all divide by a second moment.
-        known = all(is_adaptive(optimizer) for optimizer, _ in self._of.distinct)
-        return known and len(self._of) == len(self._parameters)
-
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """Of the optimizer that steps the parameter; one must."""
         return self._of[parameter.tensor][1]["lr"]
@@ -335,10 +329,6 @@ class UpdateMemory(Residual):
         """Before ranks step by themselves for longer: momentum has all of its lag, and what waits
         is in the residuals."""
         self._begin_apart(1.0)
-
-    def meet(self) -> None:
-        """After ranks have stepped by themselves for longer."""
-        self.moments.differ = self._own = True
 
     def agree(self, exchange: Exchange) -> bool:
         differed = self.moments.differ or bool(self._late)

@@ -1,16 +1,27 @@
-"""Ranks that exchange in every step, or every few steps, as the policy chooses while they train.
+"""One own step or several between two exchanges, as the policy chooses while the ranks train.
 
-They part and meet again. In both cases a rank holds something that the others have not got yet.
-Ranks that exchange in every step keep it in the residual, as updates that are multiplied by the
-learning rate when they move the parameters. Ranks that step by themselves have it in their own
-parameters. So it is multiplied by the learning rate when they part, and divided by it when they
-meet. A dense exchange before takes all but the last step, whose learning rate is this one.
+After a round of one step the ranks exchange what it has done (own_step.py). After a round of
+several steps they exchange what all of them have done together. In both, what was not sent is the
+residual. The two differ in where the residual is meanwhile:
+
+- before a round of one step it waits, in updates, and all ranks stand alike;
+- before a round of several steps it moves the rank's own parameters. All ranks keep the *anchor*,
+  where they would stand alike. What a rank has not sent is the anchor less its own parameters.
+  (In a round of several steps what waits would be late by all of them; docs/defaults.md has the
+  measurements.)
+
+So another number of steps takes no state of its own: a round begins with the residual in its place.
+
+An exchange of several steps begins after the last of them, and the ranks go on. The mean arrives
+before a step that is fixed beforehand: the next one, or with an *overlap* a later one (Streaming
+DiLoCo: Douillard and others 2025, section 2.2). What a rank has done meanwhile it keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,214 +31,275 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.averager import Averager
-from adaptive.memory.error_feedback import Residual
-from adaptive.memory.updates import UpdateMemory, inverse
-from adaptive.parameters import shaped
-from adaptive.state import SavedPart
+from adaptive.chunks import Chunk, chunks
+from adaptive.exchange.collectives import drain
+from adaptive.exchange.pipeline import done_with
+from adaptive.memory.updates import inverse
+from adaptive.reducer import Step
+from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.step_watch import Groups
-from adaptive.sync.base import Synchroniser
-from adaptive.sync.local_steps import LocalStepsSync, check_local_state
+from adaptive.sync.local_steps import all_nan_if_too_large
 from adaptive.sync.options import LocalSteps
 from adaptive.sync.own_step import OwnStepSync
-from policies import state as saved
+from adaptive.uniting import averaged, unite
+from compressors.kernels import all_finite
+from compressors.kernels.blocks import Flag, either, fill_if
+from policies import DENSE
+from policies.state import require
+from policies.step_time import overlapped
 
 
-class _Together(OwnStepSync):
-    """Ranks that exchange in every step. left: what they have stepped with until they met; they go
-    back to its anchor with the next step, if that has not come yet."""
+@dataclass(eq=False)
+class _Arriving:
+    """The ranks' mean of what a round has done to a chunk, there or under way. sent_at: where this
+    rank stood when it sent its own."""
 
-    left: LocalStepsSync | None = None
-
-    def alike(self) -> Iterable[tuple[str, Tensor]]:
-        return super().alike() if self.left is None else self.left.alike()
+    mean: Future[Tensor]
+    sent_at: Tensor
 
 
-class AutoStepsSync(Synchroniser):
-    """One synchroniser or the other, both of one model. Begins with an exchange in every step."""
+class AutoStepsSync(OwnStepSync):
+    """The rounds of one model.
+
+    steps: of the round under way. backwards: of this round; of a round of one step none. open: the
+    last backward of a round of several has ended, and its exchange is to come. anchors: in a round
+    of several steps, from its first step on. due: the step of the round before which the last
+    exchange moves the parameters.
+    """
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
-        self._choice = choice
-        self._now: _Together | LocalStepsSync = _Together(averager)
-        self._updates: list[Any] = []  # parameters whose residuals move them with a step
-
-    @property
-    def apart(self) -> bool:  # type: ignore[override]
-        return isinstance(self._now, LocalStepsSync)
-
-    @property
-    def _left(self) -> LocalStepsSync | None:
-        return self._now.left if isinstance(self._now, _Together) else None
+        self._overlap = choice.overlap
+        self._chunks = [Chunk(each) for each in chunks(averager.parameters.values())]
+        self._steps, self._backwards, self._due = 1, 0, 0
+        self._open = False
+        self._to_step: set[Optimizer] = set()  # optimizers, before the exchange
+        self._anchors: dict[Chunk, Tensor] = {}
+        self._arriving: dict[Chunk, _Arriving] = {}
 
     # -- a backward --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
-            self._now.make_up()
-            self._part_or_meet()
-            if isinstance(self._now, LocalStepsSync) and self._now.due:
-                self._stand()  # no step has come since the ranks parted
-        return self._now.reduce(bucket)
-
-    def _part_or_meet(self) -> None:
-        """At the first bucket of a backward, as the ranks have agreed with the last exchange."""
-        averager, controller = self.averager, self.averager.controller
-        if controller.local_steps > 1:
-            self._end_meeting()
-        if controller.local_steps > 1 and not self.apart:
-            self._part(averager.memory.now)
-            averager.memory.release()
-        elif controller.local_steps == 1 and isinstance(self._now, LocalStepsSync):
-            averager.memory.choose(averager.optimizers, self._choice)
-            self._meet(self._now, averager.memory.now)
-            controller.meet()
-        else:
-            return
-        averager.use_memory()
-
-    @torch.no_grad()
-    def _part(self, memory: object) -> None:
-        """The ranks, which stand alike, part with the next step: what waits in residuals as updates
-        becomes a rank's own."""
-        assert isinstance(memory, UpdateMemory)
-        self._now = LocalStepsSync(
-            self.averager, self._choice, self.averager.controller.local_steps
-        )
-        memory.part()
-        for p in self.averager.parameters.values():
-            if p.filled and p.residual is not None:
-                p.residual.mul_(memory.learning_rate(p))
-                self._updates.append(p)
-
-    @torch.no_grad()
-    def _meet(self, local: LocalStepsSync, memory: object) -> None:
-        """The ranks go back to the anchor with the next step: how far each has come from there
-        waits in its residual, as updates. Where the learning rate is 0 these could move nothing,
-        and that is forgotten."""
-        assert isinstance(memory, UpdateMemory)
-        memory.meet()
-        self._conclude(local)
-        for p in self.averager.parameters.values():
-            residual, here = p.open_residual(), p.tensor.data
-            shaped(residual, here).add_(local.anchors[p].view_as(here)).sub_(here)
-            residual.mul_(inverse(memory.learning_rate(p)))
-        self._now = _Together(self.averager)
-        self._now.left = local
-
-    @torch.no_grad()
-    def _conclude(self, local: LocalStepsSync, due: int | None = None) -> None:
-        """Do what moves the parameters before the next step."""
-        if self._left is local:
-            for p, anchor in local.anchors.items():
-                p.tensor.data.copy_(anchor.view_as(p.tensor))
-        updates, self._updates = self._updates, []
-        for p in updates:
-            p.tensor.data.sub_(shaped(p.residual, p.tensor.data))
-            p.filled = False
-        local.conclude(due)
-
-    def _end_meeting(self) -> None:
-        """The ranks stand alike now, if they were to with the next step."""
-        if isinstance(self._now, _Together) and self._now.left is not None:
-            self._conclude(self._now.left)
-            self._now.left = None
+            self.make_up()
+            self._steps = self.averager.controller.local_steps
+            if 1 < self._steps == self._backwards + 1:
+                self.averager.begin(self.alike, dense_is_ddps=False)  # and plan the next round
+        return super().reduce(bucket) if self._steps == 1 else done_with(bucket.buffer())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        return self._now.end_backward(last)
+        if self._steps == 1:
+            return super().end_backward(last)
+        self._backwards += 1
+        self._open = self._backwards == self._steps
+        self._to_step = set(self.averager.optimizers)
+        self.averager.controller.skipped += not self._open
+        return last
 
     # -- a step --
 
-    def forward_begins(self) -> None:
-        self._now.forward_begins()
-
-    def step_begins(self, optimizer: Optimizer) -> None:
-        if self._left is None:
-            self._now.step_begins(optimizer)
-
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        self._end_meeting()
-        if self._updates:
-            assert isinstance(self._now, LocalStepsSync)
-            self._conclude(self._now, 0)
-        return self._now.before_step(optimizer, groups)
+        if self._steps > 1:
+            self._go_off()
+            if self._backwards >= self._due:
+                self._arrive()
+        return super().before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._now.after_step(optimizer)
+        super().after_step(optimizer)
+        self._to_step.discard(optimizer)
+        if self._open and not self._to_step:
+            self.make_up()
+
+    def make_up(self) -> None:
+        if not self._open:
+            super().make_up()
+            return
+        averager, controller = self.averager, self.averager.controller
+        averager.check_whole()
+        self._open, self._backwards = False, 0
+        self._go_off()
+        self._arrive()
+        entered = controller.stopwatch.timestamps()
+        with averager.replica_calls(waits=True):
+            self._send()
+            averager.pipeline.finish()
+            controller.end_step(averager.watch.take_found())
+        controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
+        self._due = max(1, overlapped(self._overlap, controller.local_steps))
+        if controller.local_steps == 1:
+            self._arrive(meets=True)
+
+    def _send(self) -> None:
+        """Begin to exchange how far each rank has come from the anchor."""
+        averager, controller = self.averager, self.averager.controller
+        number, send, reducer = controller.step, controller.plan.send, averager.reducer
+        step = Step(number, controller.cfs, controller.tally, *averager.listeners(), updates=True)
+
+        def arrived(future: Future[Tensor]) -> Tensor:
+            with averager.noting_failure(number):
+                mean = future.value()
+                controller.stopwatch.bucket_done(drain(averager.pipeline.decoded))
+                averager.pipeline.stream.keep(mean)
+                return mean
+
+        strategy = averager.choice.pick(averager.sizes.bucket_nbytes(controller.cfs), send)
+        for i, chunk in enumerate(self._chunks):
+            here = chunk.here("sent at")
+            done = torch.sub(self._anchors[chunk], here, out=chunk.room("done"))
+            all_nan_if_too_large(done)
+            if send == DENSE:
+                mean = reducer.dense(step, done, chunk.parameters)
+            else:
+                mean = reducer.compressed(step, done, chunk.parameters, strategy, i)
+            self._arriving[chunk] = _Arriving(mean.then(arrived), here)
+
+    # -- rounds of several steps --
+
+    @torch.no_grad()
+    def _go_off(self) -> None:
+        """In a round of several steps, from its first step on: the anchor is where all ranks stand,
+        and the residual moves this rank's own parameters."""
+        self.memory.part()
+        if self._anchors:
+            return
+        self.averager.requested.follow(self.memory)  # what is exchanged is in other units
+        for chunk in self._chunks:
+            anchor = self._anchors[chunk] = chunk.here("anchor")
+            rest = chunk.room("done").zero_()
+            for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
+                if p.filled and p.residual is not None:
+                    piece.copy_(p.residual).mul_(self.memory.learning_rate(p))
+            self._move(chunk, anchor, rest)
+
+    def _move(self, chunk: Chunk, to: Tensor, less: Tensor) -> None:
+        """The parameters become `to` less `less`, which is overwritten. No residual is left."""
+        chunk.go_to(torch.sub(to, less, out=less))
+        for p in chunk.parameters:
+            p.filled = False
+
+    @torch.no_grad()
+    def _arrive(self, meets: bool = False) -> None:
+        """Move the anchor by the mean of the last exchange, if that has not been done. The rank's
+        parameters are the anchor, less what was not sent, and what it has done since it sent.
+
+        meets: a round of one step follows at once. All ranks stand at the anchor, and what was not
+        sent waits as updates.
+
+        A mean that is not finite moves nothing. A rank that has come to what is not finite goes
+        back to the anchor, and its gradients count for nothing."""
+        arriving, self._arriving = self._arriving, {}
+        any_nonfinite: Flag = False
+        for chunk, each in arriving.items():
+            mean, anchor = each.mean.wait(), self._anchors[chunk]
+            nonfinite = all_finite(mean) ^ True
+            any_nonfinite = either(any_nonfinite, nonfinite)
+            fill_if(nonfinite, mean, 0.0)
+            anchor.sub_(mean)
+            if meets:
+                chunk.go_to(anchor)
+                continue
+            less = torch.sub(each.sent_at, chunk.here("now"), out=mean)
+            less.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            for p, piece in zip(chunk.parameters, chunk.split(less), strict=True):
+                if p.filled and p.residual is not None:
+                    piece.add_(p.residual)
+            self._move(chunk, anchor, less)
+        if any_nonfinite is not False:
+            for tensor in self.averager.parameters:
+                if tensor.grad is not None:
+                    fill_if(any_nonfinite, tensor.grad, 0.0)
+        if meets:
+            self._anchors = {}
+            self.averager.requested.follow(self.memory)
+            for p in self.averager.parameters.values():
+                if p.filled and p.residual is not None:
+                    p.residual.mul_(inverse(self.memory.learning_rate(p)))
 
     # -- between steps --
 
-    def make_up(self) -> None:
-        self._now.make_up()
+    def discard(self) -> None:
+        if not self._anchors:  # else nothing waits but in the parameters
+            super().discard()
 
     def wait(self) -> None:
-        self._now.wait()
+        self.make_up()
+        for each in self._arriving.values():
+            each.mean.wait()
 
     def settle(self) -> None:
-        self._now.settle()
+        for each in self._arriving.values():
+            with suppress(Exception):  # whoever needs what has failed is told
+                each.mean.wait()
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        return self._now.alike()
+        return self._by_name(self._anchors).items() if self._anchors else super().alike()
 
     def averaged(self) -> AbstractContextManager[None]:
-        self._stand()
-        return self._now.averaged()
-
-    def _stand(self) -> None:
-        """What parts the ranks moves the parameters now."""
-        if self._updates and isinstance(self._now, LocalStepsSync):
-            self._conclude(self._now, 0)
+        """What is under way moves the parameters now."""
+        self.make_up()
+        self._arrive()
+        if not self._anchors:
+            return super().averaged()
+        return averaged(list(self.averager.parameters.values()), self.averager.exchange)
 
     def unite(self) -> Sequence[Optimizer] | None:
-        self._now.make_up()
-        self._end_meeting()
-        self._stand()
-        return self._now.unite()
+        self.make_up()
+        self._arrive()
+        if not self._anchors:
+            return super().unite()
+        unite(list(self.averager.parameters.values()), self.averager.exchange)
+        self.memory.agree(self.averager.exchange)
+        self._anchors = {chunk: chunk.here("anchor") for chunk in self._chunks}
+        return list(self.averager.optimizers)
 
     def stop(self) -> None:
-        self._now.make_up()
-        self._end_meeting()
-        self._stand()
-        self._now.stop()
-
-    def discard(self) -> None:
-        self._now.discard()
+        self.make_up()
+        if self._anchors:
+            self.unite()
 
     # -- saved --
 
     def saved(self) -> SavedPart:
-        def save() -> dict[str, Any]:
-            self._stand()
-            self._end_meeting()
-            if isinstance(self._now, LocalStepsSync):
-                return self._now.state_dict()
-            return {"backwards": 0, "arrived": {}, "anchors": {}, "moving": {}}
+        return SavedPart(self._state_dict, self._check, self._load_state_dict)
 
-        def check(state: Mapping[str, Any]) -> None:
-            parameters = self.averager.parameters.values()
-            check_local_state(state, parameters, apart=bool(state.get("anchors")))
+    def _state_dict(self) -> dict[str, Any]:
+        """By parameter name, between steps; what is under way is waited for."""
+        means = {chunk: each.mean.wait() for chunk, each in self._arriving.items()}
+        sent_at = {chunk: each.sent_at for chunk, each in self._arriving.items()}
+        tensors = {"anchors": self._anchors, "means": means, "sent_at": sent_at}
+        state = {name: self._by_name(of) for name, of in tensors.items()}
+        return {"backwards": self._backwards, "due": self._due, **state}
 
-        def load(state: Mapping[str, Any]) -> None:
-            self._updates = []
-            if isinstance(self._now, _Together):
-                self._now.left = None
-            else:
-                self._now.load_state_dict(state)
-                self._now.every = self.averager.controller.local_steps
+    def _by_name(self, flat: Mapping[Chunk, Tensor]) -> dict[str, Tensor]:
+        pairs = ((c, zip(c.parameters, c.split(x), strict=True)) for c, x in flat.items())
+        return {p.name: piece.clone() for _, pieces in pairs for p, piece in pieces}
 
-        return SavedPart(save, check, load)
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless it is a state of rounds of these parameters."""
+        flat = flat_tensors(self.averager.parameters.values())
+        like = {"backwards": int, "due": int, "anchors": flat, "means": flat, "sent_at": flat}
+        check_like("sync", state, like, finite=False, complete=True)  # of a bad round not finite
+        check_like("sync: anchors", state["anchors"], flat)
+        keys = [state[name].keys() for name in ("anchors", "means", "sent_at")]
+        whole = all(each in (set(), flat.keys()) for each in keys) and keys[1] == keys[2]
+        whole = whole and keys[0] >= keys[1] and state["backwards"] >= 0
+        require(whole, "'sync' has lost something")
 
-    def memory_kind_of(self, state: Mapping[str, Any]) -> str | None:
-        apart = bool(saved.read(state, "sync", Mapping).get("anchors"))
-        return Residual.name if apart else UpdateMemory.name
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The parameters themselves, which are this rank's own, are not part of it."""
+        self._open, self._backwards, self._due = False, state["backwards"], state["due"]
+        self._anchors, self._arriving = {}, {}
+        for chunk in self._chunks:
+            if state["anchors"]:
+                self._anchors[chunk] = self._joined(chunk, state["anchors"], "anchor")
+            if state["means"]:
+                mean = done_with(self._joined(chunk, state["means"], "done"))
+                sent_at = self._joined(chunk, state["sent_at"], "sent at")
+                self._arriving[chunk] = _Arriving(mean, sent_at)
 
-    def follow(self, state: Mapping[str, Any]) -> None:
-        apart, averager = bool(state["sync"].get("anchors")), self.averager
-        if apart == self.apart:
-            return
-        if apart:
-            averager.memory.release()
-            self._now = LocalStepsSync(averager, self._choice, averager.controller.local_steps)
-        else:
-            averager.memory.choose(averager.optimizers, self._choice)
-            self._now = _Together(averager)
-        averager.use_memory()
+    def _joined(self, chunk: Chunk, by_name: Mapping[str, Tensor], use: str) -> Tensor:
+        flat = chunk.room(use)
+        for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
+            piece.copy_(by_name[p.name])
+        return flat

@@ -7,9 +7,8 @@ become their mean is the `Averager`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,12 +21,7 @@ from adaptive.step_watch import Groups
 
 
 class Synchroniser:
-    """One model's, at work. Every collective that it issues, all ranks issue in the same order.
-
-    apart: each rank steps by itself now, for more than one step.
-    """
-
-    apart = False
+    """One model's, at work. Every collective that it issues, all ranks issue in the same order."""
 
     def __init__(self, averager: Averager) -> None:
         self.averager = averager
@@ -100,10 +94,3 @@ class Synchroniser:
     def saved(self) -> SavedPart:
         """What is saved of it."""
         return SavedPart(dict, lambda state: check_like("sync", state, {}))
-
-    def memory_kind_of(self, state: Mapping[str, Any]) -> str | None:
-        """The name of the memory that a state must be of; None: of the one in use."""
-        return None
-
-    def follow(self, state: Mapping[str, Any]) -> None:
-        """Become what the synchroniser was in a state that is about to be loaded."""

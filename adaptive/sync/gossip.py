@@ -123,8 +123,6 @@ class GossipSync(Synchroniser):
     choice: with one of the five algorithms. The last backward of a round has its exchange even if
     its step is left out: then no rank waits for this one."""
 
-    apart = True
-
     def __init__(self, averager: Averager, choice: Gossip) -> None:
         super().__init__(averager)
         self.algorithm = choice.algorithm

@@ -15,8 +15,6 @@ The exchange hides behind one backward, whose gradient is of where the rank stoo
 not wait for it, and while up to so many further steps are computed the network brings one bucket
 after the other. Each moves its part of the model before a step that is fixed beforehand, so that
 runs can be repeated; what the rank has done in the meantime it keeps.
-
-How ranks that exchange in every step part, and meet again, is in auto_steps.py.
 """
 
 from __future__ import annotations
@@ -98,7 +96,6 @@ class LocalStepsSync(Synchroniser):
     `conclude`.
     """
 
-    apart = True
     at_rest: int | None = None
 
     def __init__(self, averager: Averager, choice: LocalSteps, every: int) -> None:
@@ -200,14 +197,9 @@ class LocalStepsSync(Synchroniser):
         self._sent, self._stepped = 0, False
 
     def _outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
-        """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own. A rank
-        that has come so far that squares overflow is thrown back to the anchor, as one that has
-        come to what is not finite: then all are nan."""
+        """Of the parameters of bucket `index`, in its order: flat, in a buffer of its own."""
         unsent = self._unsent(index, parameters)
-        most = torch.finfo(unsent.dtype).max
-        (energy,) = squared_norms([unsent])
-        too_large = not energy <= most if is_host(unsent.device) else ~(energy <= most)
-        fill_if(too_large, unsent, nan)
+        all_nan_if_too_large(unsent)
         return unsent
 
     def _unsent(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
@@ -349,7 +341,7 @@ class LocalStepsSync(Synchroniser):
     # -- saved --
 
     def saved(self) -> SavedPart:
-        check = partial(check_local_state, parameters=self._parameters, apart=True)
+        check = partial(check_local_state, parameters=self._parameters)
         return SavedPart(self.state_dict, check, self.load_state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -384,11 +376,8 @@ class LocalStepsSync(Synchroniser):
             moving.zero_() if before is None else moving.copy_(before)
 
 
-def check_local_state(
-    state: Mapping[str, Any], parameters: Collection[ModelParameter], apart: bool
-) -> None:
-    """ValueError unless it is a `LocalSteps.state_dict()` of these parameters. apart: the ranks
-    stepped by themselves when it was saved; else it has no anchors, and nothing is under way."""
+def check_local_state(state: Mapping[str, Any], parameters: Collection[ModelParameter]) -> None:
+    """ValueError unless it is a `LocalSteps.state_dict()` of these parameters."""
     flat = flat_tensors(parameters)
     like = {"backwards": int, "arrived": Mapping, "anchors": flat, "moving": flat}
     check_like("sync", state, like, complete=True)
@@ -396,15 +385,23 @@ def check_local_state(
     for each in state["arrived"].values():
         check_like("sync: arrived", each, arrival, finite=False, complete=True)
         whole = bool(each["mean"]) and [*each["mean"]] == [*each["then"]]
-        require(apart and whole and each["due"] >= 1, "what has arrived has lost something")
-    fits = state["anchors"].keys() == (flat.keys() if apart else set())
+        require(whole and each["due"] >= 1, "what has arrived has lost something")
+    fits = state["anchors"].keys() == flat.keys()
     fits = fits and state["moving"].keys() in (set(), flat.keys())
-    require(fits, "'sync' has lost something, or is of ranks that do not step by themselves")
+    require(fits, "'sync' has lost something")
 
 
 def _on_device(by_name: Mapping[str, ModelParameter], flat: Mapping[str, Tensor]) -> Tensor:
     """Tensors that were loaded, where their parameters are, as one."""
     return torch.cat([each.to(by_name[name].tensor.device) for name, each in flat.items()])
+
+
+def all_nan_if_too_large(unsent: Tensor) -> None:
+    """A rank that has come so far that squares overflow is thrown back to the anchor, as one that
+    has come to what is not finite."""
+    most = torch.finfo(unsent.dtype).max
+    (energy,) = squared_norms([unsent])
+    fill_if(not energy <= most if is_host(unsent.device) else ~(energy <= most), unsent, nan)
 
 
 def as_flat(parameter: Tensor) -> Tensor:

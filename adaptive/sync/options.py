@@ -27,12 +27,6 @@ OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that "auto" chooses from."""
 
-AUTO_IS_ONE = (
-    "LocalSteps('auto') needs memory 'updates': an optimizer of all parameters handed over that is "
-    "torch's and divides by a second moment, such as AdamW. Without, the ranks exchange in every "
-    "step. A number, as in LocalSteps(4), goes with any optimizer"
-)
-
 AlgorithmName = Literal["auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive"]
 ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
@@ -77,9 +71,9 @@ class Synchronisation:
             raise ValueError(f"memory must be {accepted} with sync={self!r}; got {memory.kind!r}")
         return memory
 
-    def numbers(self, may_part: bool) -> tuple[int, ...]:
-        """Numbers of local steps between two exchanges, for a policy to choose from. may_part: the
-        memory in use goes with a number that changes."""
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of local steps between two exchanges, for a policy to choose from."""
         return (1,)
 
     def check_optimizers(
@@ -113,9 +107,9 @@ class LocalSteps(Synchronisation):
     step of the policy and of the timeline is then a round of so many.
 
     steps: a whole number >= 2, or "auto": the policy ("goodput") chooses it, from 1 to 32, as it
-        chooses the CF; with memory "updates", and else 1.
+        chooses the CF; with memory "updates", and the optimizers of all parameters handed over.
     outer_lr, outer_momentum: of the outer step, SGD with Nesterov momentum, which moves all ranks
-        by the mean of what they have come to.
+        by the mean of what they have come to. Not with "auto".
     overlap: local steps that may pass while an exchange is under way, fewer than `steps`: the link
         is busy while the ranks compute (Streaming DiLoCo: Douillard and others 2025), for one more
         copy of the parameters. None: half of them. 0: backward waits for the exchange.
@@ -142,6 +136,11 @@ class LocalSteps(Synchronisation):
             object.__setattr__(self, name, value)
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
+        if self.steps == "auto" and (self.outer_lr, self.outer_momentum) != (1, 0):
+            raise ValueError(
+                f"outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}: must be 1 and 0 "
+                f"with steps='auto', where all ranks move by the mean alone"
+            )
         if self.overlap is not None:
             checks.whole("overlap", self.overlap, least=0)
         most = inf if isinstance(self.steps, str) else self.steps
@@ -156,10 +155,21 @@ class LocalSteps(Synchronisation):
     def takes_optimizer(self) -> bool:  # type: ignore[override]
         return self.steps == "auto"
 
-    def numbers(self, may_part: bool) -> tuple[int, ...]:
-        if isinstance(self.steps, int):
-            return (self.steps,)
-        return CHOICES if may_part else (1,)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.steps,) if isinstance(self.steps, int) else CHOICES
+
+    def memory_of(self, memory: Memory) -> Memory:
+        memory = super().memory_of(memory)
+        auto = self.steps == "auto" and memory.kind == "auto"
+        return NAMED["updates"] if auto else memory
+
+    def check_optimizers(
+        self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+    ) -> None:
+        """ValueError for "auto", unless each rank's own steps move all of the model."""
+        if self.steps == "auto":
+            _check_all_moved("LocalSteps('auto')", optimizers, names)
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,8 @@ class Gossip(Synchronisation):
                     f"{self.consensus_step!r}; it is for {' and '.join(STEP_SIZES)}"
                 )
 
-    def numbers(self, may_part: bool) -> tuple[int, ...]:
+    @property
+    def numbers(self) -> tuple[int, ...]:
         return (self.every,)
 
     def for_base(self, base: Compressor) -> Gossip:
@@ -272,16 +283,7 @@ class Gossip(Synchronisation):
                 "gossip does not go with LBFGS, of whose backwards one rank may need more than "
                 "another in a step"
             )
-        groups = optimizers[0].param_groups if optimizers else []
-        moved = {p for group in groups for p in group["params"]}
-        left = [name for tensor, name in names.items() if tensor not in moved]
-        if left:
-            got = ", ".join(type(each).__name__ for each in optimizers) or "none"
-            raise ValueError(
-                f"gossip needs an optimizer of all parameters, after whose step they are sent: "
-                f"attach(model, optimizer=...); got {got}, without {', '.join(left[:3])}"
-                f"{', ...' if len(left) > 3 else ''}"
-            )
+        _check_all_moved("gossip", optimizers, names)
 
     def topology_of(self, ranks: int) -> Topology:
         """ValueError if that cannot be with so many ranks."""
@@ -310,3 +312,18 @@ class Gossip(Synchronisation):
         of = self.topology.tolist() if isinstance(self.topology, torch.Tensor) else self.topology
         step = f"consensus_step={self.consensus_step}"
         return f"Gossip({of!r}, {self.algorithm!r}, {step}, every={self.every})"
+
+
+def _check_all_moved(
+    what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+) -> None:
+    """ValueError unless the optimizers that were handed over have all parameters."""
+    moved = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    left = [name for tensor, name in names.items() if tensor not in moved]
+    if left:
+        got = ", ".join(type(each).__name__ for each in optimizers) or "none"
+        raise ValueError(
+            f"{what} needs an optimizer of all parameters, after whose step they are sent: "
+            f"attach(model, optimizer=...); got {got}, without {', '.join(left[:3])}"
+            f"{', ...' if len(left) > 3 else ''}"
+        )

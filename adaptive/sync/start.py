@@ -14,18 +14,17 @@ from adaptive.sync.options import Delayed, Gossip, LocalSteps
 from adaptive.sync.own_step import OwnStepSync
 
 
-def start(averager: Averager, numbers: tuple[int, ...]) -> Synchroniser:
-    """The synchroniser of a model that is about to train. numbers: of local steps, to choose
-    from."""
+def start(averager: Averager) -> Synchroniser:
+    """The synchroniser of a model that is about to train."""
     choice = averager.settings.sync
     if isinstance(choice, Gossip):
         return GossipSync(averager, choice)
     if isinstance(choice, Delayed):
         return DelayedSync(averager, choice)
-    if isinstance(choice, LocalSteps) and len(numbers) > 1:
+    if isinstance(choice, LocalSteps) and choice.steps == "auto":
         return AutoStepsSync(averager, choice)
-    if isinstance(choice, LocalSteps) and numbers != (1,):
-        return LocalStepsSync(averager, choice, numbers[0])
+    if isinstance(choice, LocalSteps):
+        return LocalStepsSync(averager, choice, choice.numbers[0])
     if averager.controller.too_small:
         return AsDDP(averager)
     return gradients_or_steps(averager)

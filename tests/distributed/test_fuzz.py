@@ -155,11 +155,15 @@ EVERY_STEP = st.builds(
     ),
     st.one_of(st.just({}), _one("memory", MEMORIES)),
 )
-LOCAL = st.builds(
-    LocalSteps,
-    st.sampled_from([2, 3, "auto"]),
-    overlap=st.sampled_from([None, 0, 1]),
-    outer_momentum=st.sampled_from([0.0, 0.9]),
+OVERLAPS = st.sampled_from([None, 0, 1])
+LOCAL = st.one_of(
+    st.builds(
+        LocalSteps,
+        st.sampled_from([2, 3]),
+        overlap=OVERLAPS,
+        outer_momentum=st.sampled_from([0.0, 0.9]),
+    ),
+    st.builds(LocalSteps, st.just("auto"), overlap=OVERLAPS),
 )
 SYNCHRONISED = st.one_of(
     EVERY_STEP,
@@ -167,7 +171,10 @@ SYNCHRONISED = st.one_of(
     _one("exchange", _made(ParameterServer, down_cf=[1, 5, 50], own_memory=[True])),
     _one("sync", LOCAL),
     _one("sync", st.builds(Delayed, st.sampled_from([1, 2, 3]))),
-    _one("sync", _made(Gossip, topology=["ring", "complete", "one_peer"], consensus_step=[0.2])),
+    _one(
+        "sync",
+        _made(Gossip, topology=["ring", "complete", "one_peer"], consensus_step=[0.2], every=[3]),
+    ),
 )
 SHARED = _some(granularity=["layer", "bucket"], dense_below=[1, 10, 100])
 BASES = ["topk"] * 8 + ["topk+fp32", "dgc+bf16", *compressor_names()]

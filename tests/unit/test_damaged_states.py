@@ -105,12 +105,13 @@ class _Run:
         make = getattr(torch.optim, optimizer)
         self.optimizer = make(self.model.parameters(), lr=0.02, **settings)
         self.clock = Clock()
+        momentum = 0.0 if local_steps == "auto" else 0.5
         self.compressor = AdaptiveCompressor(
             base,
             (2, 100),
             policy=POLICIES[policy](),
             network=Network(clock=self.clock),
-            sync=None if local_steps == 1 else LocalSteps(local_steps, 1.0, 0.5, overlap),
+            sync=None if local_steps == 1 else LocalSteps(local_steps, 1.0, momentum, overlap),
         ).attach(self.model, optimizer=self.optimizer)
         self.step = 0
 
