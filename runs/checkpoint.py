@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adaptive import reshard_states
-from runs.config import TrainConfig, write_text
-from runs.files import not_a_link, open_regular, read_json, whole_file
+from runs.config import TrainConfig
+from runs.files import not_a_link, open_regular, read_json, whole_file, write_json
 from runs.parser import UsageError
+from runs.records import make
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
 
@@ -129,6 +130,16 @@ class Checkpoint:
         return f"holds numbers in {name} that are not finite" if name else ""
 
 
+@dataclass(frozen=True)
+class _Meta:
+    """What is read of meta.json."""
+
+    step: int
+    world_size: int
+    digests: tuple[str, ...]
+    config: Any
+
+
 class NotFiniteError(Exception):
     """A state holds numbers that are not finite, and so must not take the place of a checkpoint."""
 
@@ -166,21 +177,19 @@ def find_checkpoint(log_dir: Path) -> Checkpoint:
     folder = _folder(log_dir)
     path = folder / "meta.json"
     try:
-        meta = read_json(path)
-        config = TrainConfig.from_json(meta["config"], log_dir)
-        step, world_size = int(meta["step"]), int(meta["world_size"])
-        digests = tuple(str(digest) for digest in meta["digests"])
-        if len(digests) != world_size:
-            raise ValueError(f"{len(digests)} digests for {world_size} ranks")
-        found = Checkpoint(folder, step, world_size, config, digests)
+        meta = make(_Meta, read_json(path))
+        config = TrainConfig.from_json(meta.config, log_dir)
+        if len(meta.digests) != meta.world_size:
+            raise ValueError(f"{len(meta.digests)} digests for {meta.world_size} ranks")
+        found = Checkpoint(folder, meta.step, meta.world_size, config, meta.digests)
     except OSError as error:
         raise UsageError(
             f"--resume {log_dir}: there is no checkpoint, {path}: {error.strerror or error}; "
             f"{_ACCEPTED}"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"--resume {log_dir}: {path} is damaged: {error}; {_ACCEPTED}") from error
-    files = (_rank_file(folder, step, rank) for rank in range(world_size))
+    files = (_rank_file(folder, meta.step, rank) for rank in range(meta.world_size))
     missing = next((file for file in files if not file.exists()), None)
     if missing is not None:
         raise UsageError(f"--resume {log_dir}: {missing} is missing; {_ACCEPTED}")
@@ -284,8 +293,8 @@ def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
     _sync(folder)
     valid, before = folder / "meta.json", -1
     if valid.exists():
-        with suppress(ValueError, KeyError, TypeError):
-            before = int(read_json(valid)["step"])
+        with suppress(ValueError):
+            before = make(_Meta, read_json(valid)).step
             shutil.copyfile(valid, not_a_link(folder / BEFORE))
     meta = {
         "step": step,
@@ -296,7 +305,7 @@ def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
         "digests": digests,
         "config": config.as_json(),
     }
-    write_text(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
+    write_json(folder / "meta.json", meta)
     try:
         _sync(folder)
         _sync(config.folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,7 +9,7 @@ from sys import float_info
 from typing import Any
 
 from runs.fields import Fields, Limits
-from runs.files import read_json, whole_file
+from runs.files import read_json, write_json
 from runs.parser import words_of
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
 
@@ -78,7 +77,7 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
 
     def save(self) -> None:
         """Write config.json into the run's folder."""
-        write_text(self.folder / CONFIG_FILE, json.dumps(self.as_json(), indent=2) + "\n")
+        write_json(self.folder / CONFIG_FILE, self.as_json())
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "command": self.command}
@@ -112,9 +111,3 @@ def load_config(folder: Path) -> TrainConfig | None:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none. OSError if that cannot be done."""
-    with whole_file(path) as file:
-        file.write(text.encode())

@@ -71,6 +71,17 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or none. OSError if that cannot be done."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same, of JSON to be read by people, too. Numbers that are not finite are no JSON."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
 def read_json(path: Path) -> Any:
     """The value in a small file of JSON. OSError, or ValueError that says what is wrong with it."""
     with open_regular(path) as file:

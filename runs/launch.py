@@ -2,6 +2,10 @@
 
 Each worker gets its rank, the rendezvous and a pipe on which it says what went wrong. A worker
 that fails ends them all; they end by themselves when this process is killed (see `_follow`).
+
+torch's elastic launcher does less of what is needed here: its workers meet by a TCP store of the
+parent's, which places in a lab do not reach; the first Ctrl-C ends them, where these end the step
+and save; and what a worker raises comes back as a text.
 """
 
 from __future__ import annotations

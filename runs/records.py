@@ -18,7 +18,6 @@ from typing import Any
 
 from adaptive import Event, Header, StepRecord
 from adaptive.timeline.records import VERSION
-from runs.config import write_text
 from runs.fields import EXACT, Fields, Limits, abridged
 from runs.files import (
     Damage,
@@ -26,6 +25,7 @@ from runs.files import (
     not_a_link,
     parse_object,
     raw_lines,
+    write_text,
 )
 
 TIMELINE_FILE = "timeline.jsonl"

@@ -19,9 +19,9 @@ from rich.table import Table
 from adaptive import LinkSpec, Summary
 from policies.words import named
 from runs.build import sends_dense
-from runs.config import TrainConfig, write_text
+from runs.config import TrainConfig
 from runs.expression import OFF, policy_name, written_arguments
-from runs.files import known
+from runs.files import known, write_json
 from runs.logbook import Logbook, emulated
 from runs.modelled_clock import ServerSpec
 from runs.netlab.lab import real_links
@@ -142,8 +142,7 @@ def save_result(
         left = _left(config, outcome)
         unsaved.append(f"the last checkpoint could not be saved: {outcome.unsaved}; {left}")
     try:
-        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-        write_text(config.folder / RESULT_FILE, text)
+        write_json(config.folder / RESULT_FILE, result)
     except OSError as error:
         unsaved.append(f"{config.folder / RESULT_FILE} could not be written: {error.strerror}")
     return result, notes, unsaved

@@ -16,7 +16,7 @@ from runs.config import TrainConfig
 from runs.netlab.lab import Lab
 from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
 from runs.options import check_modelled, check_sends
-from runs.papers.suites import SUITES, Plan
+from runs.papers.suites import Plan, plan_from
 from runs.parser import UsageError, options
 from runs.report.command import BANDWIDTHS, parse_networks
 from runs.settings import Keeping, Modelling, Optimizing, Training
@@ -163,7 +163,7 @@ OPTIONS = {
 def make_comparison(given: dict[str, Any]) -> Comparison:
     """UsageError names the option, its value and what is accepted."""
     given = dict(given)
-    plan = _plan(given)
+    plan = plan_from(given)
     labels = given.pop("contender", CONTENDERS if plan is None else ())
     contenders = tuple(map(parse_contender, labels))
     if plan is not None:
@@ -216,38 +216,6 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     path = Path(folder) if folder is not None else _folder(given, plan)
     sizes = networks, model_mb, goal, turn, steps
     return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone, plan)
-
-
-def _plan(given: dict[str, Any]) -> Plan | None:
-    """The paper's table that --suite names; takes what is about it out of the options."""
-    name, steps = given.pop("suite", None), given.pop("steps", None)
-    scale, only = given.pop("scale", None), tuple(given.pop("only", ()))
-    if name is None:
-        for option, value in (("scale", scale), ("only", " ".join(only) or None)):
-            if value is not None:
-                raise UsageError(
-                    f"--{option} {value}: needs --suite; accepted: {', '.join(SUITES)}"
-                )
-        if steps is not None:
-            given["steps"] = steps
-        return None
-    if name not in SUITES:
-        raise UsageError(f"--suite {name!r}: is unknown; accepted: {', '.join(SUITES)}")
-    suite = SUITES[name]
-    task = given.pop("task", suite.parts[0].task)
-    part = suite.part(task)
-    if part is None:
-        tasks = ", ".join(part.task for part in suite.parts)
-        raise UsageError(f"--suite {name} --task {task}: has no such part; accepted: {tasks}")
-    if steps is not None and scale is not None:
-        raise UsageError(f"--scale {scale:g} --steps {steps}: accepted: one of the two")
-    if steps is not None:
-        scale = steps / part.steps
-    plan = Plan(suite, part, suite.scale if scale is None else scale, only)
-    if not plan.contenders:
-        names = "; ".join(entry.name for entry in suite.entries)
-        raise UsageError(f"--only {' '.join(only)}: is in no name; accepted: parts of {names}")
-    return plan
 
 
 def _folder(common: dict[str, Any], plan: Plan | None) -> Path:

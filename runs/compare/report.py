@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
@@ -13,10 +12,11 @@ from rich.console import RenderableType
 from runs.compare.options import Comparison
 from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
-from runs.config import TrainConfig, write_text
+from runs.config import TrainConfig
+from runs.files import write_json, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
-from runs.papers.suite_table import suite_json, suite_notes, suite_table
+from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.progress import cf_name
 from runs.records import Stretch
@@ -60,7 +60,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
     plan, suite, above = comparison.plan, {}, list[RenderableType]()
     if plan is not None:
         suite = {"suite": suite_json(plan, rows)}
-        above = [f"{plan.suite.name}: {_speeds(first)}", "", suite_table(plan, rows), ""]
+        above = [f"{plan.suite.name}: {speeds(first)}", "", suite_table(plan, rows), ""]
         notes = [*suite_notes(plan), *notes]
     histories = [[row.label, _histories(row)] for row in rows]
     parts = [
@@ -91,8 +91,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
         "notes": notes,
         "log_dir": str(comparison.folder),
     }
-    dumped = json.dumps(result, indent=2, allow_nan=False)
-    write_text(comparison.folder / COMPARE_FILE, dumped + "\n")
+    write_json(comparison.folder / COMPARE_FILE, result)
     write_text(comparison.folder / TABLE_FILE, text_of(*parts) + "\n")
     return result, parts
 
@@ -171,17 +170,6 @@ def _notes(
         if run.ending.diverged
     ]
     return notes
-
-
-def _speeds(config: TrainConfig) -> str:
-    """What the seconds of a suite are made of."""
-    if config.fixed_clock is None:
-        return "speeds are modelled from measured times of computing and compression"
-    size = f", gradients as large as {config.model_mb:g} MB" if config.model_mb else ""
-    return (
-        f"speeds are modelled, {config.fixed_clock:g} s of computing a step, each contender's "
-        f"nanoseconds of compression, {emulated(config) or 'no link'}{size}"
-    )
 
 
 def _network(config: TrainConfig) -> str:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from runs.checkpoint import Checkpoint, find_checkpoint
 from runs.claim import claim
-from runs.config import TrainConfig, load_config, write_text
+from runs.config import TrainConfig, load_config
+from runs.files import write_text
 from runs.interrupt import INTERRUPTED, UNSAVED, Interrupt
 from runs.launch import launch
 from runs.logbook import Logbook

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -139,10 +138,11 @@ def _tell(verdict: Verdict, report: str | None) -> None:
     """Rank 0's part."""
     print(f"doctor: {verdict}", flush=True)
     if report is not None:
-        from runs.config import write_text
+        from runs.files import known, write_json
 
         values = asdict(verdict) | {"expected": list(verdict.expected.items())}
+        values["link"]["beta"] = known(verdict.link.beta)
         try:
-            write_text(Path(report), json.dumps(values, indent=2, default=str) + "\n")
+            write_json(Path(report), values)
         except OSError as error:
             print(f"doctor: --json {report}: {error.strerror}", file=sys.stderr, flush=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from runs.config import TrainConfig
+from runs.logbook import emulated
 from runs.papers.suites import Column, Figure, Plan, label
 from runs.report.rows import UNKNOWN, Row, Spread
 from runs.report.run import Run
@@ -148,3 +150,14 @@ def _shown(figure: Figure) -> str:
     if figure is None:
         return UNKNOWN
     return figure if isinstance(figure, str) else f"{figure:.4g}"
+
+
+def speeds(config: TrainConfig) -> str:
+    """What the seconds of a suite are made of."""
+    if config.fixed_clock is None:
+        return "speeds are modelled from measured times of computing and compression"
+    size = f", gradients as large as {config.model_mb:g} MB" if config.model_mb else ""
+    return (
+        f"speeds are modelled, {config.fixed_clock:g} s of computing a step, each contender's "
+        f"nanoseconds of compression, {emulated(config) or 'no link'}{size}"
+    )

@@ -16,6 +16,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from runs.compare.contender import Contender, parse_contender
+from runs.parser import UsageError
 
 Figure = float | str | None
 
@@ -510,3 +511,35 @@ LIU = Suite(
 )
 
 SUITES = {suite.name: suite for suite in (GRAVAC, RANDOMK, ACCORDION, HARRIS, DGC, LIU)}
+
+
+def plan_from(given: dict[str, Any]) -> Plan | None:
+    """The paper's table that --suite names; takes what is about it out of the options."""
+    name, steps = given.pop("suite", None), given.pop("steps", None)
+    scale, only = given.pop("scale", None), tuple(given.pop("only", ()))
+    if name is None:
+        for option, value in (("scale", scale), ("only", " ".join(only) or None)):
+            if value is not None:
+                raise UsageError(
+                    f"--{option} {value}: needs --suite; accepted: {', '.join(SUITES)}"
+                )
+        if steps is not None:
+            given["steps"] = steps
+        return None
+    if name not in SUITES:
+        raise UsageError(f"--suite {name!r}: is unknown; accepted: {', '.join(SUITES)}")
+    suite = SUITES[name]
+    task = given.pop("task", suite.parts[0].task)
+    part = suite.part(task)
+    if part is None:
+        tasks = ", ".join(part.task for part in suite.parts)
+        raise UsageError(f"--suite {name} --task {task}: has no such part; accepted: {tasks}")
+    if steps is not None and scale is not None:
+        raise UsageError(f"--scale {scale:g} --steps {steps}: accepted: one of the two")
+    if steps is not None:
+        scale = steps / part.steps
+    plan = Plan(suite, part, suite.scale if scale is None else scale, only)
+    if not plan.contenders:
+        names = "; ".join(entry.name for entry in suite.entries)
+        raise UsageError(f"--only {' '.join(only)}: is in no name; accepted: parts of {names}")
+    return plan

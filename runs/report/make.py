@@ -10,7 +10,7 @@ from math import nan
 from pathlib import Path
 
 from adaptive import LinkSpec
-from runs.config import write_text
+from runs.files import write_json, write_text
 from runs.parser import UsageError
 from runs.report.page import make_page
 from runs.report.pictures import make_pictures
@@ -64,7 +64,7 @@ def make_report(
         out.mkdir(parents=True, exist_ok=True)
         page = make_page(title, rows, known, goal_lines, pictures, notes)
         write_text(out / PAGE_FILE, page)
-        write_text(out / RESULT_FILE, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        write_json(out / RESULT_FILE, result)
     except OSError as error:
         raise UsageError(
             f"--out {out}: cannot be written: {error.strerror or error}; accepted: a folder that "

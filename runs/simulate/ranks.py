@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from runs.build import build_task
-from runs.config import TrainConfig, write_text
+from runs.config import TrainConfig
+from runs.files import write_text
 from runs.interrupt import STOPPING, Interrupt
 from runs.parser import UsageError
 from runs.simulate.group import SimulatedGroup, simulated_group
