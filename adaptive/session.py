@@ -418,7 +418,7 @@ class Session:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
 
         checking: entered while that can still be so; what it raises at its end undoes all, too."""
-        self._sync.settle()  # or it would change what is loaded
+        self._sync.abandon()
         controller = self.controller
         trials = self.settings.base, controller.policy, controller.dense_timer
         with undone_on_error(trials, controller.loaded_parts()), checking:

@@ -102,7 +102,7 @@ class AutoStepsSync(OwnStepSync):
         if self._steps > 1:
             self._go_off()
             if self._backwards >= self._due:
-                self._arrive()
+                self._apply_arrived()
         return super().before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -119,7 +119,7 @@ class AutoStepsSync(OwnStepSync):
         averager.check_whole()
         self._open, self._backwards = False, 0
         self._go_off()
-        self._arrive()
+        self._apply_arrived()
         entered = controller.stopwatch.timestamps()
         with averager.replica_calls(waits=True):
             self._send()
@@ -128,7 +128,7 @@ class AutoStepsSync(OwnStepSync):
         controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         self._due = max(1, overlapped(self._overlap, controller.local_steps))
         if controller.local_steps == 1:
-            self._arrive(meets=True)
+            self._apply_arrived(meets=True)
 
     def _send(self) -> None:
         """Begin to exchange how far each rank has come from the anchor."""
@@ -179,7 +179,7 @@ class AutoStepsSync(OwnStepSync):
             p.filled = False
 
     @torch.no_grad()
-    def _arrive(self, meets: bool = False) -> None:
+    def _apply_arrived(self, meets: bool = False) -> None:
         """Move the anchor by the mean of the last exchange, if that has not been done. The rank's
         parameters are the anchor, less what was not sent, and what it has done since it sent.
 
@@ -227,7 +227,7 @@ class AutoStepsSync(OwnStepSync):
         for each in self._arriving.values():
             each.mean.wait()
 
-    def settle(self) -> None:
+    def abandon(self) -> None:
         for each in self._arriving.values():
             with suppress(Exception):  # whoever needs what has failed is told
                 each.mean.wait()
@@ -238,14 +238,14 @@ class AutoStepsSync(OwnStepSync):
     def averaged(self) -> AbstractContextManager[None]:
         """What is under way moves the parameters now."""
         self.make_up()
-        self._arrive()
+        self._apply_arrived()
         if not self._anchors:
             return super().averaged()
         return averaged(list(self.averager.parameters.values()), self.averager.exchange)
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
-        self._arrive()
+        self._apply_arrived()
         if not self._anchors:
             return super().unite()
         unite(list(self.averager.parameters.values()), self.averager.exchange)

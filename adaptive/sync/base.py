@@ -63,8 +63,8 @@ class Synchroniser:
     def wait(self) -> None:
         """Until all that is under way is there. Nothing moves."""
 
-    def settle(self) -> None:
-        """Until nothing is under way, whether it has arrived or failed."""
+    def abandon(self) -> None:
+        """Before a state is loaded: wait for what is under way, which may fail. Nothing moves."""
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks between steps, by parameter name."""

@@ -1,19 +1,19 @@
-"""Delayed averaging: each rank takes its own step at once, and the others' part of it comes later.
+"""Delayed averaging: each rank applies its own step at once. D steps later the mean of all ranks'
+steps takes the place of its own.
 
-What a rank's optimizer has just done to its parameters is sent with the next backward, and while
-up to D such exchanges are under way the ranks compute. The mean of what was done in step t takes
-the place of the rank's own part of it before step t + D: p <- p + own(t) - mean(t), as in Zhu and
-others, "Delayed Gradient Averaging" (NeurIPS 2021, algorithm 1), with what the optimizer made of
-the gradient in the gradient's stead. So it goes with any optimizer, learning rate and weight decay.
+What a step has done to the parameters is sent with the next backward. Up to D exchanges are under
+way while the ranks compute. Before step t + D: p <- p + own(t) - mean(t). That is "Delayed Gradient
+Averaging" (Zhu and others, NeurIPS 2021, algorithm 1) with steps in the place of gradients. So it
+goes with any optimizer, learning rate and weight decay.
 
 All ranks have one anchor, which moves by the means alone. The parameters of a rank are the anchor,
-less what it has sent that is still under way, less what it has not sent yet. So what it has to send
-is whatever its parameters tell beside the first two, who or what may have moved them: nothing can
-be lost, roundings neither, and no residual is kept. What compression does not send stays in the
-rank's own parameters, as with local steps ("error reset": Xie and others 2020).
+less what it has sent that is still under way, less what it has not sent. A rank sends what its
+parameters tell beside the first two, whatever has moved them. So nothing is lost, not even by
+rounding, and no residual is kept. What compression does not send stays in the rank's own
+parameters, as with local steps ("error reset": Xie and others 2020).
 
-A round that is not finite on some rank leads nowhere: what the others had sent of it they send
-again, and the rank that has failed goes on from the anchor.
+An exchange that is not finite on some rank moves nothing. The other ranks send their parts again,
+and that rank goes on from the anchor.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ from compressors.kernels.blocks import Flag, either, fill_if
 class DelayedSync(LocalStepsSync):
     """The anchor, and the exchanges that are under way, of ranks that step with a delay.
 
-    Of what has arrived or will, `due` is how many backwards there are from the one under way until
-    the step that it comes before, this one included; `then` what this rank has sent of it.
-
-    What is not sent waits, unless the memory is "none": then all that a rank had to send counts as
-    sent.
+    Of an `Arrival`, `due` is how many backwards remain until its mean moves the parameters, the
+    present one included. `then` is what this rank has sent. With memory "none" all that a rank had
+    to send counts as sent.
     """
 
-    at_rest = 1  # what is under way stays so, whoever wants the mean of the parameters
+    at_rest = 1  # means that are under way stay so
 
     def __init__(self, averager: Averager, choice: Delayed) -> None:
         super(LocalStepsSync, self).__init__(averager)
@@ -65,10 +63,10 @@ class DelayedSync(LocalStepsSync):
         self._of_rounds: list[dict[tuple[int, str], Tensor]] = [{} for _ in range(self._delay)]
 
     def _begin_exchange(self) -> None:
-        """Before the first bucket. What was due before a step that has not come is taken in."""
+        """Before the first bucket. Means whose step has not come are applied."""
         for arrival in self._arrived:
             arrival.due -= 1
-        self.conclude(0)
+        self.apply_arrived(0)
         self._rounds += 1  # the round of `delay` rounds ago is over, and its buffers are free
         self._rooms = self._of_rounds[self._rounds % self._delay]
 
@@ -125,7 +123,7 @@ class DelayedSync(LocalStepsSync):
         return replace(strategy, start=start)
 
     @torch.no_grad()
-    def conclude(self, due: int | None = None) -> None:
+    def apply_arrived(self, due: int | None = None) -> None:
         """Let the means that are due take the place of what this rank has sent of them. due: see
         the class; None: all that are under way are."""
         arrived = [each for each in self._arrived if due is None or each.due <= due]

@@ -204,7 +204,7 @@ class GossipSync(Synchroniser):
         self.make_up()
         self._receive_all()
 
-    def settle(self) -> None:
+    def abandon(self) -> None:
         with suppress(Exception):  # of neighbours that have failed
             self._receive_all()
 

@@ -1,20 +1,20 @@
-"""Local steps: the ranks step by themselves, and now and then exchange how far they have come.
+"""Local steps: each rank takes H steps by itself, then the ranks exchange how far they have come.
 
-Every H-th backward the *outer gradient* of each parameter, where the ranks stood alike last (the
-anchor) minus where this rank stands now, takes the gradient's place in the hook: it is compressed
-and exchanged as a gradient would be, while backward goes on. In between nothing is sent. DDP always
-gets this rank's own gradient back. Before the optimizer's next step an outer step by the mean moves
-the anchor, on all ranks alike (DiLoCo: Douillard and others 2023, algorithm 1), and each rank goes
-on from there. Of elements that were not exchanged it keeps what it has come to itself: they do not
-wait in the residual, as in CSER ("error reset": Xie and others 2020, algorithm 2). So with a plain
-outer step an exchange leaves the mean of the ranks' parameters, less residuals, as it is, and
-brings them together. In the residual waits what rounding has lost of elements that were exchanged.
+The *anchor* is where all ranks would stand alike. The *outer gradient* of a parameter is the anchor
+minus the parameter of this rank. In every H-th backward it is compressed and exchanged in the place
+of the gradient. Other backwards send nothing. Autograd always gets the rank's own gradient.
+
+Before the optimizer's next step an outer step by the mean moves the anchor, alike on all ranks
+(DiLoCo: Douillard and others 2023, algorithm 1). Elements that were exchanged go to the anchor.
+Elements that were not stay where the rank has come to, and do not wait in the residual ("error
+reset", CSER: Xie and others 2020, algorithm 2). The residual holds what rounding has lost of
+elements that were exchanged. So with a plain outer step an exchange does not move the mean of the
+ranks' parameters, less residuals.
 
 The exchange hides behind one backward, whose gradient is of where the rank stood before. With an
-*overlap* it has more time (Streaming DiLoCo: Douillard and others 2025, section 2.2): backward does
-not wait for it, and while up to so many further steps are computed the network brings one bucket
-after the other. Each moves its part of the model before a step that is fixed beforehand, so that
-runs can be repeated; what the rank has done in the meantime it keeps.
+*overlap* it hides behind so many further steps, too (Streaming DiLoCo: Douillard and others 2025,
+section 2.2). One bucket arrives after the other. Each moves its parameters before a step that is
+fixed beforehand, so that runs can be repeated. What the rank has done meanwhile is added.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ NO_STEP = (
 
 @dataclass(eq=False)
 class Arrival:
-    """The mean outer gradient of a bucket, there or under way, and how many steps after the last
-    exchange its parameters move. then: where they stood when the rank sent its own; None if it has
-    not moved since."""
+    """The mean outer gradient of a bucket, there or under way.
+
+    due: its parameters move before this step after the exchange. then: where they stood when the
+    rank sent its own outer gradient; None if they have not moved since."""
 
     parameters: Sequence[ModelParameter]
     mean: Tensor | Future[Tensor]
@@ -90,22 +91,22 @@ class LocalStepsSync(Synchroniser):
     """The anchor and the outer optimizer of one model.
 
     choice: of the outer step, SGD with Nesterov momentum: m = outer_momentum m + d, anchor -=
-    outer_lr (d + outer_momentum m), with d the mean outer gradient. every: local steps between two
-    exchanges, H, which may change. anchors: what all ranks agree on, flat, in float32 (float64 of
-    doubles). at_rest: which means move the parameters when the mean of these is wanted: see
-    `conclude`.
+    outer_lr (d + outer_momentum m), with d the mean outer gradient. anchors: by parameter, flat, in
+    float32 (float64 of doubles). at_rest: which means move the parameters when the mean of these is
+    wanted: see `apply_arrived`.
     """
 
     at_rest: int | None = None
 
-    def __init__(self, averager: Averager, choice: LocalSteps, every: int) -> None:
+    def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
+        (every,) = choice.numbers
         self._begin(every, choice.outer_lr, choice.outer_momentum)
         self._overlap = choice.overlap
 
     def _begin(self, every: int, outer_lr: float, outer_momentum: float) -> None:
         """From parameters that are alike on all ranks."""
-        self.every = every
+        self._every = every
         self._lr, self._momentum = outer_lr, outer_momentum
         self._parameters = list(self.averager.parameters.values())
         self.anchors = {p: as_flat(p.tensor).to(p.dtype, copy=True) for p in self._parameters}
@@ -120,13 +121,13 @@ class LocalStepsSync(Synchroniser):
     # -- a backward --
 
     @property
-    def due(self) -> bool:
+    def _due(self) -> bool:
         """The backward under way exchanges. Alike on all ranks, which all have done as many."""
-        return self._backwards >= self.every
+        return self._backwards >= self._every
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         averager = self.averager
-        if not self.due:
+        if not self._due:
             return done_with(bucket.buffer())
         if bucket.index() == 0:
             self._begin_exchange()
@@ -149,13 +150,13 @@ class LocalStepsSync(Synchroniser):
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         averager, controller = self.averager, self.averager.controller
-        if not self.due:
+        if not self._due:
             self._backwards += 1
             controller.skipped += 1
             return last
         entered = controller.stopwatch.timestamps()
         averager.end()
-        self._backwards, self.every = 1, controller.local_steps
+        self._backwards = 1
         controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return last
 
@@ -172,12 +173,12 @@ class LocalStepsSync(Synchroniser):
     def _incoming(
         self, bucket: dist.GradBucket, parameters: Sequence[ModelParameter], mean: Future[Tensor]
     ) -> Future[Tensor]:
-        """What is to become of a bucket's mean outer gradient; a future of this rank's gradients.
+        """Keep a bucket's mean outer gradient. Returns a future of this rank's gradients.
 
-        It is not finite if some rank's was not. Then the anchor stays, that rank goes back to it,
-        and the others keep what they have not sent."""
+        The mean is not finite if some rank's outer gradient was not. Then the anchor stays, that
+        rank goes back to it, and the others keep what they have not sent."""
         buffer = bucket.buffer()
-        overlap = overlapped(self._overlap, self.averager.controller.local_steps)
+        overlap = overlapped(self._overlap, self._every)
         if overlap:
             self._under_way(bucket.index(), parameters, mean, overlap)
             return done_with(buffer)
@@ -189,11 +190,11 @@ class LocalStepsSync(Synchroniser):
         return mean.then(arrived)
 
     def _begin_exchange(self) -> None:
-        """Before the first bucket. What the last exchange has brought is taken in, if the steps
-        before which that was due have not come."""
+        """Before the first bucket. Means of the last exchange whose step has not come are
+        applied."""
         if self._arrived and not self._stepped:
             log.warning("%s", NO_STEP)
-        self.conclude()
+        self.apply_arrived()
         self._sent, self._stepped = 0, False
 
     def _outer_gradients(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
@@ -220,8 +221,8 @@ class LocalStepsSync(Synchroniser):
     def _under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int
     ) -> None:
-        """The mean outer gradient of bucket `index` will be there when it is needed: the buckets
-        share the steps of the overlap as they share the elements."""
+        """The mean outer gradient of bucket `index` arrives later. The buckets share the steps of
+        the overlap as they share the elements."""
         self._sent += sum(p.tensor.numel() for p in parameters)
         elements = max(1, sum(p.tensor.numel() for p in self._parameters))
         later = -(-overlap * self._sent // elements)
@@ -229,12 +230,10 @@ class LocalStepsSync(Synchroniser):
         self._arrived.append(Arrival(parameters, mean, 1 + later, then))
 
     def wait(self) -> None:
-        """Until all that is under way is there. It moves nothing yet."""
         for arrival in self._arrived:
             arrival.wait()
 
-    def settle(self) -> None:
-        """Until nothing is under way any more, whether it arrives or fails."""
+    def abandon(self) -> None:
         for arrival in self._arrived:
             with suppress(Exception):  # whoever needs what has failed is told
                 arrival.wait()
@@ -242,19 +241,18 @@ class LocalStepsSync(Synchroniser):
     # -- a step --
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        """Of any optimizer of the parameters, the first moves all of them."""
+        """The first optimizer that steps has all parameters moved by the means."""
         self._optimizers.add(optimizer)
         self._stepped = True
-        self.conclude(self._backwards)
+        self.apply_arrived(self._backwards)
         return None
 
     @torch.no_grad()
-    def conclude(self, due: int | None = None) -> None:
-        """Do what comes before the optimizer's next step, if that has not come yet: the outer step
-        by the means that have arrived. If no step has come for long, that is in the middle of a
-        backward, which autograd must not be told of.
+    def apply_arrived(self, due: int | None = None) -> None:
+        """Take the outer step by the means that are due. If no step has come for long, that is in
+        the middle of a backward, which autograd must not be told of.
 
-        due: steps since the exchange; None: what is not due yet moves them, too."""
+        due: steps since the exchange; None: all means are due."""
         arrived = [each for each in self._arrived if due is None or each.due <= due]
         self._arrived = [each for each in self._arrived if each not in arrived]
         any_nonfinite: Flag = False
@@ -286,9 +284,8 @@ class LocalStepsSync(Synchroniser):
         self._bring_back(any_nonfinite)
 
     def _bring_back(self, any_nonfinite: Flag) -> None:
-        """If what some bucket has come to is thrown away: the gradients are of there, too. And with
-        an overlap other parameters may have followed it meanwhile, or have not been moved back yet:
-        what is not finite goes to the anchor."""
+        """After a mean that is not finite: all that is not finite goes to the anchor. With an
+        overlap other buckets' parameters may have become so meanwhile. Gradients become zero."""
         if any_nonfinite is False:
             return
         for p, anchor in self.anchors.items():
@@ -300,8 +297,8 @@ class LocalStepsSync(Synchroniser):
                 fill_if(any_nonfinite, p.tensor.grad, 0.0)
 
     def _moved_since(self, arrival: Arrival, nonfinite: Flag) -> Sequence[Tensor | None]:
-        """By how much the rank has moved each parameter since it sent what has arrived, unless all
-        of that is thrown away, or leads nowhere."""
+        """By how much the rank has moved each parameter since it sent its part of a mean. Zero
+        where that is not finite."""
         if arrival.then is None:
             return [None] * len(arrival.parameters)
         then = split(arrival.then, arrival.parameters)
@@ -317,14 +314,14 @@ class LocalStepsSync(Synchroniser):
         return ((p.name, anchor) for p, anchor in self.anchors.items())
 
     def averaged(self) -> AbstractContextManager[None]:
-        """What is under way moves the parameters now, if that changes their mean."""
-        self.conclude(self.at_rest)
+        """Means that are under way move the parameters now, if that changes their mean."""
+        self.apply_arrived(self.at_rest)
         return averaged(self._parameters, self.averager.exchange)
 
     def unite(self) -> Sequence[Optimizer]:
-        """Nothing is under way then, and the anchor is there. The optimizers are those that were
-        handed over (they may not have stepped since a state was loaded), and all that stepped."""
-        self.conclude()
+        """The optimizers are those that were handed over (which may not have stepped since a state
+        was loaded), and all that stepped."""
+        self.apply_arrived()
         unite(self._parameters, self.averager.exchange)
         for optimizer in self.averager.optimizers:
             self._optimizers.add(optimizer)
@@ -345,9 +342,9 @@ class LocalStepsSync(Synchroniser):
         return SavedPart(self.state_dict, check, self.load_state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name. Between steps; what is due is taken in first, and what is under way is
-        waited for."""
-        self.conclude(self._backwards)
+        """By parameter name, between steps. Means that are due are applied first, others are waited
+        for."""
+        self.apply_arrived(self._backwards)
         self.wait()
         return {
             "backwards": self._backwards,

@@ -24,7 +24,7 @@ def start(averager: Averager) -> Synchroniser:
     if isinstance(choice, LocalSteps) and choice.steps == "auto":
         return AutoStepsSync(averager, choice)
     if isinstance(choice, LocalSteps):
-        return LocalStepsSync(averager, choice, choice.numbers[0])
+        return LocalStepsSync(averager, choice)
     if averager.controller.too_small:
         return AsDDP(averager)
     return gradients_or_steps(averager)

@@ -202,13 +202,13 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
     session.controller.begin_step = begin_step
     session.reduce, session.end_backward = watched(session.reduce), watched(session.end_backward)
     session.exchange.gather_objects = gather_objects
-    conclude = LocalStepsSync.conclude
+    apply_arrived = LocalStepsSync.apply_arrived
 
     def watched_step(self: LocalStepsSync, due: int | None = None) -> None:
         with _NoReading():
-            conclude(self, due)
+            apply_arrived(self, due)
 
-    LocalStepsSync.conclude = watched_step  # type: ignore[method-assign]
+    LocalStepsSync.apply_arrived = watched_step  # type: ignore[method-assign]
     for step in range(12):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
