@@ -88,7 +88,8 @@ class Unit:
 
     compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
     compressed. base: by which it is measured, at `levels`, a CF for each one that the step
-    measures. ranges: the parts that it covers, in order. dtype: of the bucket.
+    measures. ranges: the parts that it covers, in order. dtype: of the bucket. segments: lengths of
+    the tensors that have scales of their own; of none: all of it is one.
     """
 
     start: int
@@ -100,11 +101,12 @@ class Unit:
     levels: tuple[float, ...]
     ranges: tuple[Range, ...]
     dtype: torch.dtype = torch.float32
+    segments: tuple[int, ...] = ()
 
     @property
     def spec(self) -> Spec:
         """What is sent."""
-        return Spec((self.numel,), self.cf, self.dtype, self.key)
+        return Spec(self.segments or (self.numel,), self.cf, self.dtype, self.key)
 
     def by(self, cf: float) -> Compressor:
         """What compresses it at `cf`."""
@@ -216,12 +218,19 @@ class Granularity:
     compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
     they are. whole_buckets: neighbouring parts are compressed as one ("bucket" granularity), not
     one by one ("layer"). Only in buckets that stay as they are: in the first backward there is a
-    single one of the whole model, as which the memory is not laid out.
+    single one of the whole model, as which the memory is not laid out. segments: what is compressed
+    as one consists of the parts, each with scales of its own.
     """
 
     compressor: Compressor
     whole_buckets: bool = False
     dense_below: int = 0
+    segments: bool = False
+
+    @property
+    def as_one(self) -> bool:
+        """Nothing tells the parts of a bucket apart."""
+        return self.whole_buckets and not self.segments
 
     @cached_property
     def in_full(self) -> Granularity:
@@ -267,7 +276,8 @@ class Granularity:
             compressor = self.compressor if in_rounds else EXACT
         levels = cfs.levels(layer)
         dtype = bucket.work.dtype
-        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype)
+        own = tuple(each.stop - each.start for each in ranges) if self.segments else ()
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype, own)
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:
@@ -324,9 +334,19 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
     Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
     sampled = levels
     if unit.base.sampled:
-        key, stop = unit.key._replace(shape=()), unit.start + sample.numel()
-        sampled = compress_levels(replace(unit, key=key, stop=stop), sample)
+        sampled = compress_levels(_of_sample(unit, sample.numel()), sample)
     tally.add_levels(_energies(levels), _energies(sampled))
+
+
+def _of_sample(unit: Unit, numel: int) -> Unit:
+    """The unit that its `strided_sample`, of so many elements, would be."""
+    key, stop = unit.key._replace(shape=()), unit.start + numel
+    if numel == unit.numel or not unit.segments:
+        return replace(unit, key=key, stop=stop)
+    stride = sampling(unit.numel)
+    ends = [0, *(-(-end // stride) for end in itertools.accumulate(unit.segments))]
+    lengths = (after - before for before, after in itertools.pairwise(ends))
+    return replace(unit, key=key, stop=stop, segments=tuple(filter(None, lengths)))
 
 
 def _energies(payloads: Sequence[Payload]) -> Tensor:

@@ -21,6 +21,7 @@ from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
+from compressors.quantizers import Quantizer
 from compressors.sparsifier import Sparsifier
 from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
@@ -133,11 +134,16 @@ def below_range(base: Compressor) -> str:
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     """Whether the tensors of a bucket are compressed as one. "auto": where the largest elements of
     all can be told, since each layer then gets its share of them: at CF 20 and 100 that saves most
-    of what compression costs an image model (docs/results.md)."""
-    if granularity != "auto":
-        return granularity == "bucket"
+    of what compression costs an image model (docs/results.md). Quantizers code all tensors of a
+    bucket at once, whose scales stay apart unless `granularity` is "bucket"."""
     above = base.at(inf)
-    return isinstance(above, Sparsifier) and above.comparable and not policy.layerwise
+    if granularity == "bucket":
+        return True
+    if policy.layerwise:
+        return False
+    if isinstance(above, Quantizer):
+        return True
+    return granularity == "auto" and isinstance(above, Sparsifier) and above.comparable
 
 
 def _compresses(base: Compressor) -> bool:

@@ -45,6 +45,7 @@ from adaptive.sync.start import gradients_or_steps, start
 from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from compressors.base import Spec
+from compressors.quantizers import Quantizer
 from policies import DENSE
 from policies import state as saved
 
@@ -99,7 +100,9 @@ class Session:
             settings.server,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
-        self._granularity = Granularity(settings.base, as_one, settings.dense_below)
+        segments = as_one and settings.granularity != "bucket"
+        segments = segments and isinstance(settings.base, Quantizer)
+        self._granularity = Granularity(settings.base, as_one, settings.dense_below, segments)
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(optimizers, scaler)
@@ -163,7 +166,7 @@ class Session:
         self._numbers = settings.sync.numbers
         context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
-        as_one, supported = self._granularity.whole_buckets, self._sizes.supported
+        as_one, supported = self._granularity.as_one, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
         candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
         self._requested = RequestedStatistics(

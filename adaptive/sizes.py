@@ -60,7 +60,7 @@ class Sizes:
 
     def layers(self) -> dict[str, torch.Size]:
         """Shape of each parameter that is compressed by itself, by name."""
-        parameters = () if self.granularity.whole_buckets else self.parameters.values()
+        parameters = () if self.granularity.as_one else self.parameters.values()
         shapes = {parameter.name: parameter.largest for parameter in parameters}
         least = max(1, self.granularity.dense_below)
         return {name: shape for name, shape in shapes.items() if shape.numel() >= least}
@@ -116,7 +116,7 @@ class Sizes:
 
     def _make_pieces(self, cf: float) -> list[Piece]:
         pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
-        if not self.granularity.whole_buckets:
+        if not self.granularity.as_one:
             return pieces
         apart = [piece for piece in pieces if piece.cf == DENSE]
         numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)

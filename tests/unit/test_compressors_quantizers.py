@@ -397,3 +397,59 @@ def test_the_cf_is_nearly_that_of_the_bytes(quantizer):
     can = list(quantizer.forms)
     assert can == sorted(can)
     assert 4 * 100_000 / quantizer.nbytes(Spec((100_000,), 1.0)) == pytest.approx(can[0], rel=0.15)
+
+
+# Segments
+
+SEGMENTS = (7, 513, 1, CODE_BLOCK + 33, 70_000, 2)
+SCALED = [OneBit(), SignSGD(), TwoBit(), TernGrad(clip=None), TernGrad()]
+every_scaled = pytest.mark.parametrize("quantizer", SCALED, ids=label)
+
+
+@every_scaled
+@pytest.mark.parametrize("path", [nullcontext, device_path], ids=["host", "device"])
+def test_segments_are_scaled_as_each_is_alone(quantizer, path):
+    sizes = 10.0 ** torch.arange(len(SEGMENTS))
+    x = normal(sum(SEGMENTS)) * sizes.repeat_interleave(torch.tensor(SEGMENTS))
+    spec = Spec(SEGMENTS, quantizer.only_cf, x.dtype, KEY)
+    with path():
+        payload = quantizer.compress(x.clone(), spec)
+        data = torch.empty(quantizer.nbytes(spec), dtype=torch.uint8)
+        payload.write(data)
+        sent = quantizer.decompress(quantizer.read(data, spec))
+        assert torch.equal(sent, quantizer.decompress(payload))
+        for piece, decoded in zip(x.split(SEGMENTS), sent.split(SEGMENTS), strict=True):
+            alone = quantizer.compress(piece.clone(), Spec.of(piece, spec.cf, KEY))
+            expected = quantizer.decompress(alone)
+            if quantizer.name == "terngrad":  # other numbers are drawn
+                assert decoded.abs().max() <= expected.abs().max() * (1 + 1e-6) or len(piece) < 9
+                assert (decoded.abs().max() == 0) or len(decoded.abs().unique()) <= 2
+            else:
+                torch.testing.assert_close(decoded, expected, rtol=1e-6, atol=0)
+    lost = norm2(x.double() - sent)
+    assert payload.energies == pytest.approx([norm2(x), norm2(sent), lost], rel=1e-5)
+
+
+@every_scaled
+def test_a_segment_of_zeros_stays_zeros(quantizer):
+    x = torch.cat([normal(600), torch.zeros(700), normal(5)])
+    payload = quantizer.compress(x, Spec((600, 700, 5), quantizer.only_cf, x.dtype, KEY))
+    assert not quantizer.decompress(payload)[600:1300].any()
+
+
+@every_setting
+def test_as_many_operations_for_400_tensors_as_for_10(quantizer, cf):
+    counts = []
+    for segments in ((4_000,) * 10, (100,) * 400):
+        memory, tensor = normal(40_000), normal(40_000, seed=1)
+        spec = Spec(segments, cf, memory.dtype, KEY)
+        data = torch.empty(quantizer.nbytes(spec), dtype=torch.uint8)
+
+        def way(memory=memory, tensor=tensor, spec=spec, data=data):
+            payload = quantizer.compress(memory, spec, tensor)
+            payload.write(data)
+            quantizer.mean_of(tensor, [quantizer.read(data, spec)] * 2, 0.5)
+            quantizer.add_to(memory, payload, -1.0)
+
+        counts.append(count_operations(way))
+    assert counts[0] == counts[1] <= 60
