@@ -96,8 +96,10 @@ class Averager:
 
     @property
     def compresses(self) -> bool:
-        """This step is compressed by us: neither dense nor sent by a foreign hook."""
-        return self.controller.plan.send not in (DENSE, *self.settings.hooks)
+        """This step is compressed by us: neither dense, in whatever precision, nor sent by a
+        foreign hook."""
+        cf = self.controller.plan.send
+        return cf not in (DENSE, *self.settings.hooks) and self.settings.base.narrow(cf) is None
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], dense_is_ddps: bool = True
@@ -167,8 +169,9 @@ class Averager:
         if hook is not None:
             send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
             return self.reducer.dense(step, flat, parameters, send)
-        if plan.send == DENSE:
-            return self.reducer.dense(step, flat, parameters)
+        if not self.compresses:
+            narrow = self.settings.base.narrow(plan.send)
+            return self.reducer.dense(step, flat, parameters, narrow=narrow)
         nbytes = self.sizes.bucket_nbytes(cfs)
         strategy = strategy_of(self.choice.pick(nbytes, plan.send))
         return self.reducer.compressed(step, flat, parameters, strategy, bucket.index())

@@ -42,8 +42,9 @@ squares of up to 10^9 of them."""
 class StepCFs:
     """The CFs of one step, the same on every rank.
 
-    send: the CF of the step. measured: ascending; with `send`, unless that is dense or a foreign
-    hook's. layers: the CFs of the layers (by parameter name) that do not send at `send`.
+    send: the CF of the step. measured: ascending; with `send`, unless that is dense, in
+    whatever precision, or a foreign hook's. layers: the CFs of the layers (by parameter name) that
+    do not send at `send`.
     """
 
     send: float = DENSE

@@ -55,9 +55,9 @@ class AdaptiveCompressor:
     base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. None: "topk". A
         sparsifier's name may say how the kept values travel ("topk+fp32" as they are); if it does
         not, and errors are fed back, they are rounded to 4 bits. "none" sends dense. With policy
-        "goodput" a sparsifier becomes `Ladder({2: "bf16", 4: "int8"}, base)`: two more CFs, below
-        cf_range, for a network that is only a little too slow. Give a `Ladder` for others, or for
-        none: `Ladder({}, "topk+int4")`.
+        "goodput" a sparsifier becomes `Ladder({2: "bf16", 4: "int8", 8: "int4"}, base)`: three more
+        CFs, below cf_range, for a network that is only a little too slow. Give a `Ladder` for
+        others, or for none: `Ladder({}, "topk+int4")`.
     cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1. None:
         (10, 1000).
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a

@@ -65,7 +65,7 @@ INSTEAD = {
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
 
-RUNGS = {2.0: "bf16", 4.0: "int8"}
+RUNGS = {2.0: "bf16", 4.0: "int8", 8.0: "int4"}
 """The default compressors below cf_range, for a network that is only a little too slow. They keep
 next to everything."""
 

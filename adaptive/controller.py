@@ -117,7 +117,9 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
-        compressed = {plan.send, *plan.probe} - {DENSE, *self.sizes.hooks}
+        narrow = self.sizes.granularity.compressor.narrow(plan.send) is not None
+        sent = () if narrow else (plan.send,)
+        compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import nan
 
 import torch
@@ -151,11 +152,13 @@ class Reducer:
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
         send: Send | None = None,
+        narrow: torch.dtype | None = None,
     ) -> Future[Tensor]:
         """All-reduce the gradients and all that the memory holds, uncompressed; the CFs that
         the tally asks for are measured on what is sent.
 
         send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
+        narrow: the precision in which it is summed; what this rounds away is lost.
         """
         sending: Sequence[Part] = ()
         not_finite: Flag = False  # gradients of this rank
@@ -188,9 +191,23 @@ class Reducer:
             return mean
 
         if send is None:
-            self.exchange.count_floats(buffer.numel())
-            return self.exchange.all_reduce(buffer.div_(self.exchange.world_size)).then(finish)
+            send = self._mean_of if narrow is None else partial(self._mean_in, narrow)
         return send(buffer).then(finish)
+
+    def _mean_of(self, buffer: Tensor) -> Future[Tensor]:
+        self.exchange.count_floats(buffer.numel())
+        return self.exchange.all_reduce(buffer.div_(self.exchange.world_size))
+
+    def _mean_in(self, dtype: torch.dtype, buffer: Tensor) -> Future[Tensor]:
+        """The mean, summed in this precision."""
+        narrow = buffer.to(dtype).div_(self.exchange.world_size)
+        self.exchange.count_floats(narrow.nbytes / torch.float32.itemsize)
+
+        def widen(future: Future[Tensor]) -> Tensor:
+            self.pipeline.stream.keep([narrow], False)
+            return buffer.copy_(future.value())
+
+        return self.exchange.all_reduce(narrow).then(widen)
 
     def _open(
         self,

@@ -13,7 +13,7 @@ from compressors.base import (
 )
 from compressors.ladder import Ladder
 from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural
 from compressors.randomk import RandomK
 from compressors.registry import compressor_names, make_compressor, register
 from compressors.rounds import RoundsCompressor
@@ -30,6 +30,7 @@ __all__ = [
     "QSGD",
     "AdaComp",
     "Compressor",
+    "Int4",
     "Int8",
     "InvalidPayload",
     "Key",

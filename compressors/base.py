@@ -264,6 +264,12 @@ class Compressor(ABC):
         this compressor runs at `cf` > 1."""
         return 1.0
 
+    def narrow(self, cf: float) -> torch.dtype | None:
+        """The precision in which a step at `cf` is summed by an all-reduce like a dense one, if it
+        is. Nothing of such a step is compressed, measured or fed back: what rounding to this
+        precision loses is in no rank's residual."""
+        return None
+
     def in_full(self) -> Compressor:
         """For sparsifiers: the same elements are kept, and any number of values travels in full."""
         return self

@@ -5,30 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Payload, Spec, check_cf
 from compressors.kernels.blocks import Flag
+from compressors.quantizers import BF16
 from compressors.registry import make_compressor
 from compressors.rounds import RoundsCompressor
 
 GAIN = 0.95
-"""The gain that policies assume at the CF of a rung. The true gain of bf16 and int8 is larger. The
-assumed one makes a policy send dense where a rung saves hardly any time."""
+"""The gain that policies assume at the CF of a rung. The true gains are larger. The assumed one
+makes a policy send dense where a rung saves hardly any time."""
 
 
 class Ladder(Compressor):
     """A ladder uses another compressor at each of a few small CFs, and one at all other CFs.
 
-    Ladder({2: "bf16", 4: "int8"}, above="topk+int4") sends every element in 16 bits at CF 2 and in
-    8 bits at CF 4. At any other CF it keeps the largest elements.
+    Ladder({2: "bf16", 4: "int8", 8: "int4"}, above="topk+int4") sends every element in 16 bits at
+    CF 2, in 8 bits at CF 4 and in 4 bits at CF 8. At any other CF it keeps the largest elements.
 
     rungs: compressors, or names, by CF. Each feeds its error back, works on its own tensors alone
         (no `RoundsCompressor`), and can do exactly this CF, which is above 1.
     above: the compressor at all other CFs, under the same conditions.
 
-    Payloads are gathered, also those of linear compressors: what a sum on the wire would round away
-    is in no rank's residual.
+    A step at a rung "bf16" is a dense step that is summed in bfloat16 (`narrow`), as by PyTorch's
+    bf16_compress_hook: 8 bits of mantissa, and what they lose is in no rank's residual. The
+    payloads of the other rungs are gathered or go through the sharded exchange, and what they lose
+    is fed back.
 
     TypeError for a `rungs` that is no mapping; ValueError for compressors that do not fit.
     """
@@ -68,6 +72,9 @@ class Ladder(Compressor):
 
     def momentum_lag(self, cf: float) -> float:
         return self.at(cf).momentum_lag(cf)
+
+    def narrow(self, cf: float) -> torch.dtype | None:
+        return torch.bfloat16 if isinstance(self.rungs.get(cf), BF16) else None
 
     def in_full(self) -> Ladder:
         return Ladder(self.rungs, self.above.in_full())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from compressors.base import Compressor, NoCompression
 from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural
 from compressors.randomk import RandomK
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sketch import Sketch
@@ -15,7 +15,7 @@ from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
 from compressors.wire.values import value_names
 
 _sparsifiers = (TopK, DGC, Threshold, RedSync, SIDCo, AdaComp, RandomK)
-_quantizers = (FP16, BF16, Int8, QSGD, Natural, OneBit, SignSGD, TernGrad, TwoBit)
+_quantizers = (FP16, BF16, Int8, Int4, QSGD, Natural, OneBit, SignSGD, TernGrad, TwoBit)
 _classes = (NoCompression, PowerSGD, Sketch, *_sparsifiers, *_quantizers)
 _registry: dict[str, Callable[..., Compressor]] = {each.name: each for each in _classes}
 

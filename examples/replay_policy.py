@@ -43,7 +43,7 @@ def not_measured(plan: Plan, policy: Policy, record: StepRecord, header: Header)
         return f"a step at CF {plan.send:g}, and CF {report.cf:g} was sent"
     if not isfinite(report.grad_norm):  # no policy learns a gain from such a gradient
         return ""
-    for cf in {plan.send, *plan.probe} - {DENSE} - set(report.measurements):
+    for cf in {plan.send, *plan.probe} - {DENSE, *header.assumed} - set(report.measurements):
         return f"the gain of CF {cf:g}"
     ladder = () if plan.skip_gains or not policy.shadow else policy.candidates()
     for cf in {*ladder} - {DENSE, *header.assumed} - set(report.steady_gain):

@@ -215,6 +215,8 @@ class ExchangeChoice:
 
     def pick(self, nbytes: float, cf: float) -> Strategy:
         """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
+        if self._base.narrow(cf) is not None:
+            return SUMMED
         many = self._many if isinstance(self._base.at(cf), Sparsifier) else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED

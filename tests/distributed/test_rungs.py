@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_leaves
 
 from adaptive import AdaptiveCompressor, Ladder, LinkSpec, Network
 from compressors.kernels import blocks
@@ -21,8 +23,8 @@ from tests.distributed.setting import Scripted, loss_of, small_net
 from tests.distributed.test_device_path import ByStep
 from tests.distributed.test_updates import MAKE, Training, differs
 
-RUNGS = {2: "bf16", 4: "int8"}
-SWITCHES = [20.0, 4.0, 4.0, 50.0, 2.0, 1.0, 4.0, 10.0, 2.0]
+RUNGS = {2: "fp16", 4: "int8", 8: "int4"}
+SWITCHES = [20.0, 4.0, 8.0, 4.0, 50.0, 2.0, 1.0, 8.0, 10.0, 2.0]
 
 
 def _ladder() -> Ladder:
@@ -46,7 +48,7 @@ def test_sent_plus_residual_is_the_sum_of_gradients(exchange: str, world_size: i
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    cfs=st.lists(st.sampled_from([1.0, 2.0, 4.0, 10.0, 300.0]), min_size=1, max_size=7),
+    cfs=st.lists(st.sampled_from([1.0, 2.0, 4.0, 8.0, 10.0, 300.0]), min_size=1, max_size=7),
     probe=st.lists(st.sampled_from([2.0, 4.0, 10.0, 40.0]), max_size=3, unique=True),
     cap=st.sampled_from([0.001, 0.004, 25]),
 )
@@ -78,7 +80,7 @@ def _measured(rank: int, exchange: str) -> dict[str, Any]:
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
 def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> None:
     for found in run_ranks(2, _measured, exchange):
-        assert found["assumed"] == {2.0: GAIN, 4.0: GAIN}
+        assert found["assumed"] == {2.0: GAIN, 4.0: GAIN, 8.0: GAIN}
         for gains in found["gains"]:
             assert set(gains) >= {2.0, 4.0, 20.0}
             assert gains[20.0] < 0.9
@@ -92,6 +94,44 @@ def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> No
         dense = found["promised"][1.0]
         assert found["promised"][2.0] == pytest.approx(dense / 2, rel=0.01)
         assert found["promised"][4.0] == pytest.approx(dense / 4, rel=0.03)
+
+
+def _in_bfloat16(rank: int) -> dict[str, Any]:
+    """Gradients at CF 2 after a step at CF 20, what the memory holds then, and what was sent."""
+    base = Ladder({2: "bf16"}, "topk+int4")
+    model, plain = DDP(small_net(torch.float32)), small_net(torch.float32)
+    policy, found = Scripted([20.0, 2.0, 2.0, 2.0]), {}
+    compressor = AdaptiveCompressor(base, policy=policy, memory="residual").attach(model)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        plain.zero_grad()
+        loss_of(plain, step, rank).backward()
+        found[step] = [p.grad.clone() for p in model.parameters()]
+    compressor.flush()
+    own = [p.grad for p in plain.parameters()]
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, own)
+    halves = [[g.bfloat16().div(2) for g in each] for each in everyones]
+    kept = tree_leaves(compressor.state_dict()["memory"])
+    return {
+        "as PyTorch's hook": [(a + b).float() for a, b in zip(*halves, strict=True)],
+        "mean": found[3],
+        "residual": [float(t.abs().max()) for t in kept if isinstance(t, torch.Tensor)],
+        "sent": [r.wire_bytes - r.statistics_bytes for r in policy.reports],
+        "measured": [sorted(r.measurements) for r in policy.reports],
+        "dense": policy.context.wire_bytes(1.0),
+    }
+
+
+def test_bfloat16_is_summed_as_by_pytorchs_hook() -> None:
+    """All that waits goes with the first such step; nothing is measured, kept or fed back."""
+    for found in run_ranks(2, _in_bfloat16):
+        for mean, expected in zip(found["mean"], found["as PyTorch's hook"], strict=True):
+            assert torch.equal(mean, expected)
+        assert not any(found["residual"])
+        assert found["sent"][1:] == [found["dense"] / 2] * (len(found["sent"]) - 1)
+        assert not any(found["measured"][1:])
 
 
 def _with_adamw(rank: int, exchange: str, path: str) -> dict[str, float]:
@@ -150,5 +190,5 @@ def _chosen(rank: int) -> list[float]:
 def test_a_network_that_is_a_little_too_slow_gets_a_little_compression() -> None:
     for fast, slower, slow in run_ranks(2, _chosen):
         assert fast <= 2
-        assert slower == 4
+        assert 4 <= slower <= 8
         assert slow >= 10

@@ -159,6 +159,7 @@ RUNS: dict[str, Run] = {
     "bf16": Run(_fixed, "bf16", "none", "all_reduce", "bucket", cf_range=(2, 2)),
     "fp16": Run(_fixed, "fp16", "auto", "all_reduce", "layer", ranks=3, cf_range=(2, 2)),
     "int8": Run(_fixed, "int8", "residual", "sharded", "bucket", ranks=3, cf_range=(4, 4)),
+    "int4": Run(_fixed, "int4", "residual", "sharded", "layer", ranks=3, cf_range=(8, 8)),
     "natural": Run(_gravac, "natural", "none", "all_gather", "layer"),
     "none": Run(_fixed, "none", "none", "all_reduce", "bucket", ranks=4),
     "onebit": Run(_gravac, "onebit", "residual", "all_gather", "layer"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressors.base import Key, Spec, any_nonfinite
 from compressors.kernels.blocks import CODE_BLOCK
-from compressors.quantizers import BF16, FP16, QSGD, Int8, Natural, Quantizer
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural, Quantizer
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.samples import compressed, norm2, normal
@@ -68,6 +68,10 @@ def test_int8(size, dtype):
         scale = np.abs(bucket).max() / dtype(127)
         expected.append(np.rint(bucket / scale) * scale)
     assert np.array_equal(coded(Int8(), x), np.concatenate(expected))
+    four_bits = [np.rint(b / (np.abs(b).max() / dtype(7))) for b in in_buckets(x, 64)]
+    scales = [np.abs(b).max() / dtype(7) for b in in_buckets(x, 64)]
+    expected = [q * scale for q, scale in zip(four_bits, scales, strict=True)]
+    assert np.array_equal(coded(Int4(), x, 8.0), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -250,6 +254,7 @@ QUANTIZERS = [
     FP16(),
     BF16(),
     Int8(),
+    Int4(),
     QSGD(),
     QSGD(norm="l2", bucket=64, seed=1),
     QSGD(bucket=64, error_feedback=True),

@@ -12,7 +12,7 @@ from policies import DENSE, Context
 from tests.unit.test_policies_goodput import nbytes as sparse_nbytes
 from tests.unit.test_policies_goodput import run, started
 
-QUANTIZED = {2.0: GAIN, 4.0: GAIN}
+QUANTIZED = {2.0: GAIN, 4.0: GAIN, 8.0: GAIN}
 
 
 def names(**options) -> dict[float, str]:
@@ -20,14 +20,15 @@ def names(**options) -> dict[float, str]:
     return {cf: base.at(cf).name for cf in base.known_gains}
 
 
-def test_by_default_bf16_and_int8_are_below_the_range() -> None:
-    assert names() == {2.0: "bf16", 4.0: "int8"}
-    assert names(policy=Goodput(power=1.0), base="dgc") == {2.0: "bf16", 4.0: "int8"}
+def test_by_default_bf16_int8_and_int4_are_below_the_range() -> None:
+    assert names() == {2.0: "bf16", 4.0: "int8", 8.0: "int4"}
+    assert names(policy=Goodput(power=1.0), base="dgc") == names()
+    assert names(cf_range=(5, 100)) == {2.0: "bf16", 4.0: "int8"}
     assert names(cf_range=(3, 100)) == {2.0: "bf16"}
 
 
 def test_a_compressor_names_the_candidates_below_its_range() -> None:
-    told = "cf_range=(10, 1000) and below it bf16 at CF 2, int8 at CF 4, policy="
+    told = "cf_range=(10, 1000) and below it bf16 at CF 2, int8 at CF 4, int4 at CF 8, policy="
     assert told in repr(AdaptiveCompressor(base="topk", cf_range=(10, 1000)))
     assert "below it" not in repr(AdaptiveCompressor(policy="gravac"))
 
@@ -86,22 +87,22 @@ def with_rungs(gain: str) -> Goodput:
 @pytest.mark.parametrize("gain", ["error_fed", "signal"])
 @pytest.mark.parametrize(
     ("rate", "expected"),
-    [(1e9, {DENSE, 2.0}), (7e7, {4.0}), (1e6, {10.0, 20.0, 40.0, 80.0, 160.0})],
+    [(1e9, {DENSE, 2.0}), (7e7, {4.0, 8.0}), (1e4, {160.0, 320.0, 640.0, 1000.0})],
 )
 def test_goodput_goes_there_when_the_network_is_a_little_too_slow(gain, rate, expected) -> None:
     """Gains as in test_policies_goodput, of the ladder alone; a quantized step takes as long to
     compress as another."""
     policy = with_rungs(gain)
-    assert policy.candidates()[:3] == (2.0, 4.0, 10.0)
+    assert policy.candidates()[:3] == (2.0, 4.0, 8.0)
     sent = run(policy, [rate] * 60)
     assert sent[0] == 10.0
     assert set(sent[40:]) <= expected
 
 
 def test_it_comes_back_up_when_the_network_gets_slow() -> None:
-    sent = run(with_rungs("error_fed"), [3e7] * 40 + [3e5] * 60)
-    assert sent[39] == 4.0
-    assert sent[99] == run(started(), [3e5] * 100)[99]
+    sent = run(with_rungs("error_fed"), [3e7] * 60 + [1e4] * 60)
+    assert sent[59] == 8.0
+    assert sent[119] == run(started(), [1e4] * 100)[99]
 
 
 def test_dense_needs_no_less_where_there_are_rungs() -> None:
@@ -111,7 +112,7 @@ def test_dense_needs_no_less_where_there_are_rungs() -> None:
     assert policy.plan().send == 1.0
 
 
-@pytest.mark.parametrize(("cf", "name"), [(2.0, "bf16"), (4.0, "int8")])
+@pytest.mark.parametrize(("cf", "name"), [(2.0, "bf16"), (4.0, "int8"), (8.0, "int4")])
 def test_the_defaults_can_do_their_cfs(cf, name) -> None:
     compressor = make_compressor(name)
     assert compressor.nearest(Spec((1000,), cf)) == cf
