@@ -16,6 +16,7 @@ from runs.config import TrainConfig
 from runs.files import write_json, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
+from runs.papers.boxes import draw_boxes
 from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.progress import cf_name
@@ -55,6 +56,8 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
             clock = "measured" if first.fixed_clock is None else "modelled"
             seconds = f"seconds of training, {clock}, {_network(first)}"
             draw_quality(rows, comparison.folder, heading, seconds)
+            if comparison.plan is not None and comparison.plan.suite.lrs:
+                draw_boxes(comparison.plan, rows, comparison.folder, heading)
     except ImportError:
         notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
     plan, suite, above = comparison.plan, {}, list[RenderableType]()

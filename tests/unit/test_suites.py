@@ -13,6 +13,7 @@ from adaptive import LinkSpec
 from runs.build import check_compression
 from runs.compare.options import make_comparison
 from runs.models import MODELS
+from runs.papers.boxes import BOXES_FILE, by_technique, draw_boxes
 from runs.papers.suite_table import at_best_rates, suite_json, suite_notes, suite_table
 from runs.papers.suites import CODING, SUITES, Plan
 from runs.parser import UsageError
@@ -106,6 +107,19 @@ def test_each_entry_counts_with_its_best_learning_rate() -> None:
     worse = {each["contender"]: each["columns"][1] for each in suite_json(plan, rows)["rows"]}
     assert worse["DGC 50x"]["here"]["mean"] == pytest.approx(100 * (100 / 111 - 1))
     assert "learning" in text_of(suite_table(plan, rows))
+
+
+def test_a_technique_has_a_box_of_its_settings_each_at_its_best_rate(tmp_path) -> None:
+    harris = SUITES["harris"]
+    plan = Plan(harris, harris.parts[0], 0.01)
+    qualities = {
+        **{"none, lr 2": 120.0, "top-k 50x, lr 2": 99.0, "top-k 50x, lr 8": 90.0},
+        **{"top-k 500x, lr 32": 130.0, "QSGD 7 bits, lr 2": 95.0, "DGC 50x, lr 2": nan},
+    }
+    rows = [_row(name, [(0, quality, 8, 4e6, 1)]) for name, quality in qualities.items()]
+    assert by_technique(plan, rows) == {"none": [120], "top-k": [90, 130], "QSGD": [95]}
+    draw_boxes(plan, rows, tmp_path, "boxes")
+    assert (tmp_path / BOXES_FILE).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
