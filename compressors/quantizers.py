@@ -30,7 +30,7 @@ from compressors.kernels.blocks import (
     widened,
 )
 from compressors.wire import values
-from compressors.wire.values import BlockFormat, Cut, Half, Layout, Levels, Parts
+from compressors.wire.values import BlockFormat, Cut, Half, Layout, Levels, Parts, TensorLevels
 
 
 class Quantizer(Compressor):
@@ -226,7 +226,9 @@ class QSGD(Quantizer):
 
     norm: a bucket is scaled by "max", its largest magnitude (section 4, used in all experiments
         there), or "l2", its norm (section 3.1; larger steps, for the theory).
-    bucket: number of consecutive values that share a scale, a power of two.
+    bucket: number of consecutive values that share a scale, a power of two. None: all values of a
+        tensor do, as in QSGD(norm="l2", bucket=None), its section 3.1 to the letter. Its errors
+        are far larger: an element is small beside the norm of a whole tensor.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
     error_feedback: the mean error is zero, so by default it is not fed back. With True,
         only the bit counts for which feeding it back converges are used: 5 and more for buckets of
@@ -238,18 +240,24 @@ class QSGD(Quantizer):
     def __init__(
         self,
         norm: str = "max",
-        bucket: int = 512,
+        bucket: int | None = 512,
         seed: int = 0,
         error_feedback: bool = False,
     ) -> None:
         self.norm, self.bucket, self.seed = norm, bucket, seed
         self.error_feedback = error_feedback
-        forms = [Levels(self.name, bits, bucket, norm, seed) for bits in range(2, 9)]
+        if bucket is None:
+            if error_feedback:
+                raise ValueError("bucket must be a number for error_feedback=True, got None")
+            forms = {32 / b: TensorLevels(self.name, b, norm, seed) for b in range(2, 9)}
+            super().__init__(forms)
+            return
+        of_buckets = [Levels(self.name, bits, bucket, norm, seed) for bits in range(2, 9)]
         if error_feedback:
-            forms = [form for form in forms if contracts(form)]
-        if not forms:
+            of_buckets = [form for form in of_buckets if contracts(form)]
+        if not of_buckets:
             raise ValueError(f"bucket must be smaller for error_feedback=True, got {bucket}")
-        super().__init__({32 / form.bits: form for form in forms})
+        super().__init__({32 / form.bits: form for form in of_buckets})
 
 
 def contracts(form: Levels) -> bool:

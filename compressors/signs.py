@@ -131,15 +131,6 @@ class SignSGD(OneFormat):
         out.mul_(2 * scale).sub_(scale)
 
 
-def _add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
-    """Add ||x||^2 of each piece to `sums`."""
-    kernels = kernels_for(x)
-    if len(cut.counts) == 1:
-        sums[cut.which] += kernels.squared_norm(x)
-    else:
-        sums[cut.which] += kernels.sum_pieces(x.double().square_(), cut.counts)
-
-
 class TwoBit(OneFormat):
     """2-bit quantization (CF 16) sends +t for elements at or above t, -t at or below -t, else 0.
 
@@ -172,7 +163,7 @@ class TwoBit(OneFormat):
         return ((codes_nbytes(count, 4), torch.uint8),)
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
-        _add_squares(x, cut, sums[0])
+        values.add_squares(x, cut, sums[0])
 
     def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         (t,) = shared
@@ -230,7 +221,7 @@ class TernGrad(OneFormat):
         largest = kernels_for(x).max_pieces(magnitude, cut.counts)
         torch.maximum(sums[1, cut.which], largest, out=sums[1, cut.which])
         if self.clip is not None:
-            _add_squares(x, cut, sums[0])
+            values.add_squares(x, cut, sums[0])
 
     def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         (scale,) = shared

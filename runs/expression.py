@@ -38,7 +38,10 @@ OBJECTS = {
     "sync": ("LocalSteps", "Delayed", "Gossip", "EveryStep"),
     "memory": ("Momentum", "Residual", "Updates"),
     "exchange": ("ParameterServer",),
-    "base": ("Ladder",),
+    "base": (
+        *("Ladder", "AdaComp", "DGC", "Int8", "Natural", "OneBit", "PowerSGD", "QSGD", "RandomK"),
+        *("RedSync", "SIDCo", "Sketch", "TernGrad", "Threshold", "TopK", "TwoBit"),
+    ),
 }
 """What can be written for other options, beside names."""
 
@@ -264,7 +267,8 @@ def _named(name: str, text: str) -> Callable[..., Any]:
         return policies.LIBRARY[ours]
     if any(name.removeprefix("adaptive.") in names for names in OBJECTS.values()):
         # torch is imported late
-        return getattr(import_module("adaptive"), last)
+        of = "compressors" if last in OBJECTS["base"] else "adaptive"
+        return getattr(import_module(of), last)
     accepted = f"accepted: {', '.join(sorted(_NAMES))}, or MODULE.CLASS of a policy of your own"
     if not module:
         raise ValueError(f"{name} is no policy; {accepted}")

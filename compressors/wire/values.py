@@ -424,6 +424,71 @@ class Levels(BlockFormat):
         )
 
 
+def add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
+    """Add ||x||^2 of each piece to `sums`."""
+    kernels = kernels_for(x)
+    if len(cut.counts) == 1:
+        sums[cut.which] += kernels.squared_norm(x)
+    else:
+        sums[cut.which] += kernels.sum_pieces(x.double().square_(), cut.counts)
+
+
+class TensorLevels(BlockFormat):
+    """This value format is `Levels` with a scale for each segment of the spec, a whole tensor.
+
+    bits, norm, seed: see `Levels`; always rounded at random.
+    parts: scales (one for each segment), codes as in `Levels`.
+    """
+
+    shared = 1
+
+    def __init__(self, name: str, bits: int, norm: str = "l2", seed: int = 0) -> None:
+        of_buckets = Levels(name, bits, CODE_BLOCK, norm, seed)  # checks what is given
+        self.name, self.bits, self.norm, self.seed = name, bits, norm, seed
+        self.levels = of_buckets.levels
+
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
+        return pieces(segments)
+
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        size = count if self.bits == 8 else codes_nbytes(count, 1 << self.bits)
+        return ((size, torch.uint8),)
+
+    def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
+        if self.norm == "l2":
+            add_squares(x, cut, sums[0])
+            return
+        magnitude = torch.abs(x, out=scratch_like("work", x))
+        largest = kernels_for(x).max_pieces(magnitude, cut.counts)
+        torch.maximum(sums[0, cut.which], largest, out=sums[0, cut.which])
+
+    def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
+        (scale,) = shared
+        norm = sums[0].sqrt() if self.norm == "l2" else sums[0]
+        scale.copy_(norm.mul_(WIDER / self.levels)).clamp_(min=torch.finfo(scale.dtype).tiny)
+
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
+        scale, packed = parts
+        scale = kernels_for(x).spread(scale, cut.counts)
+        q = torch.div(x, scale, out=scratch_like("work", x))
+        noise = scratch_like("noise", x)
+        fill_random16(noise, self.seed, key, start)
+        q.add_(noise, alpha=STEP).floor_()
+        if self.bits == 8:
+            packed.view(torch.int8).copy_(q)
+        else:
+            pack_codes(q, 1 << self.bits, self.levels, packed)
+        return q.mul_(scale)
+
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
+        scale, packed = parts
+        if self.bits == 8:
+            out.copy_(packed.view(torch.int8))
+        else:
+            unpack_codes(packed, 1 << self.bits, self.levels, out)
+        out.mul_(kernels_for(out).spread(scale, cut.counts))
+
+
 def check_bucket(bucket: int) -> None:
     """Raise ValueError unless so many values can share a scale."""
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket not in _BUCKETS:

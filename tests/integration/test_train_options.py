@@ -28,6 +28,8 @@ BAD = {
     "--policy x": ["--policy", "'x'", "gravac"],
     "--base x": ["--base", "'x'", "adacomp, bf16, dgc"],
     "--base int8+bf16": ["--base", "'int8+bf16'", "sparsifier"],
+    "--base TwoBit(x=1)": ["--base 'TwoBit(x=1)'", "'x'"],
+    "--base TwoBit(threshold=-1)": ["threshold must", "-1"],
     "--base topk+x": ["--base", "'topk+x'", "bf16, fp16"],
     "--exchange x": ["--exchange", "'x'", "all_gather, sharded"],
     "--base qsgd --exchange all_reduce": ["--exchange", "'all_reduce'", "all_gather"],
@@ -202,3 +204,13 @@ def test_the_compression_of_a_papers_policy_is_recorded(
     assert (made.base, made.cf_range) == (base, cf_range)
     compressor = build_compressor(made)
     assert compressor._settings.base.shown == base
+
+
+def test_a_compressor_is_written_with_its_settings() -> None:
+    for written, settings in {
+        "TwoBit(threshold=0.25)": {"threshold": 0.25},
+        "QSGD(norm='l2',bucket=None)": {"norm": "l2", "bucket": None},
+    }.items():
+        made = make_config(read("train", OPTIONS, HELP, ["--cf", "16", "--base", written]))
+        base = vars(build_compressor(made)._settings.base)
+        assert settings.items() <= base.items()

@@ -91,6 +91,23 @@ def test_qsgd_codes_are_one_of_the_two_neighbours(size, dtype, bits):
         assert ((levels >= low - 1) & (levels <= low + 2)).all()
 
 
+def test_qsgd_of_whole_tensors_scales_each_segment_by_its_norm():
+    segments = (700, CODE_BLOCK + 5, 1)
+    x = torch.from_numpy(sample(sum(segments)))
+    qsgd = QSGD(norm="l2", bucket=None)
+    payload = qsgd.compress(x, Spec(segments, 32 / 5, x.dtype, KEY))
+    scales = payload.parts[0].double()
+    norms = torch.stack([part.double().norm() for part in x.split(segments)])
+    torch.testing.assert_close(scales, norms / 15, rtol=1e-4, atol=0)
+    sent = qsgd.decompress(payload)
+    for part, after, scale in zip(x.split(segments), sent.split(segments), scales, strict=True):
+        levels = after.double() / scale
+        torch.testing.assert_close(levels, levels.round(), atol=1e-4, rtol=0)
+        assert ((levels - part.double() / scale).abs() < 1 + 1e-4).all()
+        assert levels.abs().max() <= 15 + 1e-4
+    assert payload.nbytes == qsgd.nbytes(payload.spec)
+
+
 def test_qsgd_l2_scale():
     x = sample(1000)
     payload = compressed(QSGD(norm="l2"), torch.from_numpy(x), 8.0, KEY)
@@ -173,6 +190,8 @@ UNBIASED = [
     (QSGD(), 4.0),
     (QSGD(), 16.0),
     (QSGD(norm="l2"), 8.0),
+    (QSGD(norm="l2", bucket=None), 32 / 7),
+    (QSGD(norm="max", bucket=None), 8.0),
     (TernGrad(clip=None), 20.0),
     (Natural(), 4.0),
 ]
@@ -224,6 +243,8 @@ def test_ranks_steps_and_tensors_round_independently(quantizer, path):
         (lambda: Int8(bucket=100), "bucket must"),
         (lambda: QSGD(bucket=4), "bucket must"),
         (lambda: QSGD(norm="l1"), "norm must"),
+        (lambda: QSGD(norm="l1", bucket=None), "norm must"),
+        (lambda: QSGD(bucket=None, error_feedback=True), "bucket must"),
         (lambda: QSGD(bucket=CODE_BLOCK, norm="l2", error_feedback=True), "bucket must"),
         (lambda: TernGrad(clip=0.0), "clip must"),
         (lambda: OneBit(column=0), "bucket must"),
@@ -258,6 +279,8 @@ QUANTIZERS = [
     QSGD(),
     QSGD(norm="l2", bucket=64, seed=1),
     QSGD(bucket=64, error_feedback=True),
+    QSGD(norm="l2", bucket=None),
+    QSGD(norm="max", bucket=None, seed=2),
     TernGrad(),
     TernGrad(clip=None),
     OneBit(),
