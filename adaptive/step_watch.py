@@ -60,6 +60,9 @@ _WATCHES: dict[int, weakref.ref[StepWatch]] = {}
 _HOOKS: list[Any] = []
 """Handles of torch's hooks around every optimizer's step, while there is a watch."""
 
+FEW = 8
+"""Parameters, about, whose gradients are compared in every step."""
+
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
 
@@ -95,6 +98,12 @@ class StepWatch:
         """Watch, until `end()` is called."""
         self.ours = False
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
+        # Gradients as backward left them, with the numbers of writes to them. Those by way of
+        # `grad.data` are not counted, so the norms of a few are looked at all the same.
+        self._written: dict[Tensor, tuple[Tensor, int]] = {}
+        self._writes = False  # a script has written to gradients: all norms are looked at
+        parameters = list(self._parameters)
+        self._few = parameters[:: max(1, len(parameters) // FEW)]
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         me = weakref.ref(self)  # torch's hooks must not keep it alive
@@ -140,12 +149,19 @@ class StepWatch:
 
     def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
         waited()
-        self._norms = _norms(self._parameters) if compare else {}
+        grads = ((p, p.grad) for p in self._parameters if compare and p.grad is not None)
+        self._written = {p: (grad, grad._version) for p, grad in grads}
+        looked_at = self._parameters if self._writes else self._few
+        self._norms = _norms(looked_at) if compare else {}
 
     def _compare(self, optimizer: Optimizer) -> None:
         """Before an optimizer reads its gradients: have they been changed since backward? Those of
         other optimizers may yet be."""
-        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
+        ours = [p for group in optimizer.param_groups for p in group["params"]]
+        written = [(p, *self._written.pop(p)) for p in ours if p in self._written]
+        if any(p.grad is not grad or grad._version != count for p, grad, count in written):
+            self._writes = True
+        own = [p for p in ours if p in self._norms]
         now = _norms(own)
         remembered = {p: self._norms.pop(p) for p in own}
         if not now:

@@ -335,28 +335,37 @@ class SGDMomentum(MomentumMemory):
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
         scale = getattr(self._optimizer, "grad_scale", None)
         skips = getattr(self._optimizer, "found_inf", None)
+        begun: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients, parameters, buffers
+        moved: list[tuple[Tensor, Tensor, Tensor]] = []
         for p in group["params"]:
             if p.grad is None or p not in self._parameters:
                 continue
             parameter, state = self._parameters[p], self._optimizer.state[p]
             fresh, parameter.stepped = not parameter.stepped, True
-            here, grad = parameter.local.detach(), local(p.grad)
+            here, grad = parameter.local, local(p.grad)
             buffer = state.get("momentum_buffer")
-            if buffer is None:
-                if not decay:
-                    continue
-                old = torch.zeros_like(here)
-                buffer = here * (decay if fresh else rate * decay)
-                state["momentum_buffer"] = like(buffer, p)
-            else:
-                buffer = local(buffer)
-                old = buffer if skips is None else buffer.clone()
-                buffer.mul_(momentum).add_(here, alpha=rate * decay)
-            if skips is not None:
+            if buffer is not None:
+                moved.append((grad, here, local(buffer)))
+            elif decay:
+                first = here * (decay if fresh else rate * decay)
+                state["momentum_buffer"] = like(first, p)
+                begun.append((grad, here, first))
+        if not begun and not moved:
+            return
+        _, heres, buffers = map(list, zip(*moved, strict=True)) if moved else ([], [], [])
+        before = [] if skips is None else [buffer.clone() for buffer in buffers]
+        if moved:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, heres, alpha=rate * decay)
+        if skips is not None:
+            for buffer, old in zip(buffers, before, strict=True):
                 buffer.lerp_(old, skips.to(buffer.dtype))
-            added = [(here, sign * decay), (buffer, sign * momentum)]
-            for tensor, factor in added if group["nesterov"] else [(buffer, sign)]:
-                if scale is None:
-                    grad.add_(tensor, alpha=factor)
-                else:
-                    grad.addcmul_(tensor, scale, value=factor)
+            for *_, buffer in begun:
+                buffer.mul_(1 - skips.to(buffer.dtype))
+        grads, heres, buffers = map(list, zip(*begun, *moved, strict=True))
+        nesterov = [(heres, sign * decay), (buffers, sign * momentum)]
+        for tensors, factor in nesterov if group["nesterov"] else [(buffers, sign)]:
+            if scale is None:
+                torch._foreach_add_(grads, tensors, alpha=factor)
+            else:
+                torch._foreach_add_(grads, torch._foreach_mul(tensors, scale * factor))

@@ -1,0 +1,79 @@
+"""How many operations a step takes does not depend on how many tensors a model has."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import adaptive
+from adaptive import AdaptiveCompressor, Fixed
+from tests.distributed.processes import run_ranks
+
+ROOT = Path(adaptive.__file__).parents[1]
+OURS = tuple(str(ROOT / name) for name in ("adaptive", "compressors"))
+MOST = {1.0: 20, 100.0: 700}
+"""Operations of the library in a step of a model of one bucket, by CF."""
+
+DECODING = 200
+"""Operations that are counted if the last payload is there at once: else another thread decodes."""
+
+
+class _Counted(TorchDispatchMode):
+    """Operations that the library has asked for, not torch's optimizer or a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frames = [frame.filename for frame in traceback.extract_stack(limit=9)]
+        asked_by = [name for name in frames[:-1] if "/torch/" not in name]
+        self.calls += bool(asked_by) and asked_by[-1].startswith(OURS)
+        return func(*args, **(kwargs or {}))
+
+
+class _Net(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.randn(400_000 // layers) for _ in range(layers))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([p.square().sum() for p in self.layers]).sum()
+
+
+def _calls(rank: int, kind: str, cf: float, layers: int) -> int:
+    torch.manual_seed(0)
+    model = DDP(_Net(layers))
+    parameters = model.parameters()
+    optimizer: torch.optim.Optimizer
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(parameters, 1e-3, momentum=0.9, weight_decay=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(parameters, 1e-3)
+    AdaptiveCompressor(policy=Fixed(cf)).attach(model, optimizer=optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    for _ in range(12):  # DDP cuts buckets, and SGD rests in dense steps
+        step()
+    with _Counted() as counted:
+        step()
+    return counted.calls
+
+
+@pytest.mark.parametrize("cf", [1.0, 100.0])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_step_takes_as_many_for_hundreds_of_tensors_as_for_ten(kind: str, cf: float) -> None:
+    few, many = (run_ranks(2, _calls, kind, cf, layers)[0] for layers in (10, 400))
+    assert 0 < few <= MOST[cf]
+    assert many <= few + (DECODING if cf > 1 else 0)
