@@ -57,9 +57,8 @@ rate, added up along the recorded steps; nothing overlaps. "all" is the whole ru
 first evaluation that is at least as good as the end of the dense run of the same seed, or as it was
 after --goal-step steps ("never": none was).
 
-files in the log folder: compare.json, table.txt, time.png, quality.png, techniques.png (of a suite
-whose entries have their own learning rates), and each
-run's own in runs/."""
+files in the log folder: compare.json, table.txt, time.png, techniques.png (of a suite whose entries
+have their own learning rates), and each run's own in runs/."""
 
 
 @dataclass(frozen=True)

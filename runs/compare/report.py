@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from runs.compare.options import Comparison
-from runs.compare.plot import PLOT_FILE, TIME_FILE, draw_quality
+from runs.compare.plot import TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
 from runs.config import TrainConfig
 from runs.files import write_json, write_text
@@ -59,7 +59,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
             if comparison.plan is not None and comparison.plan.suite.lrs:
                 draw_boxes(comparison.plan, rows, comparison.folder, heading)
     except ImportError:
-        notes.append(f"no {PLOT_FILE}, {TIME_FILE}: matplotlib is not installed")
+        notes.append(f"no {TIME_FILE}: matplotlib is not installed")
     plan, suite, above = comparison.plan, {}, list[RenderableType]()
     if plan is not None:
         suite = {"suite": suite_json(plan, rows)}

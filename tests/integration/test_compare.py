@@ -372,7 +372,7 @@ def test_interrupted_and_continued(
     assert result["finished"]
     assert result["dense"] == "dense"
     assert (tmp_path / "log" / "table.txt").read_text().splitlines()[3].startswith("contender")
-    assert (tmp_path / "log" / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "log" / "time.png").read_bytes().startswith(b"\x89PNG")
 
     dense, gravac = result["rows"]
     for one, steps in ((dense, 12), (gravac, 15)):
