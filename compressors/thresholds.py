@@ -152,11 +152,11 @@ class SIDCo(ThresholdSparsifier):
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 8)).double()
         wanted = k / tensor.numel() * sample.numel()
-        if kernels_for(sample).may_read:
-            with np.errstate(all="ignore"):
-                return float(fitted_threshold(np, sample.numpy(), wanted, self.distribution))
-        found: Tensor = fitted_threshold(torch, sample, wanted, self.distribution)
-        return found
+        numbers = kernels_for(sample).native(sample)
+        xp = np if isinstance(numbers, np.ndarray) else torch
+        with np.errstate(all="ignore"):
+            found = fitted_threshold(xp, numbers, wanted, self.distribution)
+        return found if isinstance(found, Tensor) else float(found)
 
 
 # `xp` is NumPy on the host and torch on a device.

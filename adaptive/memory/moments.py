@@ -23,7 +23,7 @@ from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from adaptive.memory.handover import Group
 from adaptive.memory.momentum_rule import MomentumRule
-from compressors.kernels.blocks import takes_triton
+from compressors.kernels import fuses
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -88,7 +88,7 @@ def enlarge(update: Tensor, mean: Tensor, square: Tensor, noise: Noise, ranks: i
     """Make an update (flat, in place) as large as the mean gradient's second moment would: divide
     each element by the root of that moment's share of this rank's own."""
     tensors = (update, mean, square)
-    if all(takes_triton(t) and t.dtype == torch.float32 for t in tensors):
+    if fuses(*tensors):
         from compressors.kernels.triton import (
             moments as triton_moments,  # here, as Triton need not be installed
         )

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Array, on_host, takes_triton
+from compressors.kernels import fuses
+from compressors.kernels.blocks import Array, on_host
 
 BELOW = 0.8
 """The host looks first above this share of the last step's smallest kept magnitude: few elements
@@ -98,7 +99,7 @@ def largest(a: Tensor, sections: Sections, above: Array) -> Tensor:
 def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None:
     """`largest`, and the energies of all elements but these and of all elements, (2, rows,
     sections), in one launch of a Triton kernel; None without Triton or for long sections."""
-    if not takes_triton(a) or a.dtype != torch.float32 or not a.is_contiguous():
+    if not fuses(a):
         return None
     from compressors.kernels.triton import (
         rows as triton_rows,  # here, as Triton need not be installed

@@ -44,7 +44,7 @@ from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
 from adaptive.sync.options import LocalSteps
 from adaptive.uniting import averaged, unite
-from compressors.kernels import all_finite, squared_norms
+from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, either, fill_if, is_host
 from policies.state import require
 from policies.step_time import overlapped
@@ -398,7 +398,7 @@ def all_nan_if_too_large(unsent: Tensor) -> None:
     has come to what is not finite."""
     most = torch.finfo(unsent.dtype).max
     (energy,) = squared_norms([unsent])
-    fill_if(not energy <= most if is_host(unsent.device) else ~(energy <= most), unsent, nan)
+    fill_if(kernels_for(unsent).flag(~(energy <= most)), unsent, nan)
 
 
 def as_flat(parameter: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from adaptive.parameters import travel_as_they_are
 from adaptive.reducer import Step
 from adaptive.step_watch import Groups
 from adaptive.sync.every_step import EveryStepSync
-from compressors.kernels import all_finite, squared_norm
-from compressors.kernels.blocks import Flag, Scalar, either, fill_if, is_host
+from compressors.kernels import all_finite, kernels_for, squared_norm
+from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 
 class OwnStepSync(EveryStepSync):
@@ -115,7 +115,7 @@ class OwnStepSync(EveryStepSync):
 
         def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
             gradients, sum_of_flags = (future.value() for future in futures.value())
-            flag = bool(sum_of_flags) if is_host(sum_of_flags.device) else sum_of_flags[0] > 0
+            flag = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
             stream.keep(sum_of_flags, flag)
             return gradients

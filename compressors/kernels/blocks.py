@@ -249,8 +249,3 @@ def numbers_of_rows(numbers: Tensor, x: Tensor, width: int) -> list[Tensor]:
         return [numbers.view(whole, -1)]
     table = numbers.view(whole + 1, -1)
     return [table[:whole], table[whole:]] if whole else [table]
-
-
-def reduce_rows(x: Tensor, width: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One number for each row of flat `x`, as `reduce` gives them for a matrix."""
-    return torch.cat([reduce(matrix) for matrix in rows(x, width)])

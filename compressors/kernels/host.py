@@ -61,12 +61,6 @@ def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
     return _norm(memory.detach().numpy(), tensor.detach().numpy())
 
 
-def block_norm(x: Tensor) -> float:
-    """||x||^2 of one block."""
-    block = x.numpy()
-    return checked_norm(block_square(block), block)
-
-
 def _norm(x: Array, add: Array | None) -> float:
     total = 0.0
     with np.errstate(all="ignore"):

@@ -69,13 +69,14 @@ GOALS = {
     "CF 100": "<= 1.6",
     "bf16 rung": "<= 1.1",
     "int8 rung": "<= 1.5",
+    "int4 rung": "<= 1.5",
     "dense": "<= 1.03",
 }
 """The contenders, and the ratio of processor time that each is held to."""
 
-CFS = {"CF 10": 10, "CF 100": 100, "bf16 rung": 2, "int8 rung": 4, "dense": 1}
+CFS = {"CF 10": 10, "CF 100": 100, "bf16 rung": 2, "int8 rung": 4, "int4 rung": 8, "dense": 1}
 
-RUNGS = {2: "bf16", 4: "int8"}
+RUNGS = {2: "bf16", 4: "int8", 8: "int4"}
 """As the default has them below its range."""
 
 WARMUP = 12

@@ -17,7 +17,7 @@ from compressors.kernels import (
     kernels_for,
     squared_norm,
 )
-from compressors.kernels.blocks import CACHE_BLOCK, numbers_of_rows, reduce_rows, rows, scratch
+from compressors.kernels.blocks import CACHE_BLOCK, numbers_of_rows, rows, scratch
 from compressors.kernels.host import Host
 from compressors.kernels.triton import Triton
 from tests.unit.samples import norm2, normal
@@ -147,10 +147,8 @@ def test_rows_of_flat_tensors():
         x = torch.arange(float(numel))
         matrices = rows(x, 8)
         assert torch.equal(torch.cat([m.flatten() for m in matrices] or [x]), x)
-        sums = [float(part.sum()) for part in x.split(8)] if numel else []
         if numel:
-            assert reduce_rows(x, 8, lambda matrix: matrix.sum(dim=1)).tolist() == sums
-            beside = numbers_of_rows(torch.arange(2.0 * len(sums)), x, 8)
+            beside = numbers_of_rows(torch.arange(2.0 * -(-numel // 8)), x, 8)
             assert [m.shape for m in beside] == [(len(m), 2) for m in matrices]
 
 
