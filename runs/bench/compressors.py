@@ -89,6 +89,28 @@ def _topk_rows(grad: Tensor, rounds: int) -> list[Row]:
     return rows
 
 
+def _level_rows(grad: Tensor, rounds: int) -> list[Row]:
+    """Multi-level compression (GraVAC, section 3.2): a floor and a candidate, each from the whole
+    tensor, against the candidate from what the floor has kept."""
+    floor, candidate, rows = 10.0, 100.0, []
+    for name in LEVELS:
+        compressor, spec = make_compressor(name), Spec.of(grad, floor, KEY)
+
+        def apart(how: Compressor = compressor, spec: Spec = spec) -> None:
+            how.compress(grad, spec)
+            how.compress(grad, spec.at(candidate))
+
+        def in_levels(how: Compressor = compressor, spec: Spec = spec) -> None:
+            how.smaller(how.compress(grad, spec), candidate / floor)
+
+        times = interleaved({"apart": apart, "in levels": in_levels}, rounds)
+        ratio = median_ratio(times["apart"], times["in levels"])
+        what = f"{name} CF {floor:g} and {candidate:g}: apart / in levels"
+        rows.append(Row(what, ratio, "", describe(times)))
+    return rows
+
+
+LEVELS = ("topk", "dgc", "redsync", "randomk")
 CF = 100.0
 GOALS = {
     **dict.fromkeys(("topk", "dgc", "redsync", "sidco", "threshold", "adacomp"), "<= 5"),
@@ -98,12 +120,13 @@ CODED = ("topk+bf16", "topk+int8", "topk+int4", "topk+qsgd")
 
 
 def bench_compressors(asked: Benching) -> list[Row]:
-    """Top-k against the textbook, then each compressor in copies and by its largest allocation."""
+    """Top-k against the textbook, multi-level compression against two compressions, then each
+    compressor in copies and by its largest allocation."""
     torch.set_num_threads(1)
     numel = asked.numel
     side = isqrt(numel)
     grad = _gradient(numel, asked.seed)
-    rows = _topk_rows(grad, asked.rounds)
+    rows = [*_topk_rows(grad, asked.rounds), *_level_rows(grad, asked.rounds)]
     for name in (*compressor_names(), *CODED):
         if name == "none":
             continue
