@@ -36,8 +36,8 @@ LR, ADAGRAD_LR = 1e-3, 1e-2
 """Of every optimizer but SGD, for which each task has its own."""
 
 COMPRESSORS = (
-    *("adacomp", "bf16", "dgc", "fp16", "int8", "natural", "none", "onebit", "powersgd", "qsgd"),
-    *("randomk", "redsync", "sidco", "signsgd", "sketch", "terngrad", "threshold", "topk"),
+    *("adacomp", "bf16", "dgc", "fp16", "int4", "int8", "natural", "none", "onebit", "powersgd"),
+    *("qsgd", "randomk", "redsync", "sidco", "signsgd", "sketch", "terngrad", "threshold", "topk"),
     "twobit",
 )
 DEFAULT_CF = 10.0
@@ -116,7 +116,7 @@ class Compressing:
     """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
     of rank 4, dense in its first 2 steps, in one bucket)."""
     base: Annotated[str | None, metavar("NAME")] = "topk"
-    """Compressor: adacomp, bf16, dgc, fp16, int8, natural, none, onebit, powersgd, qsgd, randomk,
+    """Compressor: adacomp, bf16, dgc, fp16, int4, int8, natural, none, onebit, powersgd, qsgd, randomk,
     redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's values travel
     in 4 bits, or as its name says: topk+fp32, topk+bf16, ...; or with settings as Python writes
     them: "TwoBit(threshold=0.1)", "QSGD(norm='l2', bucket=None)", "Ladder({4: 'int8'}, 'topk')"."""
