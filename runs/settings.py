@@ -116,10 +116,10 @@ class Compressing:
     """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
     of rank 4, dense in its first 2 steps, in one bucket)."""
     base: Annotated[str | None, metavar("NAME")] = "topk"
-    """Compressor: adacomp, bf16, dgc, fp16, int4, int8, natural, none, onebit, powersgd, qsgd, randomk,
-    redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's values travel
-    in 4 bits, or as its name says: topk+fp32, topk+bf16, ...; or with settings as Python writes
-    them: "TwoBit(threshold=0.1)", "QSGD(norm='l2', bucket=None)", "Ladder({4: 'int8'}, 'topk')"."""
+    """Compressor: adacomp, bf16, dgc, fp16, int4, int8, natural, none, onebit, powersgd, qsgd,
+    randomk, redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's
+    values travel in 4 bits, or as its name says: topk+fp32, topk+bf16, ...; or with settings as
+    Python writes them: "TwoBit(threshold=0.1)", "QSGD(norm='l2', bucket=None)", "Ladder({4: 'int8'}, 'topk')"."""
     cf_range: Pair | None = None
     """Smallest and largest CF beside dense (10 1000)."""
     sync: Annotated[str | None, metavar("SYNC")] = None
