@@ -119,7 +119,8 @@ class Compressing:
     """Compressor: adacomp, bf16, dgc, fp16, int4, int8, natural, none, onebit, powersgd, qsgd,
     randomk, redsync, sidco, signsgd, sketch, terngrad, threshold, topk, twobit; a sparsifier's
     values travel in 4 bits, or as its name says: topk+fp32, topk+bf16, ...; or with settings as
-    Python writes them: "TwoBit(threshold=0.1)", "QSGD(norm='l2', bucket=None)", "Ladder({4: 'int8'}, 'topk')"."""
+    Python writes them: "TwoBit(threshold=0.1)", "QSGD(norm='l2', bucket=None)",
+    "Ladder({4: 'int8'}, 'topk')"."""
     cf_range: Pair | None = None
     """Smallest and largest CF beside dense (10 1000)."""
     sync: Annotated[str | None, metavar("SYNC")] = None
