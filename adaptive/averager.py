@@ -120,7 +120,8 @@ class Averager:
         if not controller.carrying:
             memory.emptied()
         if not self.compresses and dense_is_ddps:
-            may_rest = controller.plan.send == DENSE and not controller.cfs.measured
+            by_hook = controller.plan.send in self.settings.hooks
+            may_rest = not by_hook and not controller.cfs.measured
             memory.now.settle(self.exchange, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BENCHES = {
     "compressors": "compressors",
     "lowrank": "lowrank",
+    "step": "step",
     **dict.fromkeys(("hook", "memory", "shadow", "timeline"), "ddp"),
     "gpu": "gpu",
 }
@@ -33,7 +34,9 @@ benches: {", ".join(BENCHES)}
 
 examples:
   python -m runs bench
-      all of them, some minutes (gpu only where torch sees a CUDA device)
+      all of them, half an hour (gpu only where torch sees a CUDA device)
+  python -m runs bench step
+      what a step costs a processor beyond plain DDP's, with the tensors of real models
   python -m runs bench compressors --numel 1000000 --rounds 21
   python -m runs bench shadow timeline --json
 

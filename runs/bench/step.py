@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import AdaptiveCompressor, Fixed
+from adaptive.config import RUNGS
 from compressors.ladder import Ladder
 from runs.bench.timing import Row, in_processes, median_ratio
 
@@ -74,10 +75,14 @@ GOALS = {
 }
 """The contenders, and the ratio of processor time that each is held to."""
 
-CFS = {"CF 10": 10, "CF 100": 100, "bf16 rung": 2, "int8 rung": 4, "int4 rung": 8, "dense": 1}
-
-RUNGS = {2: "bf16", 4: "int8", 8: "int4"}
-"""As the default has them below its range."""
+CFS = {
+    "CF 10": 10.0,
+    "CF 100": 100.0,
+    "bf16 rung": 2.0,
+    "int8 rung": 4.0,
+    "int4 rung": 8.0,
+    "dense": 1.0,
+}
 
 WARMUP = 12
 """Steps: DDP cuts buckets anew in the first, and SGD gets its momentum back in the ninth dense one.

@@ -17,7 +17,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
 
 CFS = [10.0] * 5 + [1.0] * 20
-"""Twenty dense steps, of which SGD takes the last eleven by itself."""
+"""Twenty dense steps, of which SGD takes the last twelve by itself."""
 
 SETTINGS: list[dict[str, Any]] = [
     {"weight_decay": 1e-2},
