@@ -43,6 +43,7 @@ __all__ = [
 PolicyName = Literal[
     "accordion",
     "accordion-paper",
+    "dgc-paper",
     "fixed",
     "goodput",
     "gravac",
