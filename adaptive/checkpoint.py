@@ -91,6 +91,7 @@ def _of_rank(session: Session) -> dict[str, Any]:
 def _gathered(session: Session) -> dict[str, Any]:
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
+    session.make_up()
     with all_or_none(group, "there is no state to save on"):
         session.check_whole()
     agreed = session.unite()

@@ -163,8 +163,7 @@ class Session:
         self._memory.choose(optimizers, settings.sync)
         topology = settings.sync.topology_of(self.exchange.world_size)
         self._choice.messages = None if topology is None else topology.messages
-        self._numbers = settings.sync.numbers
-        context = start_policy(settings, self._sizes, self._memory.now.name, self._numbers)
+        context = start_policy(settings, self._sizes, self._memory.now.name)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
@@ -245,7 +244,7 @@ class Session:
             lambda: learning_rate(next(iter(optimizers), None)),
             lambda: self._memory.now,
             self.device,
-            self._numbers,
+            settings.sync.numbers,
             DenseTimer(
                 self._sizes.wire_bytes,
                 self.exchange.world_size,
@@ -256,7 +255,7 @@ class Session:
             ),
             settings.sync.extra_lag,
         )
-        controller.take_steps(self._numbers[0])
+        controller.take_steps(settings.sync.numbers[0])
         may_stay_dense = settings.may_stay_dense and not settings.sync.lets_ranks_differ
         if may_stay_dense and not settings.debug:
             self._stay_dense_if_small(controller)
@@ -339,7 +338,14 @@ class Session:
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters."""
+        self.make_up()
         return self._sync.averaged()
+
+    def make_up(self) -> None:
+        """Before another collective: the exchange of the last backward, if its step was left out
+        here. The other ranks may have made theirs."""
+        if self._averager.failed is None:
+            self._sync.make_up()
 
     def summary(self) -> Summary:
         """Totals so far."""

@@ -131,12 +131,10 @@ class Sizes:
         return Piece(self.granularity.compressor.at(cf), shape, cf)
 
 
-def start_policy(
-    settings: Settings, sizes: Sizes, memory: str, local_steps: tuple[int, ...]
-) -> Context:
+def start_policy(settings: Settings, sizes: Sizes, memory: str) -> Context:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. memory: the name of the one in use. local_steps: numbers of them to choose
-    from. ValueError if the settings do not go together or do not fit the model."""
+    what it was told. memory: the name of the one in use. ValueError if the settings do not go
+    together or do not fit the model."""
     hooks, (low, high) = settings.hooks, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
     if ends[1] == DENSE < high and not hooks:
@@ -157,9 +155,9 @@ def start_policy(
         unknown=frozenset(hooks.keys() - assumed.keys()),
         wire_bytes=sizes.wire_bytes,
         layers=sizes.layers(),
-        local_steps=local_steps,
+        local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
-        updates=are_updates(memory, local_steps),
+        updates=are_updates(memory, settings.sync.numbers),
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(

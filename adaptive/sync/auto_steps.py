@@ -233,19 +233,27 @@ class AutoStepsSync(OwnStepSync):
                 each.mean.wait()
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        return self._by_name(self._anchors).items() if self._anchors else super().alike()
+        if self._steps == 1:
+            return super().alike()
+        anchors = self._anchors or {chunk: chunk.here("now") for chunk in self._chunks}
+        return self._by_name(anchors).items()
+
+    def _catch_up(self) -> None:
+        """What is under way moves the parameters, and steps that this rank has left out are made
+        up for. From here on all ranks have an anchor, or none."""
+        self.make_up()
+        if self._backwards:
+            self._go_off()
+        self._apply_arrived()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """What is under way moves the parameters now."""
-        self.make_up()
-        self._apply_arrived()
+        self._catch_up()
         if not self._anchors:
             return super().averaged()
         return averaged(list(self.averager.parameters.values()), self.averager.exchange)
 
     def unite(self) -> Sequence[Optimizer] | None:
-        self.make_up()
-        self._apply_arrived()
+        self._catch_up()
         if not self._anchors:
             return super().unite()
         unite(list(self.averager.parameters.values()), self.averager.exchange)
@@ -254,7 +262,7 @@ class AutoStepsSync(OwnStepSync):
         return list(self.averager.optimizers)
 
     def stop(self) -> None:
-        self.make_up()
+        self._catch_up()
         if self._anchors:
             self.unite()
 

@@ -1,17 +1,17 @@
 """Gossip: each rank steps by itself, and exchanges parameters with its neighbours only.
 
-No rank ever has the mean of all. What a rank sends goes to the few neighbours that a topology
-gives it (adaptive/exchange/topology.py), whatever the number of ranks, so a step costs one latency
-and not one a rank. W are the weights, g a rank's own step (the optimizer's, with its momentum and
-all), C the compressor, x_i the parameters of rank i, eta the consensus step size:
+No rank ever has the mean of all. A topology (topology.py) gives each rank a few neighbours,
+whatever the number of ranks. So a step costs one latency, not one a rank. W are the weights, g a
+rank's own step (the optimizer's, with its momentum and all), C the compressor, x_i the parameters
+of rank i, eta the consensus step size:
 
 - D-PSGD (Lian and others 2017, algorithm 1):  x_i <- sum_j W_ij x_j - g_i, uncompressed.
-- "naive" sends C(x) in its place: x_i <- sum_j W_ij C(x_j) - g_i. What compression loses of the
-  parameters themselves is lost anew in every step, and does not become less as training converges:
-  the example that shows what the others are for (Tang and others 2018, section 4).
+- "naive" sends C(x) in its place: x_i <- sum_j W_ij C(x_j) - g_i. Compression loses a part of the
+  parameters in every step anew, and this loss does not fall as training converges. It is here to
+  show what the others are for (Tang and others 2018, section 4).
 - DCD-PSGD (Tang and others 2018, algorithm 1) compresses differences of a rank's own parameters,
-  x_i <- x_i + C(sum_j W_ij x_j - g_i - x_i), so that neighbours can follow x_j by what is sent.
-  Needs an unbiased C with little noise.
+  x_i <- x_i + C(sum_j W_ij x_j - g_i - x_i). So neighbours can follow x_j by what is sent. It needs
+  an unbiased C with little noise.
 - DeepSqueeze (Tang and others 2019, algorithm 1) steps first, y_i = x_i - g_i, adds its error to
   what it sends, c_i = C(y_i + e_i), e_i <- y_i + e_i - c_i, and mixes:
   x_i <- y_i + eta sum_j W_ij (c_j - c_i).
@@ -19,18 +19,18 @@ all), C the compressor, x_i the parameters of rank i, eta the consensus step siz
   neighbours have of it lags behind, c_i = C(y_i - h_i), h_i <- h_i + c_i, and mixes:
   x_i <- y_i + eta sum_j W_ij (h_j - h_i).
 
-Of neighbours' replicas nobody needs more than their weighted sum, which the sums of what arrives
-make up. So all five keep one tensor, the *offset* (what the neighbours' parameters differ from this
-rank's, weighted), and at most one more: DeepSqueeze its error, DCD-PSGD and CHOCO-SGD the replica
-that neighbours have of this rank.
+A rank needs only the weighted sum of its neighbours' replicas, which is the sum of what arrives. So
+all five keep one tensor, the *offset*: the weighted difference of the neighbours' parameters from
+this rank's. Some keep one more: DeepSqueeze its error, DCD-PSGD and CHOCO-SGD the replica that
+neighbours have of this rank.
 
-Since rows and columns of W add up to 1, offsets add up to 0 over the ranks: the mean of the ranks'
-parameters moves by the mean of their own steps, exactly, with D-PSGD, DeepSqueeze and CHOCO-SGD
-whatever C does, with DCD-PSGD less what C has just lost of the differences.
+Rows and columns of W add up to 1, so offsets add up to 0 over the ranks. The mean of the ranks'
+parameters moves by the mean of their own steps: exactly so with D-PSGD, DeepSqueeze and CHOCO-SGD,
+with DCD-PSGD less the present loss of C.
 
-D-PSGD, DCD-PSGD and "naive" mix before the next step, of the gradient of where the rank stood: what
-was sent arrives during forward and backward. DeepSqueeze and CHOCO-SGD, which have the order of
-their papers, wait for it in `optimizer.step()`.
+D-PSGD, DCD-PSGD and "naive" mix before the next step. Messages travel during forward and backward,
+whose gradient is of where the rank stood. DeepSqueeze and CHOCO-SGD keep the order of their papers,
+and wait for messages in `optimizer.step()`.
 
 With `every=H` a rank takes H steps between two exchanges, and g is their sum (for CHOCO-SGD and
 D-PSGD: Li and others 2019, "Communication-Efficient Local Decentralized SGD Methods"). A round is
@@ -88,8 +88,8 @@ ADDING = ("dcd-psgd", "choco-sgd")
 
 @dataclass(eq=False)
 class _Round:
-    """What neighbours send of a chunk, under way: how to read it, and the weights of the sources in
-    the order of its rows."""
+    """Messages of the neighbours, under way: how to read them, and the weights of their senders in
+    the order of the rows."""
 
     units: Sequence[Unit]
     weights: Sequence[float]
@@ -217,14 +217,13 @@ class GossipSync(Synchroniser):
 
     def unite(self) -> Sequence[Optimizer]:
         optimizers = list(self.averager.optimizers)
-        self._receive_all()
+        self.wait()
         unite(self.parameters, self._exchange)
         unite_moments(self.parameters, optimizers, self._exchange)
         self._begin()
         return optimizers
 
     def stop(self) -> None:
-        self.make_up()
         self.unite()
 
     def describe(self) -> str:
@@ -246,8 +245,8 @@ class GossipSync(Synchroniser):
         return chunk
 
     def _mix(self) -> None:
-        """The optimizer has its gradients: let in what neighbours have sent, if that is not done
-        yet. Its step then goes on from there."""
+        """Before the optimizer's step: add the offset, with what neighbours have sent, if that is
+        not done yet."""
         if self._mixed:
             return
         self._mixed = True
@@ -256,8 +255,7 @@ class GossipSync(Synchroniser):
             chunk.move(chunk.offset, 1.0)
 
     def _end_step(self, cf: float) -> None:
-        """DeepSqueeze and CHOCO-SGD go on from what neighbours have sent, too, at the CF of the
-        step."""
+        """DeepSqueeze and CHOCO-SGD mix at once, with the step size of the step's CF."""
         if self.algorithm in AT_ONCE:
             for chunk in self._chunks:
                 self._receive(chunk)
@@ -285,7 +283,7 @@ class GossipSync(Synchroniser):
         self._take_in(chunk, x, units, payloads, own_weight)
 
     def _to_tell(self, chunk: _Chunk) -> Tensor:
-        """What is to be compressed, in a buffer of its own."""
+        """What is compressed and sent, in a buffer of its own."""
         x = chunk.here("sent")
         if chunk.kept is not None:
             x.add_(chunk.kept, alpha=-1 if self.algorithm in ADDING else 1)
@@ -299,7 +297,7 @@ class GossipSync(Synchroniser):
         payloads: Sequence[Payload],
         weight: float,
     ) -> None:
-        """What this rank itself has sent of `x`, and its part in its own weighted sum."""
+        """Take this rank's own message, of `x`, into its offset and into what it keeps."""
         if self.algorithm not in ADDING:
             chunk.offset.zero_()
         if self.algorithm in ("d-psgd", "naive"):  # from where the rank stands to the weighted sum
@@ -318,8 +316,8 @@ class GossipSync(Synchroniser):
             chunk.go_to(chunk.kept)
 
     def _bucket(self, chunk: _Chunk, x: Tensor, step: int) -> Bucket:
-        """What is sent of a chunk, in the form of one of DDP's buckets. A value that is not finite
-        makes neighbours' parameters not finite, as a gradient in dense DDP would."""
+        """`x` in the form of one of DDP's buckets. A value that is not finite makes neighbours'
+        parameters not finite, as a gradient in dense DDP would."""
         key = Key("", step, rank=self._exchange.rank)
         bucket = Bucket(x, key, self._granularity.whole_buckets, {})
         bucket.nonfinite = all_finite(x) ^ True
@@ -331,7 +329,7 @@ class GossipSync(Synchroniser):
         return bucket
 
     def _receive(self, chunk: _Chunk) -> None:
-        """Take what neighbours have sent into the offset, if something is under way."""
+        """Add messages that are under way to the offset."""
         under_way, chunk.round = chunk.round, None
         if under_way is None:
             return
@@ -344,7 +342,7 @@ class GossipSync(Synchroniser):
                 self._exchange.count_invalid(payload.invalid)
 
     def _receive_all(self) -> None:
-        """Wait for what is under way. The parameters stay as they are."""
+        """Wait for all messages that are under way. The parameters stay as they are."""
         for chunk in self._chunks:
             self._receive(chunk)
 

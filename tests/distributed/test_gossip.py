@@ -258,6 +258,32 @@ def test_a_rank_that_leaves_a_step_out_does_not_keep_others_waiting(
     _check_invariants(gossip, "ring", found)
 
 
+def _left_out_before(rank: int, gossip: str, base: str, every: int) -> list[Tensor]:
+    """Rank 1 leaves out the step before all states are gathered, and the one before the end."""
+    model = DDP(small_net())
+    optimizer, found = OPTIMIZERS["sgd"](model), []
+    sync = Gossip(algorithm=gossip, every=every)
+    compressor = AdaptiveCompressor(base, (8, 8), sync=sync).attach(model, optimizer=optimizer)
+    for end in (compressor.state_dict, lambda _: compressor.detach()):
+        for step in range(3):
+            optimizer.zero_grad()
+            _loss(model, step, rank).backward()
+            if rank == 0 or step < 2:
+                optimizer.step()
+        end("gathered")
+        found.append(flat_parameters(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gossip", "base", "every"),
+    [("dcd-psgd", "qsgd", 1), ("choco-sgd", "topk", 3), ("d-psgd", "none", 3)],
+)
+def test_ranks_unite_though_one_has_left_its_step_out(gossip: str, base: str, every: int) -> None:
+    for first, second in zip(*run_ranks(2, _left_out_before, gossip, base, every), strict=True):
+        assert torch.equal(first, second)
+
+
 def _plain(rank: int) -> Tensor:
     model = DDP(small_net())
     optimizer = OPTIMIZERS["sgd"](model)

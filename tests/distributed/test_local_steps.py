@@ -271,6 +271,30 @@ def test_a_rank_recovers_from_a_bad_step_though_its_parameters_move_one_after_th
     assert all(bad[2 * EVERY + overlap :])
 
 
+def _left_out_before(rank: int, planned: list[int] | None) -> list[Tensor]:
+    """Rank 1 leaves out the step before all states are gathered, and the one before the end."""
+    model = DDP(small_net())
+    optimizer, found = OPTIMIZERS["adamw"](model), []
+    policy = Scripted([8.0], local_steps=planned or [0])
+    sync = None if planned is None else LocalSteps("auto", overlap=0)
+    compressor = AdaptiveCompressor(policy=policy, sync=sync).attach(model, optimizer=optimizer)
+    for end in (compressor.state_dict, lambda _: compressor.detach()):
+        for step in range(5):
+            optimizer.zero_grad()
+            _loss(model, step, rank).backward()
+            if rank == 0 or step < 4:
+                optimizer.step()
+        end("gathered")
+        found.append(flat_parameters(model))
+    return found
+
+
+@pytest.mark.parametrize("planned", [None, [1], [2, 1]])
+def test_states_are_gathered_though_a_rank_has_left_its_step_out(planned: list[int] | None) -> None:
+    for first, second in zip(*run_ranks(2, _left_out_before, planned), strict=True):
+        assert torch.equal(first, second)
+
+
 def _spoilt_auto(rank: int, planned: list[int], cf: float, on_device: bool) -> dict[str, Any]:
     """The last step of rank 1's second round is spoilt. Its script throws away what the optimizer
     keeps of that."""
