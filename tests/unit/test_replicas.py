@@ -1,0 +1,60 @@
+"""A model under DDP as a replica: what it hands its buckets to, and what of that a copy keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Fixed
+from adaptive.replicas import DDPReplica, adaptive_hook
+from tests.unit.in_one_process import one_rank
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def _step(model: DDP) -> None:
+    model(torch.ones(2, 30)).sum().backward()
+
+
+def _attached(model: DDP) -> AdaptiveCompressor:
+    return AdaptiveCompressor(policy=Fixed(cf=10)).attach(model)
+
+
+def test_a_copy_leaves_the_compressor_behind_and_takes_one_of_its_own() -> None:
+    model = DDP(nn.Linear(30, 30))
+    first = _attached(model)
+    _step(model)
+    copy = deepcopy(model)
+    second = _attached(copy)
+    for _ in range(2):
+        _step(copy)
+    assert (first.summary().steps, second.summary().steps) == (1, 2)
+
+
+def test_a_hook_without_a_replica_says_so() -> None:
+    model = DDP(nn.Linear(30, 30))
+    model.register_comm_hook(DDPReplica(), adaptive_hook)
+    with pytest.raises(RuntimeError, match="no compressor: attach one"):
+        _step(model)
+    _attached(other := DDP(nn.Linear(30, 30)))
+    with pytest.raises(RuntimeError, match="attached already"):
+        _attached(other)
+
+
+def test_buckets_go_where_they_went_until_another_compressor_is_attached() -> None:
+    model = DDP(nn.Linear(30, 30))
+    first = _attached(model)
+    first.detach()
+    _step(model)
+    second = _attached(model)
+    _step(model)
+    assert (first.summary().steps, second.summary().steps) == (1, 1)
