@@ -418,7 +418,7 @@ HARRIS = Suite(
         "the paper's seconds are those of compression on one worker, ours those of computing, of "
         "compression on one thread, and of a network",
     ),
-    lrs=(2, 8, 32),
+    lrs=(0.5, 2, 8),
 )
 
 DGC_WARMUP = "Warmup.paper(steps=[5000]):warmup=[20000],coding={dgc@1000}"

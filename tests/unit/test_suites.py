@@ -91,16 +91,16 @@ def test_each_entry_counts_with_its_best_learning_rate() -> None:
     plan = Plan(harris, harris.parts[0], 0.01, ("none", "DGC 50x"))
     given = {c.label: c.given["lr"] for c in plan.contenders}
     assert given == {
-        **{f"none, lr {lr}": lr for lr in (2, 8, 32)},
-        **{f"DGC 50x, lr {lr}": lr / 10 for lr in (2, 8, 32)},
+        **{f"none, lr {lr:g}": lr for lr in (0.5, 2, 8)},
+        **{f"DGC 50x, lr {lr:g}": lr / 10 for lr in (0.5, 2, 8)},
     }
     qualities = {
-        **{"none, lr 2": 120.0, "none, lr 8": 110.0, "none, lr 32": nan},
-        **{"DGC 50x, lr 2": 99.0, "DGC 50x, lr 8": 100.0, "topk@7": 50.0},
+        **{"none, lr 0.5": 120.0, "none, lr 2": 110.0, "none, lr 8": nan},
+        **{"DGC 50x, lr 0.5": 99.0, "DGC 50x, lr 2": 100.0, "topk@7": 50.0},
     }
     rows = [_row(name, [(0, quality, 8, 4e6, 1)]) for name, quality in qualities.items()]
     best, rates = at_best_rates(plan, rows)
-    assert rates == {"none": 8, "DGC 50x": 2}
+    assert rates == {"none": 2, "DGC 50x": 0.5}
     assert [(row.label, row.run.quality) for row in best] == [
         *(("none", 110.0), ("DGC 50x", 99.0), ("topk@7", 50.0))
     ]
@@ -113,8 +113,8 @@ def test_a_technique_has_a_box_of_its_settings_each_at_its_best_rate(tmp_path) -
     harris = SUITES["harris"]
     plan = Plan(harris, harris.parts[0], 0.01)
     qualities = {
-        **{"none, lr 2": 120.0, "top-k 50x, lr 2": 99.0, "top-k 50x, lr 8": 90.0},
-        **{"top-k 500x, lr 32": 130.0, "QSGD 7 bits, lr 2": 95.0, "DGC 50x, lr 2": nan},
+        **{"none, lr 0.5": 120.0, "top-k 50x, lr 0.5": 99.0, "top-k 50x, lr 2": 90.0},
+        **{"top-k 500x, lr 8": 130.0, "QSGD 7 bits, lr 0.5": 95.0, "DGC 50x, lr 0.5": nan},
     }
     rows = [_row(name, [(0, quality, 8, 4e6, 1)]) for name, quality in qualities.items()]
     assert by_technique(plan, rows) == {"none": [120], "top-k": [90, 130], "QSGD": [95]}
