@@ -430,7 +430,7 @@ def add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
     if len(cut.counts) == 1:
         sums[cut.which] += kernels.squared_norm(x)
     else:
-        sums[cut.which] += kernels.sum_pieces(x.double().square_(), cut.counts)
+        sums[cut.which] += kernels.sum_pieces(x.double().square(), cut.counts)
 
 
 class TensorLevels(BlockFormat):

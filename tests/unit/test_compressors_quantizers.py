@@ -459,9 +459,12 @@ def test_segments_are_scaled_as_each_is_alone(quantizer, path):
 
 
 @every_scaled
-def test_a_segment_of_zeros_stays_zeros(quantizer):
-    x = torch.cat([normal(600), torch.zeros(700), normal(5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_segment_of_zeros_stays_zeros_and_none_is_changed(quantizer, dtype):
+    x = torch.cat([normal(600, dtype), torch.zeros(700, dtype=dtype), normal(5, dtype)])
+    before = x.clone()
     payload = quantizer.compress(x, Spec((600, 700, 5), quantizer.only_cf, x.dtype, KEY))
+    assert torch.equal(x, before)
     assert not quantizer.decompress(payload)[600:1300].any()
 
 
