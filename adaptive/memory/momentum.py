@@ -286,6 +286,7 @@ class SGDMomentum(MomentumMemory):
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
             self._add_to_buffers(exchange)
+            exchange.take_traffic()  # no step's
         for parameter in self._parameters.values():
             if exchange is None and parameter.started and parameter.velocity is not None:
                 rule = self.rule(parameter)
@@ -313,7 +314,6 @@ class SGDMomentum(MomentumMemory):
             for parameter, mean, any_started in zip(chunk, means, known, strict=True):
                 if parameter.stepped or any_started:
                     self._add_to_buffer(parameter, mean)
-        exchange.take_traffic()  # no step's
 
     def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
         p = parameter.tensor

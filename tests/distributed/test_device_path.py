@@ -230,7 +230,7 @@ def test_reading_a_value_would_be_noticed() -> None:
         ("int8", "gravac", 1, 12),
         ("topk", "accordion", 1, 12),
         ("topk", "goodput", 2, 5),  # exchanges after 2, 4, ... steps
-        ("topk", "scripted", "auto", 8),  # which part and meet again
+        ("topk", "scripted", "auto", 9),  # rounds of one step, and of several
     ],
 )
 def test_no_hook_call_waits(base: str, policy: str, local_steps: int | str, steps: int) -> None:
