@@ -31,13 +31,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC, Schedule
+from compressors import Ladder
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import batch, small_net, waiting
 
 CFS = (1.0, 8.0, 40.0, 100.0)
 SETTINGS: dict[str, dict[str, Any]] = {
-    # Without a policy so small a model would stay dense.
-    "defaults": {"momentum": 0.9, "cf_range": (10, 1000), "policy": Goodput},
+    # Without a policy so small a model would stay dense. What bf16 rounds is in no residual.
+    "defaults": {
+        "base": Ladder({4: "int8", 8: "int4"}, above="topk"),
+        "momentum": 0.9,
+        "cf_range": (10, 1000),
+        "policy": Goodput,
+    },
     "gravac, sharded, residual": {
         "momentum": 0.0,
         "cf_range": (4, 100),

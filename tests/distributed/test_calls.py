@@ -18,7 +18,7 @@ from tests.distributed.processes import run_ranks
 
 ROOT = Path(adaptive.__file__).parents[1]
 OURS = tuple(str(ROOT / name) for name in ("adaptive", "compressors"))
-MOST = {1.0: 20, 100.0: 700}
+MOST = {1.0: 20, 100.0: 1000}
 """Operations of the library in a step of a model of one bucket, by CF."""
 
 DECODING = 200

@@ -157,8 +157,10 @@ def test_an_optimizer_made_anew_trains_as_under_ddp(other: str, cf: float) -> No
     assert torch.equal(results[0][2], results[1][2])
     for rank, (loss, (kind, *told), _) in enumerate(results):
         assert loss < (1.1 if cf == 1 else 1.3) * dense
-        assert kind == ("residual" if other == "adamw" else "momentum")
-        assert [("AdamW" in each) for each in told] == [True] * (rank == 0 and other == "adamw")
+        # In dense steps gradients are DDP's own by now, for any optimizer.
+        falls_back = other == "adamw" and cf > 1
+        assert kind == ("residual" if falls_back else "momentum")
+        assert [("AdamW" in each) for each in told] == [True] * (rank == 0 and falls_back)
 
 
 def _of_two_models(rank: int, cf: float | None) -> Tensor:
