@@ -17,24 +17,25 @@ from policies.state import Stateful
 from policies.words import bytes_in_words, named, seconds_in_words, two_times_in_words
 
 _SAVED = {"saved": True}
-"""Marks a field that is part of the state and an argument as well (`policies.state.saved`)."""
+"""Marks a field as part of the saved state. Unlike a field of `policies.state.saved` it is also an
+argument of the constructor."""
 
 
 @dataclass
 class Summary(Stateful):
     """Totals since the compressor was attached; bytes and floats are per rank.
 
-    steps: exchanges. local_steps: steps that each rank took for them; more than `steps` with local
-    steps. steps_at_cf: steps by CF sent (1 is dense), in the order of first use. cf: the CF in use.
-    switches: changes of CF.
+    steps: number of exchanges. local_steps: steps of each rank's optimizer; more than `steps` if
+    ranks take several steps between two exchanges. steps_at_cf: `steps` by the CF sent (1 is
+    dense), in the order of first use. cf: the CF in use. switches: changes of CF.
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
-    elements sent, without indices. dense_bytes: bytes of a dense all-reduce in every step, in the
-    parameters' precision, which is DDP without a hook. element_bytes: bytes of an element of the
-    dense gradients, on average: 4 in fp32, 2 in bf16.
+    elements sent, without indices. dense_bytes: bytes that DDP without a hook would have sent, by a
+    dense all-reduce in every local step, in the parameters' precision. element_bytes: mean bytes of
+    an element of the dense gradients: 4 in fp32, 2 in bf16.
     gains: by CF, (number of steps whose gain is known, sum of their gains).
     pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
-    network: an emulated or modelled link in words, "" for the real network. gossip: algorithm and
-    topology with its spectral gap; "" where all ranks exchange with all.
+    network: an emulated or modelled link in words; "" for the real network. gossip: the algorithm,
+    and the topology with its spectral gap; "" if all ranks exchange with all.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -55,7 +56,7 @@ class Summary(Stateful):
 
     @property
     def mean_gain(self) -> dict[float, float]:
-        """By CF sent, the mean gain of the policy's kind; 1 for dense."""
+        """By CF sent, the mean of the gain that the policy uses; 1 for dense."""
         gains = {cf: total / steps for cf, (steps, total) in self.gains.items()}
         return {**gains, DENSE: 1.0} if DENSE in self.steps_at_cf else gains
 
@@ -78,17 +79,17 @@ class Summary(Stateful):
 
     @property
     def wire_factor(self) -> float:
-        """dense_bytes / bytes_sent; 1 if nothing is ever sent (a world of one)."""
+        """dense_bytes / bytes_sent; 1 if nothing was sent (a world of one)."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def fp32_wire_factor(self) -> float:
-        """The wire factor against a dense exchange in fp32, as papers count: twice as large for a
-        model in half precision."""
+        """The wire factor against a dense exchange in fp32, which papers report. For a model in
+        half precision it is twice `wire_factor`."""
         return self.wire_factor * 4 / self.element_bytes if self.bytes_sent else 1.0
 
     def add_step(self, cf: float, traffic: Traffic, dense_bytes: float, local_steps: int) -> None:
-        """Count an exchange and the local steps before it. dense_bytes: of one dense step."""
+        """Count an exchange and the local steps before it. dense_bytes: bytes of one dense step."""
         self.local_steps += local_steps
         self.steps += 1
         self.steps_at_cf[cf] = self.steps_at_cf.get(cf, 0) + 1
@@ -98,7 +99,7 @@ class Summary(Stateful):
         self.dense_bytes += dense_bytes * local_steps
 
     def add_gain(self, cf: float, gain: float) -> None:
-        """Count the gain of a step at the CF sent; nan and infinity are left out."""
+        """Count the gain of a step at the CF sent, unless it is nan or infinite."""
         if isfinite(gain):
             steps, total = self.gains.get(cf, (0, 0.0))
             self.gains[cf] = (steps + 1, total + gain)
@@ -107,7 +108,7 @@ class Summary(Stateful):
         return f"{self.headline}\n{self.table()}"
 
     def table(self) -> str:
-        """Steps and mean gain at each CF, and bytes."""
+        """A table of the steps and the mean gain at each CF, and lines for totals and bytes."""
         rows = [f"{'CF':>10} {'steps':>8} {'share':>7} {'mean gain':>10}"]
         gains = self.mean_gain
         for cf, steps in sorted(self.steps_at_cf.items()):
@@ -145,16 +146,16 @@ def headline(
     quality: str = "",
     gossip: bool = False,
 ) -> str:
-    """One sentence without the field's words: was compression worth it.
+    """One sentence in plain words: was compression worth it.
 
-    No CF is called faster than dense where the policy concluded that dense is right, or where most
-    steps were dense.
+    It claims no speed-up if the policy concluded that dense is right, or if most steps were dense.
 
     saved_share: the share of a dense run's bytes that was not sent; negative if more was sent. cf:
-    the CF in use. dense_share: the share of the steps that were dense. verdict: the policy's.
-    network: "emulated 10 Mbit/s link"; "" for the real network. quality: the run's quality beside a
-    dense run's, in words; "" if unknown. gossip: ranks exchange parameters with neighbours. Its
-    effect on quality does not show in step times, so without `quality` no speed-up is claimed.
+    the CF in use. dense_share: the share of the steps that were dense. verdict: the policy's
+    conclusion. network: a link in words, such as "emulated 10 Mbit/s link"; "" for the real
+    network. quality: the run's quality compared with a dense run's, in words; "" if unknown.
+    gossip: ranks exchange parameters with neighbours. Step times do not show what gossip does to
+    quality, so with gossip no speed-up is claimed without `quality`.
     """
     where = f"on this {network or 'network'}"
     sent, than_dense = bytes_in_words(saved_share), bytes_in_words(saved_share, "dense")
@@ -193,7 +194,7 @@ def headline(
 def headline_of(
     record: StepRecord, network: str = "", gossip: bool = False, quality: str = ""
 ) -> str:
-    """The headline of a run so far, from its last record; "" if that has no bytes. network,
+    """The headline of a run so far, from its last record; "" if the record has no bytes. network,
     gossip: see `Header`. quality: see `headline`."""
     if not (record.sent > 0 and record.dense > 0):
         return ""

@@ -1,4 +1,4 @@
-"""Numbers as people write them: what policies and summaries say is made of these."""
+"""Numbers as people write them, for the sentences of policies and summaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def named(cf: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits: "3.1%", "48%", "0.4%"; the sign is left to the words around it."""
+    """The size of a share in two digits: "3.1%", "48%", "0.4%". The caller words the sign."""
     value = 100 * abs(share)
     if not isfinite(value):
         return "an unknown part"
@@ -21,7 +21,7 @@ def percent(share: float) -> str:
 
 
 def seconds_in_words(seconds: float, digits: int = 2) -> str:
-    """So many digits, two by default: "0.19 s", "4.2 ms", "130 s"."""
+    """A time: "0.19 s", "4.2 ms", "130 s". digits: significant digits; whole seconds stay whole."""
     if not isfinite(seconds):
         return "an unknown time"
     for unit, least in (("s", 0.00995), ("ms", 0.0000995), ("us", 0.0)):
@@ -33,8 +33,8 @@ def seconds_in_words(seconds: float, digits: int = 2) -> str:
 
 
 def two_times_in_words(one: float, other: float) -> tuple[str, str] | None:
-    """Two times that are compared, in as many digits as it takes to tell them apart, three at
-    most; None where these do not."""
+    """Two times to compare, in two digits, or in three if they look the same in two. None if they
+    look the same in three."""
     for digits in (2, 3):
         texts = seconds_in_words(one, digits), seconds_in_words(other, digits)
         if texts[0] != texts[1]:
@@ -43,7 +43,8 @@ def two_times_in_words(one: float, other: float) -> tuple[str, str] | None:
 
 
 def progress(ratio: float, other: str) -> str:
-    """How much of the other's progress a second this is, in percent or times."""
+    """A comparison of progress a second, in percent, from a ratio of 2 on in times. ratio: this
+    progress / the progress of `other`."""
     if percent(ratio - 1) == "0%":
         return f"as much progress a second as {other}"
     if ratio >= 2:
@@ -52,16 +53,18 @@ def progress(ratio: float, other: str) -> str:
 
 
 def costs(then: float | None, now: float | None, saved: float, unit: str = "a step") -> str:
-    """What a CF takes instead of the one in use: seconds, where both are known and differ, and
-    bytes. saved: see `bytes_in_words`."""
+    """The cost of a CF beside the CF in use: seconds, if both are known and differ, and bytes.
+
+    then, now: seconds at the CF, and at the CF in use. saved: see `bytes_in_words`."""
     sent = bytes_in_words(saved)
     texts = None if then is None or now is None else two_times_in_words(then, now)
     return f"{texts[0]} {unit} instead of {texts[1]}, {sent}" if texts else sent
 
 
 def bytes_in_words(saved: float, other: str = "") -> str:
-    """Of a share of bytes that is not sent, negative if more are: "98% fewer bytes"; never rounded
-    to all of them. other: what they are compared with."""
+    """Saved bytes: "98% fewer bytes". Rounding never makes this "100% fewer".
+
+    saved: the share of the bytes of `other` that is not sent; negative if more are sent."""
     if not isfinite(saved) or abs(saved) < 0.005:
         return f"as many bytes as {other}" if other else "as many bytes"
     if saved <= -1:

@@ -1,7 +1,8 @@
-"""The ways in which ranks keep their models together, as a script chooses them.
+"""The ways in which ranks keep their models together: the values of the argument `sync`.
 
-Each checks itself. What goes with it is said here as facts; `adaptive/config.py` compares them with
-the other arguments, and `adaptive/sync/start.py` sets the chosen way to work on a model.
+Each way checks its own arguments. It also declares which other arguments it accepts.
+`adaptive/config.py` compares these with the script's arguments. `adaptive/sync/start.py` makes the
+synchroniser that does the work on a model.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from compressors.rounds import RoundsCompressor
 from policies import checks
 
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
-"""Better than DiLoCo's 0.7 and 0.9 in runs of some hundred steps (docs/defaults.md)."""
+"""In runs of some hundred steps these do better than DiLoCo's 0.7 and 0.9 (docs/defaults.md)."""
 
 CHOICES = (1, 2, 4, 8, 16, 32)
-"""Numbers of local steps that "auto" chooses from."""
+"""Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
 AlgorithmName = Literal["auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive"]
 ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
 STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
-"""Gossip algorithms that have a consensus step size, and its default: so much / CF, at most 1. With
-more, ranks may drift apart for good (docs/gossip.md)."""
+"""Gossip algorithms with a consensus step size. The default size is min(1, this number / CF). With
+a larger one the ranks may diverge (docs/gossip.md)."""
 
 _NO_GRADIENTS = {"hooks": "empty"}
-"""Arguments that make sense of gradients only, and what they must be where others are exchanged."""
+"""Arguments for gradients only, and the value each must have if ranks exchange something else."""
 
 
 class Synchronisation:
-    """A way in which ranks keep their models together. Options of a script; the same on all ranks.
+    """A way in which ranks keep their models together. All ranks must have the same.
 
-    accepted: what other arguments must be with it, by their names. memories: values of `memory`
-    that go with it. one_collective: a bucket's exchange may take one collective only.
-    lets_ranks_differ: parameters of different ranks may differ between steps. DDP itself averages
-    sparse and complex gradients in every step, so that does not go with models that have some.
+    accepted: for errors, the value that other arguments must have with it, by argument. memories:
+    the values of `memory` that it accepts. one_collective: a bucket's exchange may take one
+    collective only. lets_ranks_differ: the ranks' parameters may differ between steps. Then the
+    model must have no sparse or complex gradients, because DDP itself averages these in every step.
     """
 
     accepted: ClassVar[Mapping[str, str]] = {}
@@ -54,18 +55,18 @@ class Synchronisation:
     takes_optimizer: ClassVar[bool] = False
     """The memory may do a part of the optimizer's work."""
     keeps_unsent: ClassVar[bool] = False
-    """What a rank has not sent is in its own parameters: no residual is kept."""
+    """The rank's own parameters hold what it has not sent, so there is no residual."""
     tied_to_ranks: ClassVar[str] = ""
-    """Why a state cannot be loaded by another number of ranks."""
+    """Why another number of ranks cannot load a state; "" if it can."""
     default_policy: ClassVar[str] = ""
-    """The policy that nobody has chosen; empty: whatever it is else."""
+    """The default policy; "": the compressor's default."""
     overlap: int | None = None
     """Local steps that pass while an exchange is under way; None: half of them."""
     extra_lag: int = 0
-    """Steps by which decisions lag behind, more than always."""
+    """Decisions lag one step at least, and with this way at least this many more."""
 
     def memory_of(self, memory: Memory) -> Memory:
-        """The `memory` in use, of the one that was asked for. ValueError if it does not go."""
+        """The memory to use when the script asks for `memory`. ValueError if it is not accepted."""
         if memory.kind not in self.memories:
             accepted = " or ".join(map(repr, self.memories))
             raise ValueError(f"memory must be {accepted} with sync={self!r}; got {memory.kind!r}")
@@ -73,28 +74,29 @@ class Synchronisation:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of local steps between two exchanges, for a policy to choose from."""
+        """The numbers of local steps between two exchanges that a policy may choose from."""
         return (1,)
 
     def check_optimizers(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
     ) -> None:
-        """ValueError if it cannot go with the optimizers that were handed over. names: of the
-        model's parameters."""
+        """ValueError if it does not work with these optimizers. names: the names of the model's
+        parameters."""
 
     def for_base(self, base: Compressor) -> Synchronisation:
-        """The same, settled for a compressor. ValueError if it does not go with that."""
+        """This way, with each "auto" that depends on the compressor replaced. ValueError if it does
+        not work with the compressor."""
         return self
 
     def topology_of(self, ranks: int) -> Topology | None:
-        """Who exchanges with whom, if that is not all with all."""
+        """Which ranks exchange with each other; None: all with all."""
         return None
 
 
 @dataclass(frozen=True)
 class EveryStep(Synchronisation):
-    """The ranks exchange in every step. With SGD or no optimizer handed over they exchange
-    gradients, else what each rank's own step has done (docs/settings.md)."""
+    """The ranks exchange in every step: gradients with SGD or if no optimizer is handed over, else
+    the changes that each rank's own optimizer step has made (docs/settings.md)."""
 
     lets_ranks_differ: ClassVar[bool] = False
     takes_optimizer: ClassVar[bool] = True
@@ -102,17 +104,18 @@ class EveryStep(Synchronisation):
 
 @dataclass(frozen=True)
 class LocalSteps(Synchronisation):
-    """Each rank takes `steps` steps by itself between two exchanges of what the ranks have come to
-    (DiLoCo: Douillard and others 2023), with any optimizer of torch's: `steps` times fewer bytes. A
-    step of the policy and of the timeline is then a round of so many.
+    """Each rank takes `steps` steps by itself, then the ranks exchange how far they have moved
+    (DiLoCo: Douillard and others 2023). This sends `steps` times fewer bytes, and works with any
+    optimizer of torch's. A round is `steps` steps and their exchange. The policy and the
+    timeline count each round as one step.
 
     steps: a whole number >= 2, or "auto": the policy ("goodput") chooses it, from 1 to 32, as it
-        chooses the CF; with memory "updates", and the optimizers of all parameters handed over.
-    outer_lr, outer_momentum: of the outer step, SGD with Nesterov momentum, which moves all ranks
-        by the mean of what they have come to. Not with "auto".
-    overlap: local steps that may pass while an exchange is under way, fewer than `steps`: the link
-        is busy while the ranks compute (Streaming DiLoCo: Douillard and others 2025), for one more
-        copy of the parameters. None: half of them. 0: backward waits for the exchange.
+        chooses the CF. "auto" needs memory "updates" and the optimizers of all parameters.
+    outer_lr, outer_momentum: settings of the outer step, SGD with Nesterov momentum. It moves all
+        ranks by the mean of their moves. "auto" accepts only 1 and 0.
+    overlap: local steps that may pass during an exchange, fewer than `steps`. The ranks then
+        compute while the link is busy (Streaming DiLoCo: Douillard and others 2025). This takes one
+        more copy of the parameters. None: half of `steps`. 0: backward waits for the exchange.
 
     ValueError or TypeError for a value that is not accepted.
     """
@@ -167,17 +170,17 @@ class LocalSteps(Synchronisation):
     def check_optimizers(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
     ) -> None:
-        """ValueError for "auto", unless each rank's own steps move all of the model."""
+        """With "auto", ValueError unless the optimizers have all of the model's parameters."""
         if self.steps == "auto":
             _check_all_moved("LocalSteps('auto')", optimizers, names)
 
 
 @dataclass(frozen=True)
 class Delayed(Synchronisation):
-    """Each rank takes its own step t at once, with any optimizer of torch's. Before step t +
-    `steps` the mean of all ranks' steps t takes the place of its own (Zhu and others 2021). Up to
-    `steps` exchanges are under way while the ranks compute, which hides latency (docs/delay.md),
-    for 2 * steps + 1 copies of the parameters.
+    """Each rank applies its own step at once. `steps` steps later, the mean of all ranks' steps
+    replaces it (Zhu and others 2021). Up to `steps` exchanges are under way while the ranks
+    compute, which hides latency (docs/delay.md). This takes 2 * steps + 1 copies of the parameters.
+    It works with any optimizer of torch's.
 
     steps: a whole number >= 1."""
 
@@ -192,28 +195,29 @@ class Delayed(Synchronisation):
 
     @property
     def extra_lag(self) -> int:  # type: ignore[override]
-        # A mean that is under way must not have to wait for statistics behind it.
+        # Statistics are sent after means. Waiting for them sooner would wait for means under way.
         return self.steps - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Gossip(Synchronisation):
-    """No rank ever has the mean of all: each steps by itself and exchanges parameters with its
-    neighbours (docs/gossip.md), so that a step costs one latency whatever the number of ranks. With
-    policy "fixed" (the default then), "schedule" or "warmup", and an optimizer of all parameters
-    handed over.
+    """Each rank steps by itself and exchanges parameters with its neighbours only (docs/gossip.md).
+    No rank ever has the mean of all ranks. A step costs one latency, whatever the number of ranks.
+    Gossip needs policy "fixed" (its default), "schedule" or "warmup", and one optimizer of all
+    parameters.
 
-    topology: who the neighbours are: "ring", "torus", "exponential" (1, 2, 4, ... ranks away),
-        "one_peer" (one of these by turns), "complete", or a doubly stochastic matrix of shape
-        (ranks, ranks).
-    algorithm: "d-psgd" (base "none"), "dcd-psgd" (compresses differences; unbiased bases),
-        "deepsqueeze" (feeds errors back), "choco-sgd" (differences from a replica) or "naive"
-        (does not converge: for comparison). "auto": by the base "d-psgd", "dcd-psgd" or
-        "choco-sgd".
-    consensus_step: of "deepsqueeze" and "choco-sgd", by how much of the weighted difference a rank
-        moves, in (0, 1]: the larger the CF, the smaller. None: 2 / CF and 5 / CF, at most 1.
-    every: steps that each rank takes between two exchanges, a whole number >= 1. A step of the
-        policy and of the timeline is then a round of so many.
+    topology: the neighbours of each rank: "ring", "torus", "exponential" (1, 2, 4, ... ranks away),
+        "one_peer" (one neighbour of "exponential" in each step, by turns), "complete", or a doubly
+        stochastic matrix of shape (ranks, ranks).
+    algorithm: "d-psgd" (for base "none"), "dcd-psgd" (compresses differences, for unbiased bases),
+        "deepsqueeze" (has error feedback), "choco-sgd" (compresses differences from a replica) or
+        "naive" (does not converge, for comparison). "auto": "d-psgd" with base "none", "choco-sgd"
+        with a biased base, "dcd-psgd" with an unbiased one.
+    consensus_step: with "deepsqueeze" and "choco-sgd", a rank moves by this share of the weighted
+        difference from its neighbours, in (0, 1]. A larger CF needs a smaller one. None: 2 / CF
+        and 5 / CF, at most 1.
+    every: steps of each rank between two exchanges, a whole number >= 1. A round is `every` steps
+        and their exchange. The policy and the timeline count each round as one step.
 
     ValueError or TypeError for a value that is not accepted."""
 
@@ -265,17 +269,17 @@ class Gossip(Synchronisation):
                 f"'none'), or the errors of differences add up; got {base.name!r}: use 'choco-sgd' "
                 f"or 'deepsqueeze'"
             )
-        # Which checks whether that has a consensus step.
+        # This runs __post_init__, which refuses a consensus_step that the algorithm does not have.
         return replace(self, algorithm=algorithm)
 
     def memory_of(self, memory: Memory) -> Memory:
         super().memory_of(memory)
-        return NAMED["none"]  # the algorithms say what becomes of what is not sent
+        return NAMED["none"]  # each algorithm has its own error feedback, or none
 
     def check_optimizers(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
     ) -> None:
-        """ValueError unless each rank's own step of one optimizer moves all of the model."""
+        """ValueError unless there is one optimizer, of all parameters, and it is not LBFGS."""
         if len(optimizers) > 1:
             raise ValueError(f"gossip needs one optimizer of all parameters, got {len(optimizers)}")
         if any(isinstance(each, LBFGS) for each in optimizers):
@@ -286,7 +290,7 @@ class Gossip(Synchronisation):
         _check_all_moved("gossip", optimizers, names)
 
     def topology_of(self, ranks: int) -> Topology:
-        """ValueError if that cannot be with so many ranks."""
+        """ValueError if this number of ranks cannot have the topology."""
         of = self.topology
         made = named(of, ranks) if isinstance(of, str) else Topology("matrix", [of])
         if made.ranks != ranks:
@@ -303,7 +307,7 @@ class Gossip(Synchronisation):
         return made
 
     def step_at(self, cf: float) -> float:
-        """The consensus step size at this CF; 1 where an algorithm has none."""
+        """The consensus step size at this CF; 1 if the algorithm has none."""
         if self.consensus_step is not None:
             return self.consensus_step
         return min(1.0, STEP_SIZES.get(self.algorithm, cf) / cf)
@@ -317,7 +321,7 @@ class Gossip(Synchronisation):
 def _check_all_moved(
     what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> None:
-    """ValueError unless the optimizers that were handed over have all parameters."""
+    """ValueError unless the optimizers together have all parameters. what: a name for the error."""
     moved = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     left = [name for tensor, name in names.items() if tensor not in moved]
     if left:

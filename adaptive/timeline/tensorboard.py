@@ -1,8 +1,8 @@
 """The sink that writes TensorBoard's event files: scalars of the CF timeline, and switches as text.
 
-The scalars of a step are one record of the file, which takes a tenth of the time of as many calls
-of `SummaryWriter.add_scalar`. Importing this file needs no tensorboard package; making a
-`TensorBoardTimeline` does.
+All scalars of a step are written as one record of the event file. This takes a tenth of the time
+of a `SummaryWriter.add_scalar` for each scalar. Importing this module does not need the tensorboard
+package; making a `TensorBoardTimeline` does.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import ThinnedTimeline
 
 PLUGIN = "cf_timeline"
-"""The name of the TensorBoard plugin that reads the two following tags."""
+"""The name of the TensorBoard plugin. It reads the tags `SWITCHES` and `HEADLINE`."""
 
 SWITCHES = f"{PLUGIN}/switches"
 HEADLINE = f"{PLUGIN}/headline"
 
 HEADLINE_SECONDS = 10.0
-"""Least seconds between two headlines, but that every switch and the end bring one, too."""
+"""Least seconds between two headlines. An event and the end of the run write one at any time."""
 
 
 class TensorBoardTimeline(ThinnedTimeline):
     """A sink that writes event files, which `tensorboard --logdir` shows.
 
-    log_dir: folder for the event files, or an existing `torch.utils.tensorboard.SummaryWriter`,
-        which stays open.
-    interval: write every this many steps; None: at most 10 steps a second. The two steps around a
-        switch of CF are always written.
-    ImportError, naming the extra to install, without the tensorboard package.
+    log_dir: folder for the event files, or an existing `torch.utils.tensorboard.SummaryWriter`.
+        `close` leaves that writer open.
+    interval: write every `interval`-th step; None: at most 10 steps a second. The two steps around
+        a switch of CF are always written.
+    ImportError if the tensorboard package is missing; its message says what to install.
     """
 
-    # A step takes 0.1 to 0.3 ms to write: less than 1% of the time of training.
+    # Least seconds between two written steps. Writing one takes 0.1 to 0.3 ms, less than 1% of it.
     shortest = 0.1
 
     def __init__(self, log_dir: str | Path | Any, interval: int | None = None) -> None:
@@ -91,8 +91,8 @@ class TensorBoardTimeline(ThinnedTimeline):
         self._writer = None
 
     def _opened(self) -> Any:
-        """The file's writer. It is opened at the first record, so on the writing rank only:
-        TensorBoard follows the latest file of a folder, and another rank's would stay empty."""
+        """The writer. It is opened at the first record, so only the writing rank makes a file.
+        TensorBoard follows a folder's latest file, and the files of other ranks would be empty."""
         if self._writer is None:
             self._writer = self._open()
             atexit.register(self.close)
@@ -102,13 +102,14 @@ class TensorBoardTimeline(ThinnedTimeline):
         write_scalars(self._opened(), values, step, at)
 
     def _write_headline(self) -> None:
-        """Write whether compression was worth it so far."""
+        """Write the headline of the run so far, if there is one."""
         last = self._last
         if last is not None and (text := headline_of(last, self._network, self._gossip)):
             self._write_texts({"policy/headline": text, HEADLINE: text}, last.report.step)
 
     def _write_texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Write texts by tag: the plugin's own, and those of TensorBoard's text page."""
+        """Write texts by tag. A tag that begins with `PLUGIN` is for the plugin, any other for
+        TensorBoard's text page."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
@@ -119,7 +120,7 @@ class TensorBoardTimeline(ThinnedTimeline):
 
 
 def string_value(tag: str, plugin: str, content: bytes) -> Any:
-    """A protobuf `Summary.Value` of one string, for a plugin of TensorBoard."""
+    """A protobuf `Summary.Value` with one string for the TensorBoard plugin named `plugin`."""
     from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
 
     data = summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin)
@@ -133,8 +134,8 @@ def string_value(tag: str, plugin: str, content: bytes) -> Any:
 def write_scalars(
     writer: Any, values: Mapping[str, float], step: int, at: float | None = None
 ) -> None:
-    """Write the finite values as one record of the event file. writer: a `SummaryWriter`. at:
-    seconds since the epoch; None: now."""
+    """Write the finite values as one record of the event file. writer: a `SummaryWriter`. at: the
+    time in seconds since the epoch; None: now."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     known = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if isfinite(v)]
