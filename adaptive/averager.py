@@ -119,9 +119,12 @@ class Averager:
             )
         if not controller.carrying:
             memory.emptied()
-        if not self.compresses and dense_is_ddps:
+        if self.compresses:
+            memory.now.compressed_begins()
+        elif dense_is_ddps:
             by_hook = controller.plan.send in self.settings.hooks
-            may_rest = not by_hook and not controller.cfs.measured
+            bad = controller.agreed.nonfinite > 0
+            may_rest = not (by_hook or bad or controller.cfs.measured)
             memory.now.settle(self.exchange, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()

@@ -98,9 +98,9 @@ class StepWatch:
         """Watch, until `end()` is called."""
         self.ours = False
         self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
-        # Gradients as backward left them, with the numbers of writes to them. Those by way of
+        # Ids of gradients as backward left them, and numbers of writes to them. Those by way of
         # `grad.data` are not counted, so the norms of a few are looked at all the same.
-        self._written: dict[Tensor, tuple[Tensor, int]] = {}
+        self._written: dict[Tensor, tuple[int, int]] = {}
         self._writes = False  # a script has written to gradients: all norms are looked at
         parameters = list(self._parameters)
         self._few = parameters[:: max(1, len(parameters) // FEW)]
@@ -150,7 +150,7 @@ class StepWatch:
     def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
         waited()
         grads = ((p, p.grad) for p in self._parameters if compare and p.grad is not None)
-        self._written = {p: (grad, grad._version) for p, grad in grads}
+        self._written = {p: (id(grad), grad._version) for p, grad in grads}
         looked_at = self._parameters if self._writes else self._few
         self._norms = _norms(looked_at) if compare else {}
 
@@ -158,9 +158,10 @@ class StepWatch:
         """Before an optimizer reads its gradients: have they been changed since backward? Those of
         other optimizers may yet be."""
         ours = [p for group in optimizer.param_groups for p in group["params"]]
-        written = [(p, *self._written.pop(p)) for p in ours if p in self._written]
-        if any(p.grad is not grad or grad._version != count for p, grad, count in written):
-            self._writes = True
+        written = [(p.grad, *self._written.pop(p)) for p in ours if p in self._written]
+        for grad, which, count in written:
+            if grad is None or id(grad) != which or grad._version != count:
+                self._writes = True
         own = [p for p in ours if p in self._norms]
         now = _norms(own)
         remembered = {p: self._norms.pop(p) for p in own}

@@ -129,7 +129,7 @@ class Summary(Stateful):
 
 def _bytes(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
+        if number < 999.5:  # three digits of more would be 1e+03
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.4g} TB"

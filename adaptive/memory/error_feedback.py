@@ -75,6 +75,9 @@ class NoMemory:
         (flat), if updates are what is sent."""
         return grads
 
+    def compressed_begins(self) -> None:
+        """Before the first bucket of a step that is no dense one; on all ranks."""
+
     def settle(self, exchange: Exchange, may_rest: bool) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective).
 

@@ -33,7 +33,9 @@ class FlatMoments:
         self._ends = [0, *accumulate(chunk.sizes)]
         # Of each parameter, what the optimizer keeps as we have made it, by name.
         self._views: list[dict[str, Tensor]] = [{} for _ in chunk.sizes]
+        self._holders: list[dict[str, Any]] = [{} for _ in chunk.sizes]  # the states they are in
         self._steps: Tensor | None = None
+        self._sizes: Tensor | None = None
 
     def runs(self, owners: Sequence[Owner]) -> list[Run]:
         """Neighbouring parameters with both moments whose averages move alike. owners: of each of
@@ -53,9 +55,19 @@ class FlatMoments:
         assert self._steps is not None
         if self._steps.device.type == "cpu":  # where optimizers keep it unless capturable or fused
             return self._steps[first]
-        sizes = torch.tensor(self.chunk.sizes[first:last], device=self._steps.device)
-        numel = self._ends[last] - self._ends[first]
+        if self._sizes is None:  # once, since this waits for the device
+            self._sizes = torch.tensor(self.chunk.sizes, device=self._steps.device)
+        numel, sizes = self._ends[last] - self._ends[first], self._sizes[first:last]
         return self._steps[first:last].repeat_interleave(sizes, output_size=numel)
+
+    def left_out(self, owners: Sequence[Owner]) -> bool:
+        """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
+        device is not that of the others."""
+        kept = zip(self.chunk.parameters, owners, self._views, strict=True)
+        return any(
+            is_adaptive(of) and "exp_avg" in of.state.get(p.tensor, {}) and "exp_avg" not in views
+            for p, (of, _), views in kept
+        )
 
     def _take_in(self, owners: Sequence[Owner]) -> list[tuple[Any, ...] | None]:
         """Make views of what optimizers keep. For each parameter what its averages move by; None
@@ -66,6 +78,8 @@ class FlatMoments:
             views, state = self._views[i], {}
             if is_adaptive(optimizer):
                 state = optimizer.state.get(self.chunk.parameters[i].tensor, {})
+            if i == 0:
+                self._heed_kinds(state)
             for name in MOMENTS:
                 if state.get(name) is not views.get(name):
                     self._take(i, name, state)
@@ -80,15 +94,37 @@ class FlatMoments:
         steps = self._steps.tolist()
         return [of and (*of, step) for of, step in zip(found, steps, strict=True)]
 
+    def _heed_kinds(self, state: Mapping[str, Any]) -> None:
+        """Begin anew with what is of another precision, or on another device, than before."""
+        for name in MOMENTS:
+            flat = self._steps if name == "step" else self.tensors.get(name)
+            kept = state.get(name)
+            if flat is None or not isinstance(kept, Tensor):
+                continue
+            if (kept.dtype, kept.device) != (flat.dtype, flat.device):
+                for i in range(len(self._views)):
+                    self._let_go(i, name)
+                if name == "step":
+                    self._steps = self._sizes = None
+                else:
+                    del self.tensors[name]
+
+    def _let_go(self, i: int, name: str) -> None:
+        """What was kept under this name is no longer ours, but may still be an optimizer's."""
+        view, holder = self._views[i].pop(name, None), self._holders[i].pop(name, None)
+        if view is None:
+            return
+        if holder is not None and holder.get(name) is view:
+            holder[name] = view.clone()
+        self._part(i, name).zero_()
+
     def _take(self, i: int, name: str, state: Any) -> None:
         """The optimizer keeps something else under this name, or nothing."""
         views, kept = self._views[i], state.get(name)
-        if name in views:
-            self._part(i, name).zero_()
-            del views[name]
-        if not isinstance(kept, Tensor):
+        here = local(kept).clone() if isinstance(kept, Tensor) else None
+        self._let_go(i, name)
+        if here is None:
             return
-        here = local(kept)
         if name == "step":
             if self._steps is None:
                 self._steps = here.new_zeros(len(self._views))
@@ -103,6 +139,7 @@ class FlatMoments:
         view = part if name == "step" else shaped(part, parameter.local.detach())
         view.copy_(here)
         views[name] = state[name] = view if name == "step" else like(view, parameter.tensor)
+        self._holders[i][name] = state
 
     def _part(self, i: int, name: str) -> Tensor:
         """Of what is kept under a name."""

@@ -213,18 +213,16 @@ class SGDMomentum(MomentumMemory):
         parameters = self._parameters.values()
         if self.rests or self.moments.count <= RESTING or self.maybe_unused():
             return
-        if any(parameter.filled for parameter in parameters):  # on all ranks or on none
+        # On all ranks or on none, after so many dense steps without a bad one.
+        if any(parameter.filled for parameter in parameters):
             return
         self._add_to_buffers(exchange)
         for parameter in parameters:
             parameter.velocity, parameter.started, parameter.lag = None, False, 1.0
         self.moments.rests = True
 
-    def open(
-        self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
-    ) -> Tensor | None:
+    def compressed_begins(self) -> None:
         self.moments.count, self.moments.rests = 0, False
-        return super().open(parameter, grad, cf, nonfinite)
 
     def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
         if not self.rests:
@@ -312,7 +310,7 @@ class SGDMomentum(MomentumMemory):
             total = exchange.all_reduce(torch.cat([own, started])).wait()
             *means, known = total.split([*map(len, velocities), len(chunk)])
             for parameter, mean, any_started in zip(chunk, means, known, strict=True):
-                if parameter.stepped or any_started:
+                if parameter.stepped or (self.rule(parameter).momentum and any_started):
                     self._add_to_buffer(parameter, mean)
 
     def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:

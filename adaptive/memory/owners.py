@@ -24,7 +24,6 @@ class Owners(dict[Tensor, Owner]):
         self._parameters = parameters
         self._groups: dict[Optimizer, list[tuple[int, int]]] = {}  # as they were learned
         self._of_chunk: dict[Chunk, list[Owner]] = {}
-        self._ours: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by group
         self.distinct: list[Owner] = []
         for optimizer in optimizers:
             self.learn(optimizer)
@@ -36,7 +35,6 @@ class Owners(dict[Tensor, Owner]):
             return
         for group in optimizer.param_groups:
             ours = [p for p in group["params"] if p in self._parameters]
-            self._ours[id(group)] = ours, [p for p in group["params"] if p not in self._parameters]
             for p in ours:
                 if p in self:
                     self._groups.pop(self[p][0], None)
@@ -51,10 +49,6 @@ class Owners(dict[Tensor, Owner]):
             return {optimizer}
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         return {self[p][0] for p in tensors if p in self}
-
-    def ours(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters of a group that has been learned: the model's, and others."""
-        return self._ours[id(group)]
 
     def of_chunk(self, chunk: Chunk) -> list[Owner]:
         """Of each of its parameters."""

@@ -125,6 +125,7 @@ class UpdateMemory(Residual):
 
     def backward_ends(self, cf: float) -> None:
         """The gradients of a step that is compressed at `cf` are there."""
+        self._put_back()  # a step that raised never came to its end
         self.pending = True
         self._share = self._lag(cf)
         self._stepped.clear()
@@ -255,16 +256,19 @@ class UpdateMemory(Residual):
         moment is put aside, since it still tells what is noise."""
         if self._share == 1 or not is_adaptive(optimizer):
             return None
+        if any(self._moments[c].left_out(self._of.of_chunk(c)) for c in self.chunks):
+            return None
         changed: list[dict[str, Any]] = []
         without = False
         for group in groups:
             beta1, *beta2 = group.get("betas", (0.0,))
-            ours, others = self._of.ours(group)
+            ours = [p for p in group["params"] if p in self._parameters]
             if not ours or not beta1:
                 changed.append(group)
                 continue
             betas = (with_lag(beta1, self._share), *beta2)
             changed.append({**group, "params": ours, "betas": betas})
+            others = [p for p in group["params"] if p not in self._parameters]
             changed += [{**group, "params": others}] if others else []
             without = self._share == 0
         if without:

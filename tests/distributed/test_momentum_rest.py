@@ -111,3 +111,30 @@ def _resumed(rank: int, at: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize(("at", "rests"), [(10, False), (18, True), (28, False)])
 def test_a_resumed_run_is_one_that_was_never_stopped(at: int, rests: bool) -> None:
     assert run_ranks(2, _resumed, at) == [(True, rests)] * 2
+
+
+def _spoiled(rank: int, cfs: list[float], bad: int) -> tuple[Tensor, bool, bool]:
+    """In step `bad` rank 0 alone has gradients that are not finite, and no rank steps."""
+    run = Run(cfs, {})
+    for step in range(len(cfs)):
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model, step, rank)
+        (loss * torch.nan if step == bad and rank == 0 else loss).backward()
+        if step != bad:
+            run.optimizer.step()
+    finite = bool(flat_parameters(run.model).isfinite().all())
+    return flat_parameters(run.model), run.rests, finite
+
+
+@pytest.mark.parametrize(
+    ("cfs", "bad", "rests"),
+    [
+        ([1.0] * 12 + [10.0] + [1.0] * 12, 12, True),  # while SGD rests
+        ([1.0] * 6 + [10.0] + [1.0] * 4, 6, False),  # while dense steps are counted
+        ([10.0] * 3 + [1.0] * 8 + [1.0] * 4, 10, False),
+    ],
+)
+def test_a_bad_step_of_one_rank_leaves_ranks_alike(cfs: list[float], bad: int, rests: bool) -> None:
+    found = run_ranks(2, _spoiled, cfs, bad)
+    assert torch.equal(found[0][0], found[1][0])
+    assert [rank[1:] for rank in found] == [(rests, True)] * 2

@@ -163,13 +163,16 @@ def test_an_optimizer_made_anew_trains_as_under_ddp(other: str, cf: float) -> No
         assert [("AdamW" in each) for each in told] == [True] * (rank == 0 and falls_back)
 
 
-def _of_two_models(rank: int, cf: float | None) -> Tensor:
-    """One SGD, one group, for two DDP models and a parameter of neither."""
+def _of_two_models(rank: int, kind: str, cf: float | None) -> Tensor:
+    """One optimizer, one group, for two DDP models and a parameter of neither."""
     models = [DDP(small_net(seed=seed)) for seed in range(2)]
     alone = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = SGD([*models[0].parameters(), *models[1].parameters(), alone], **SETTINGS)
-    for model in models:
-        _attach(model, optimizer, cf)
+    tensors = [*models[0].parameters(), *models[1].parameters(), alone]
+    optimizer = SGD(tensors, **SETTINGS) if kind == "sgd" else AdamW(tensors, lr=3e-3)
+    for model in models if cf else ():
+        policy = Scripted([cf or 1.0])
+        compressor = AdaptiveCompressor("topk+fp32", (1, 100), policy=policy)
+        compressor.attach(model, optimizer=optimizer)
     for step in range(10):
 
         def closure(step: int = step) -> Tensor:
@@ -187,7 +190,11 @@ def _of_two_models(rank: int, cf: float | None) -> Tensor:
     return torch.cat([*map(flat_parameters, models), alone.detach()])
 
 
-def test_one_optimizer_of_two_models_trains_as_under_ddp() -> None:
-    dense = run_ranks(2, _of_two_models, None)[0]
-    for ours in run_ranks(2, _of_two_models, 1.0):
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_one_optimizer_of_two_models_trains_as_under_ddp(kind: str) -> None:
+    dense = run_ranks(2, _of_two_models, kind, None)[0]
+    for ours in run_ranks(2, _of_two_models, kind, 1.0):
         assert (ours - dense).norm() < 1e-12 * dense.norm()
+    first, second = run_ranks(2, _of_two_models, kind, 10.0)
+    assert torch.equal(first[:-3], second[:-3])  # the parameter of neither is each rank's own
+    assert (first - dense).norm() < 0.1 * dense.norm()

@@ -104,6 +104,38 @@ def test_a_parameter_without_a_step_parts_the_runs_between() -> None:
     assert not any(bool(flat.any()) for flat in moments.tensors.values())
 
 
+def test_an_optimizer_that_no_longer_owns_a_parameter_keeps_its_moments() -> None:
+    chunk, optimizer, owners = _chunk(3)
+    moments = FlatMoments(chunk)
+    _step(chunk, optimizer)
+    moments.runs(owners)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    other = AdamW([p.tensor for p in chunk.parameters], 0.01)
+    _step(chunk, other)
+    (run,) = moments.runs([(other, other.param_groups[0])] * 3)
+    assert float(run.step) == 1.0
+    for mine, kept in zip(chunk.parameters, before.values(), strict=True):
+        assert all(torch.equal(optimizer.state[mine.tensor][name], kept[name]) for name in kept)
+
+
+def test_moments_of_another_precision_are_taken_in_anew() -> None:
+    chunk, optimizer, owners = _chunk(3)
+    moments = FlatMoments(chunk)
+    _step(chunk, optimizer)
+    moments.runs(owners)
+    for parameter in chunk.parameters:
+        state = optimizer.state[parameter.tensor]
+        optimizer.state[parameter.tensor] = {k: v.double() for k, v in state.items()}
+    (run,) = moments.runs(owners)
+    assert run.mean.dtype == torch.float64
+    assert float(run.step) == 1.0
+    assert not moments.left_out(owners)
+    last = optimizer.state[chunk.parameters[-1].tensor]
+    last["exp_avg"] = last["exp_avg"].float()
+    assert [(run.start, run.stop) for run in moments.runs(owners)] == [(0, sum(chunk.sizes[:2]))]
+    assert moments.left_out(owners)
+
+
 def test_as_many_operations_for_hundreds_of_tensors_as_for_a_few() -> None:
     calls = []
     for count in (4, 300):
