@@ -63,6 +63,7 @@ class FlatMoments:
     def left_out(self, owners: Sequence[Owner]) -> bool:
         """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
         device is not that of the others."""
+        self._take_in(owners)
         kept = zip(self.chunk.parameters, owners, self._views, strict=True)
         return any(
             is_adaptive(of) and "exp_avg" in of.state.get(p.tensor, {}) and "exp_avg" not in views

@@ -281,7 +281,6 @@ class UpdateMemory(Residual):
         for chunk in self.chunks:
             if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
                 continue
-            self._runs(chunk)
             mean = self._moments[chunk].tensors.get("exp_avg")
             work = chunk.room("work")
             self._aside[chunk] = work.zero_() if mean is None else work.copy_(mean)

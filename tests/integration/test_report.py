@@ -201,7 +201,8 @@ def test_partial_runs_give_what_there_is(comparison: Path, tmp_path: Path, capfd
     assert of_alone["quality"]["mean"] is None
     assert of_alone["steps"]["mean"] == STEPS
     assert of_plain["runs"][0]["share_at_cf"] == [[1.0, 1.0]]
-    assert of_plain["wire_factor"]["mean"] == pytest.approx(1, rel=1e-3)
+    # SGD has got its momentum back by one all-reduce of velocities.
+    assert of_plain["wire_factor"]["mean"] == pytest.approx(STEPS / (STEPS + 1), rel=1e-3)
     assert of_plain["to_target"]["bytes_sent"] == of_plain["bytes_sent"]
     assert any("begun holds no step" in note for note in result["notes"])
     _check_self_contained(Page(tmp_path / "out" / "report.html"))
