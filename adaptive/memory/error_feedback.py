@@ -37,9 +37,9 @@ class NoMemory:
     sends_updates = False
     """What is accumulated are updates, not gradients."""
     moments: Stateful | None = None
-    """What has become of what optimizers keep, where a memory does a part of their work."""
+    """State of a memory that does a part of the optimizers' work; saved with a checkpoint."""
     rests = False
-    """The optimizers do all their work themselves, and a dense step has nothing to add to it."""
+    """The optimizers do all their work themselves. A dense step adds nothing to the gradients."""
     may_fall_back = False
     """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
@@ -76,12 +76,13 @@ class NoMemory:
         return grads
 
     def compressed_begins(self) -> None:
-        """Before the first bucket of a step that is no dense one; on all ranks."""
+        """A compressed step begins. Called before its first bucket, on all ranks."""
 
     def settle(self, exchange: Exchange, may_rest: bool) -> None:
         """Before the first bucket of a dense step: agree on what it needs (a collective).
 
-        may_rest: it is sent by no hook, and does not measure what compression would keep."""
+        may_rest: no foreign hook sends the step, it measures no CF, and no rank had a bad gradient
+        in the step before."""
 
     def agree(self, exchange: Exchange) -> bool:
         """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of

@@ -23,9 +23,10 @@ MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
 
 
 class FlatMoments:
-    """Of one chunk. tensors: by their names in an optimizer's state, once there are some.
+    """The moments of one chunk's parameters.
 
-    What no optimizer keeps is zero, and `runs` leaves it out."""
+    tensors: the flat tensors, by their names in an optimizer's state. Where an optimizer keeps no
+    moment of a parameter the elements are zero, and `runs` leaves them out."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk

@@ -157,8 +157,8 @@ def _has_momentum(group: Group) -> bool:
 
 
 RESTING = 8
-"""Dense steps in a row after which SGD has its momentum back. One all-reduce of velocities comes
-with that, which a policy that only visits dense need not pay."""
+"""Dense steps in a row after which SGD has its momentum back. That takes one all-reduce of
+velocities, so a policy that sends dense for a few steps only does not pay for it."""
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class SGDMomentum(MomentumMemory):
     of this is linear, a buffer that was there before simply goes on decaying.
 
     After `RESTING` dense steps in a row SGD has its momentum back, and a dense step costs no more
-    than without compression. With the next compressed step velocities begin anew.
+    than without compression. With the next compressed step velocities begin at zero.
 
     An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
     place as it steps. Velocities go on. foreign: the name of an optimizer that cannot, but has

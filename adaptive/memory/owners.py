@@ -17,7 +17,7 @@ Owner = tuple[Optimizer, dict[str, Any]]
 class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
-    Between two changes of an optimizer's groups nothing is looked up parameter by parameter."""
+    Parameters are looked up one by one only after an optimizer's groups have changed."""
 
     def __init__(self, parameters: Container[Tensor], optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
