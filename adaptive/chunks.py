@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.parameters import ModelParameter, is_dense, memory_of
+from adaptive.parameters import ModelParameter, is_dense, storage_of
 from compressors.kernels.blocks import CACHE_BLOCK, is_host
 
 CHUNK = 25 * 2**20
@@ -44,7 +44,7 @@ class Chunk:
 
     parameters: Sequence[ModelParameter]
     scratch: dict[str, Tensor] = field(default_factory=dict)
-    _memory: list[tuple[Any, ...]] = field(default_factory=list)
+    _storage: list[tuple[Any, ...]] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)  # flat views of parameters
     _gaps: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and copies
     _blocks: list[Block] = field(default_factory=list)
@@ -103,9 +103,9 @@ class Chunk:
     @torch.no_grad()
     def _read(self) -> list[Tensor]:
         """Flat views of all parameters; a script may have given some of them other memory."""
-        memory = [memory_of(p.tensor) for p in self.parameters]
-        if memory != self._memory:
-            self._memory, self._gaps, self._blocks = memory, [], []
+        storage = [storage_of(p.tensor) for p in self.parameters]
+        if storage != self._storage:
+            self._storage, self._gaps, self._blocks = storage, [], []
             self._values = [self._flat(p.local.detach()) for p in self.parameters]
         for p, copy in self._gaps:
             copy.view(p.shape).copy_(p)

@@ -152,7 +152,7 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def memory_of(p: Tensor) -> tuple[Any, ...]:
+def storage_of(p: Tensor) -> tuple[Any, ...]:
     """Tells whether the elements that are here lie where they lay before."""
     here: Tensor = getattr(p, "_local_tensor", p)
     return here.untyped_storage()._cdata, here.storage_offset()

@@ -34,7 +34,7 @@ from adaptive import (
 )
 from runs.modelled_clock import ModelledClock
 from tests.distributed.processes import run_ranks
-from tests.integration.golden import batch, command, digest, stretches
+from tests.integration.golden import batch, command, digest, written_down
 
 FILE = Path(__file__).with_name("golden_fsdp.json")
 RANKS, STEPS = 4, 24
@@ -177,13 +177,7 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
         if step + 1 in LOOKS:
             looks.append(digest(training.shards()))
     training.compressor.close()
-    records = timeline.steps
-    return {
-        "parameters": looks,
-        "cfs": stretches(record.report.cf for record in records),
-        "layer_cfs": stretches(dict(record.layer_cfs) for record in records),
-        "bytes": stretches(record.report.wire_bytes for record in records),
-    }
+    return written_down(looks, timeline)
 
 
 def _train_each(rank: int) -> dict[str, dict[str, Any]]:

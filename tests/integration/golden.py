@@ -323,6 +323,11 @@ def train(run: Run, rank: int) -> dict[str, Any]:
         if step + 1 in LOOKS:
             looks.append(digest(training.model.parameters()))
     training.compressor.close()
+    return written_down(looks, timeline)
+
+
+def written_down(looks: list[str], timeline: MemoryTimeline) -> dict[str, Any]:
+    """What is compared of a rank's run. looks: digests of its parameters."""
     records = timeline.steps
     return {
         "parameters": looks,
