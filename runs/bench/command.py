@@ -18,14 +18,8 @@ from runs.parser import UsageError, options
 if TYPE_CHECKING:
     from runs.bench.timing import Row
 
-BENCHES = {
-    "compressors": "compressors",
-    "lowrank": "lowrank",
-    "step": "step",
-    **dict.fromkeys(("hook", "memory", "shadow", "timeline"), "ddp"),
-    "gpu": "gpu",
-}
-"""The modules that have them, each as `bench_NAME`."""
+BENCHES = ("compressors", "step", "memory", "gpu")
+"""Modules of this package, each with a function `bench_NAME`."""
 
 HELP = f"""\
 Measure speed and memory of the library, as ratios against a peer in the same run.
@@ -38,7 +32,7 @@ examples:
   python -m runs bench step
       what a step costs a processor beyond plain DDP's, with the tensors of real models
   python -m runs bench compressors --numel 1000000 --rounds 21
-  python -m runs bench shadow timeline --json
+  python -m runs bench memory --json
 
 A row is a ratio, the goal it is held to, and what was divided by what; rows that fall short of
 their goal are listed again at the end, and the exit code is 1 then. Ratios are medians of rounds
@@ -88,7 +82,7 @@ def main(given: dict[str, Any]) -> int:
     rows: list[Row] = []
     for number, name in enumerate(wanted, start=1):
         print(f"measuring {number} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
-        found = getattr(import_module(f"runs.bench.{BENCHES[name]}"), f"bench_{name}")(asked)
+        found = getattr(import_module(f"runs.bench.{name}"), f"bench_{name}")(asked)
         rows += found
         if not asked.json:
             print(*found, sep="\n", flush=True)

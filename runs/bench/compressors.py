@@ -155,13 +155,9 @@ def _step(
 
 
 def in_rounds(
-    compressor: RoundsCompressor,
-    residuals: Sequence[Tensor],
-    cf: float,
-    keys: Sequence[Key],
-    exchange: Callable[[Tensor], object] = lambda handed: None,
+    compressor: RoundsCompressor, residuals: Sequence[Tensor], cf: float, keys: Sequence[Key]
 ) -> list[Payload]:
-    """What has come of all rounds in a world of one, off the residuals. exchange: of each round."""
+    """What has come of all rounds in a world of one, off the residuals."""
     own: list[Payload] = []
     pairs = zip(residuals, keys, strict=True)
     specs = [Spec.of(residual, cf, key) for residual, key in pairs]
@@ -169,7 +165,6 @@ def in_rounds(
     handed = next(rounds)
     try:
         while True:
-            exchange(handed)
             handed = rounds.send(handed)
     except StopIteration as stop:
         for residual, payload in zip(residuals, own, strict=True):
