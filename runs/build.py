@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import cos, pi
 from pathlib import Path
@@ -28,7 +28,7 @@ from runs.expression import OFF, made_from, policy_from
 from runs.modelled_clock import ModelledClock, ServerSpec
 from runs.options import check_optimizer
 from runs.parser import UsageError, option
-from runs.settings import ADAGRAD_LR, ADAMW_DECAY, BETAS, DEFAULT_CF, LR, WITH_BETAS
+from runs.settings import ADAGRAD_LR, BETAS, DECAY, DEFAULT_CF, LR, WITH_BETAS
 from runs.tasks import Task, make_task, trainable
 
 CF_RANGE = (10.0, 1000.0)
@@ -39,6 +39,8 @@ _CLASSES = (optim.SGD, optim.AdamW, optim.Adam, optim.NAdam, optim.RAdam, optim.
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     each.__name__.lower(): each for each in (*_CLASSES, optim.Adagrad)
 }
+MUON = "muon"
+"""Two optimizers: see `make_optimizers`."""
 
 
 def build_task(config: TrainConfig) -> Task:
@@ -151,24 +153,30 @@ def learning_rate(config: TrainConfig) -> float | None:
     return ADAGRAD_LR if config.optimizer == "adagrad" else LR
 
 
-def make_optimizer(config: TrainConfig, task: Task, model: nn.Module) -> optim.Optimizer:
-    """The optimizer of the model's parameters that are not frozen, with the task's learning rate.
+def make_optimizers(config: TrainConfig, task: Task, model: nn.Module) -> list[optim.Optimizer]:
+    """The optimizers of the model's parameters that are not frozen, with the task's learning rate:
+    one, or Muon and an AdamW.
 
     Settings that the configuration leaves out are the task's for SGD. For the others they are those
-    above and otherwise torch's own.
+    above and otherwise torch's own. UsageError for a model without matrices for Muon.
     """
     if config.optimizer == "sgd":
-        return _sgd(config, task, model)
-    decay = ADAMW_DECAY if config.optimizer == "adamw" else 0.0
+        return [_sgd(config, task, model)]
+    decay = DECAY if config.optimizer in ("adamw", MUON) else 0.0
     if config.weight_decay is not None:
         decay = config.weight_decay
     settings: dict[str, Any] = {"lr": task.lr, "weight_decay": decay}
+    with_betas = settings | {"betas": BETAS if config.betas is None else config.betas}
+    if config.optimizer == MUON:
+        matrices = _matrices(model)
+        groups = _decayed_and_others(model, without=matrices)
+        return [_muon(matrices, config, settings), optim.AdamW(groups, **with_betas)]
     if config.optimizer in WITH_BETAS:
-        settings["betas"] = BETAS if config.betas is None else config.betas
+        settings = with_betas
     parameters: Iterable[Any] = trainable(model)
     if config.optimizer == "adamw":
         parameters = _decayed_and_others(model)
-    return OPTIMIZERS[config.optimizer](parameters, **settings)
+    return [OPTIMIZERS[config.optimizer](parameters, **settings)]
 
 
 def lr_factor(config: TrainConfig, step: int) -> float:
@@ -201,10 +209,31 @@ def _sgd(config: TrainConfig, task: Task, model: nn.Module) -> optim.Optimizer:
     return optimizer
 
 
-def _decayed_and_others(model: nn.Module) -> list[dict[str, Any]]:
-    """Two parameter groups: biases and the scales of norms, which have fewer than two dimensions,
-    are not decayed."""
-    parameters = trainable(model)
+def _muon(
+    matrices: Sequence[nn.Parameter], config: TrainConfig, settings: Mapping[str, Any]
+) -> optim.Optimizer:
+    """With the learning rate of an AdamW, whose steps are as large."""
+    if not matrices:
+        raise UsageError("--optimizer muon: needs a matrix that is neither an embedding nor last")
+    own = settings if config.momentum is None else {**settings, "momentum": config.momentum}
+    return optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **own)
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    """For Muon: all but embeddings and the last matrix, which makes the model's output."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embeddings = {id(p) for module in modules for p in module.parameters()}
+    matrices = [p for p in trainable(model) if p.dim() == 2]
+    return [p for p in matrices[:-1] if id(p) not in embeddings]
+
+
+def _decayed_and_others(
+    model: nn.Module, without: Sequence[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """Two parameter groups of all but some parameters: biases and the scales of norms, which have
+    fewer than two dimensions, are not decayed."""
+    left_out = set(map(id, without))
+    parameters = [p for p in trainable(model) if id(p) not in left_out]
     return [
         {"params": [p for p in parameters if p.dim() >= 2]},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

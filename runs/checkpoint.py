@@ -35,7 +35,7 @@ _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpo
 BEFORE = "before.json"
 """The meta.json of the checkpoint before, until the present one is confirmed."""
 
-_CONTENTS = ("step", "model", "optimizer", "compressor", "rng")
+_CONTENTS = ("step", "model", "optimizers", "compressor", "rng")
 """What a rank's file holds, beside the entry that says of which run and step it is."""
 
 _FREE = (
@@ -62,7 +62,7 @@ class Checkpoint:
         """This rank's state, once every rank's file has been found to be good. A collective.
 
         With another number of ranks than saved it, everyone reads all files: what the compressors
-        hold is shared out (`adaptive.reshard_states`), the model and the optimizer are rank 0's,
+        hold is shared out (`adaptive.reshard_states`), the model and the optimizers are rank 0's,
         and a rank that is new has no state of the random numbers (None).
 
         UsageError on all ranks, naming the file, if one of them is missing, damaged, of another

@@ -21,7 +21,7 @@ from runs.expression import (
 )
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, option, shown
-from runs.settings import WITH_BETAS, Compressing
+from runs.settings import WITH_BETAS, WITH_MOMENTUM, Compressing
 
 RESUME_OPTIONS = ("steps", "eval_every", "checkpoint_every", "workers", "json", "policy")
 CONFIG_OPTIONS = frozenset(each.name for each in fields(TrainConfig))
@@ -174,7 +174,7 @@ def check_sends(given: Mapping[str, Any]) -> None:
 
 def check_optimizer(config: TrainConfig) -> None:
     """UsageError if the optimizer does not take a setting that was given."""
-    for name, optimizers in (("momentum", ("sgd",)), ("betas", WITH_BETAS)):
+    for name, optimizers in (("momentum", WITH_MOMENTUM), ("betas", WITH_BETAS)):
         value = getattr(config, name)
         if value is not None and config.optimizer not in optimizers:
             raise UsageError(

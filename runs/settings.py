@@ -26,12 +26,15 @@ from runs.option_types import (
     spec,
 )
 
-OptimizerName = Literal["sgd", "adamw", "adam", "nadam", "radam", "rmsprop", "adagrad"]
-WITH_BETAS = ("adamw", "adam", "nadam", "radam")
+OptimizerName = Literal["sgd", "adamw", "adam", "nadam", "radam", "rmsprop", "adagrad", "muon"]
+WITH_MOMENTUM = ("sgd", "muon")
+WITH_BETAS = ("adamw", "adam", "nadam", "radam", "muon")
 BETAS = (0.9, 0.95)
 """As people train transformers; torch's own second one is 0.999."""
 
-ADAMW_DECAY = 0.1
+DECAY = 0.1
+"""Of adamw and muon."""
+
 LR, ADAGRAD_LR = 1e-3, 1e-2
 """Of every optimizer but SGD, for which each task has its own."""
 
@@ -73,7 +76,8 @@ class Optimizing:
     """The optimizer, and how its learning rate goes."""
 
     optimizer: OptimizerName = "sgd"
-    """The class of torch.optim of that name."""
+    """The class of torch.optim of that name; muon: for the matrices of layers but the last, with
+    adamw for all other parameters, at one learning rate (adjust_lr_fn="match_rms_adamw")."""
     lr: Positive | None = None
     """Learning rate (sgd: the task's own; adagrad: 0.01; others: 0.001)."""
     warmup: Whole = 0
@@ -84,12 +88,13 @@ class Optimizing:
     lr_drop: Annotated[int | tuple[int, ...] | None, spec("STEP ...", at_least(1), "*")] = None
     """A tenth of it from this step on, and again from each further one (never)."""
     momentum: BelowOne | None = None
-    """Of sgd alone, in [0, 1) (0.9)."""
+    """Of sgd and muon, in [0, 1) (sgd: 0.9; muon: 0.95)."""
     betas: TwoBelowOne | None = None
-    """Of adamw, adam, nadam and radam, in [0, 1) (0.9 0.95, as people train transformers)."""
+    """Of adamw, adam, nadam, radam and the adamw beside muon, in [0, 1) (0.9 0.95, as people train
+    transformers)."""
     weight_decay: NotNegative | None = None
     """Of the optimizer; adamw leaves out tensors of fewer than two dimensions (sgd: the task's own;
-    adamw: 0.1; others: 0)."""
+    adamw and muon: 0.1; others: 0)."""
     clip_grad: Annotated[Positive | None, metavar("NORM")] = None
     """Clip the exchanged gradients, as one vector, before the optimizer's step, by torch's
     clip_grad_norm_; with sgd this ends momentum correction, which Momentum(clip_norm=...) keeps

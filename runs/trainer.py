@@ -1,4 +1,4 @@
-"""A model on one rank, its optimizer, and what exchanges its gradients: the library's compressor,
+"""A model on one rank, its optimizers, and what exchanges its gradients: the library's compressor,
 plain DDP, or one of PyTorch's own hooks to compare with.
 
 No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
@@ -29,7 +29,7 @@ from runs.build import (
     build_compressor,
     build_task,
     lr_factor,
-    make_optimizer,
+    make_optimizers,
 )
 from runs.config import TrainConfig
 from runs.papers.early_stopping import EarlyStopping
@@ -43,7 +43,7 @@ ONE_BUCKET = 10_000
 
 
 class Trainer:
-    """A model, its optimizer and compressor on one rank; `step` counts the steps done.
+    """A model, its optimizers and compressor on one rank; `step` counts the steps done.
 
     With `config.fixed_clock` step times are modelled: on them the policy's decisions depend.
     task: what to train, if it is there already; ranks of one process may share it.
@@ -70,7 +70,7 @@ class Trainer:
             self.model.register_comm_hook(self._power, powerSGD_hook)
         elif config.ddp_hook == "bf16":
             self.model.register_comm_hook(None, _bf16)
-        self.optimizer = make_optimizer(config, self.task, self.model)
+        self.optimizers = make_optimizers(config, self.task, self.model)
         self.early = EarlyStopping(config.patience, self.task.higher_is_better)
         self._config = config
         self.compressor = None
@@ -82,7 +82,7 @@ class Trainer:
                 numel=sum(p.numel() for p in trainable(self.model)),
             )
             of_step = self.task.batch_size * self.world_size
-            self.compressor.attach(self.model, optimizer=self.optimizer, samples_per_step=of_step)
+            self.compressor.attach(self.model, optimizer=self.optimizers, samples_per_step=of_step)
 
     def took(self, seconds: float) -> None:
         """The last step is over, that took so long by this process's clock. A compressor has a
@@ -97,14 +97,19 @@ class Trainer:
 
     def descend(self, loss: torch.Tensor) -> None:
         """Backward, with the exchange in it, and the optimizer's step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.task.lr * lr_factor(self._config, self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.task.lr * lr_factor(self._config, self.step)
         self._backward(loss)
         if self._config.clip_grad is not None:
             clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._move()
         self.step += 1
+
+    def _move(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
 
     def _backward(self, loss: torch.Tensor) -> None:
         """The backward pass that exchanges. To clip this rank's whole gradient before, its norm
@@ -153,7 +158,7 @@ class Trainer:
         return {
             "step": self.step,
             "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "compressor": self.compressor.state_dict() if self.compressor is not None else None,
             "rng": torch.get_rng_state(),
             "early": self.early.state_dict(),
@@ -165,14 +170,14 @@ class Trainer:
         changes the order of summation, so that one must not count. Whatever it changes is loaded
         afterwards."""
         self.loss().backward()
-        self.optimizer.step()  # without it, the library warns of a step that was left out
-        self.optimizer.zero_grad()
+        self._move()  # without it, the library warns of a step that was left out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`, bit-identically given the same step times."""
         self.step = state["step"]
         self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         if self.compressor is not None:
             self.compressor.load_state_dict(state["compressor"])
         self.early.load_state_dict(state["early"])

@@ -23,7 +23,7 @@ import torch
 
 from docs.studies.common import columns, write
 from docs.studies.rules import FP32, PEERS, Replica, Rule
-from runs.build import build_task, check, learning_rate, lr_factor, make_optimizer
+from runs.build import build_task, check, learning_rate, lr_factor, make_optimizers
 from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.stages import counted
@@ -87,7 +87,7 @@ def train(config: TrainConfig, rule: Rule, task: Task) -> Reached:
 def make_rule(one: Contender, config: TrainConfig, task: Task) -> Rule:
     """The rule, with replicas that are all alike."""
     models = [task.build_model() for _ in range(config.workers)]
-    replicas = [Replica(model, make_optimizer(config, task, model)) for model in models]
+    replicas = [Replica(model, *make_optimizers(config, task, model)) for model in models]
     return PEERS[one.peer](config, replicas, **one.given)
 
 

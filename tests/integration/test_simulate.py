@@ -177,7 +177,7 @@ def test_a_run_as_of_a_transformer_goes_on_to_the_bit(
     run(tmp_path / "stopped", checkpoint=checkpoint)
     states = _states(tmp_path / "whole")
     assert [state["step"] for state in states] == [5, 5]
-    assert [group["lr"] for group in states[0]["optimizer"]["param_groups"]] == [0, 0]
+    assert [group["lr"] for group in states[0]["optimizers"][0]["param_groups"]] == [0, 0]
     assert same(_states(tmp_path / "stopped"), states)
 
 

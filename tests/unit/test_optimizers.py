@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from runs.build import OPTIMIZERS, build_task, check, learning_rate, lr_factor, make_optimizer
+from runs.build import OPTIMIZERS, build_task, check, learning_rate, lr_factor, make_optimizers
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
@@ -83,7 +83,7 @@ def task(tmp_path: Path) -> Task:
 def _groups(task: Task, **options: Any) -> list[dict[str, Any]]:
     """The parameter groups, with a count of parameters in place of them."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    optimizer = make_optimizer(_config(**options), task, model)
+    (optimizer,) = make_optimizers(_config(**options), task, model)
     assert type(optimizer) is OPTIMIZERS[options.get("optimizer", "sgd")]
     return [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
 
@@ -114,13 +114,40 @@ def test_the_others_decay_nothing_unless_they_are_told_to(name: str, task: Task)
     assert _groups(task, optimizer=name, weight_decay=0.2)[0]["weight_decay"] == 0.2
 
 
+def _with_muon(task: Task, model: torch.nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """The groups of Muon and of the AdamW beside it, with the shapes of their parameters."""
+    muon, adamw = make_optimizers(_config(optimizer="muon", **options), task, model)
+    assert (type(muon).__name__, type(adamw).__name__) == ("Muon", "AdamW")
+    groups = [*muon.param_groups, *adamw.param_groups]
+    return [{**group, "params": [tuple(p.shape) for p in group["params"]]} for group in groups]
+
+
+def test_muon_has_the_matrices_of_layers_and_adamw_all_the_others(task: Task) -> None:
+    layers = (torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 6))
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 4), *layers)
+    muon, weights, others = _with_muon(task, model)
+    assert muon["params"] == [(5, 4)]
+    assert weights["params"] == [(3, 4), (6, 5)]
+    assert others["params"] == [(5,), (5,), (5,), (6,)]
+    assert [group["lr"] for group in (muon, weights, others)] == [task.lr] * 3
+    assert [group["weight_decay"] for group in (muon, weights, others)] == [0.1, 0.1, 0.0]
+    assert (muon["momentum"], muon["adjust_lr_fn"]) == (0.95, "match_rms_adamw")
+    muon, weights, _ = _with_muon(task, model, momentum=0.5, betas=[0.8, 0.999], weight_decay=0.0)
+    assert (muon["momentum"], muon["weight_decay"], weights["betas"]) == (0.5, 0.0, (0.8, 0.999))
+    with pytest.raises(UsageError, match="--optimizer muon: needs a matrix that is neither"):
+        _with_muon(task, torch.nn.Linear(3, 4))
+
+
 # -- what does not go together -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"momentum": 0.5, "optimizer": "adamw"}, "--momentum 0.5 is for --optimizer sgd; got .*w"),
+        (
+            {"momentum": 0.5, "optimizer": "adamw"},
+            "--momentum 0.5 is for --optimizer sgd, muon; got .*w",
+        ),
         ({"memory": "Momentum(lag=1)", "optimizer": "adam"}, r"Momentum\(lag=1\) is for --optimi"),
         ({"memory": "momentum", "optimizer": "radam"}, "--memory momentum is for --optimizer sgd"),
         ({"betas": (0.9, 0.99)}, "--betas 0.9 0.99 is for .*adamw, adam, .*; got --optimizer sgd"),

@@ -34,7 +34,7 @@ from adaptive.memory.options import NAMED
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS
-from runs.build import OPTIMIZERS
+from runs.build import MUON, OPTIMIZERS
 from runs.expression import OBJECTS
 
 NAN = float("nan")
@@ -179,7 +179,7 @@ def test_a_compressors_own_lag_is_checked_when_it_is_chosen(share: float) -> Non
 
 def test_what_help_says_is_what_the_library_has() -> None:
     assert compressor_names() == settings.COMPRESSORS
-    assert tuple(OPTIMIZERS) == get_args(settings.OptimizerName)
+    assert (*OPTIMIZERS, MUON) == get_args(settings.OptimizerName)
     helped = Path(settings.__file__).read_text(encoding="utf-8")
     exchanges = [name for name in EXCHANGES if name not in helped]
     memories = [name for name in NAMED if name not in helped]
