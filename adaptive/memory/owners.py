@@ -1,4 +1,5 @@
-"""Which optimizer steps each parameter of a model, and by which of its parameter groups."""
+"""Which optimizer steps each parameter of a model, by which of its parameter groups, and how large
+its steps are."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.chunks import Chunk
+from adaptive.memory.muon import is_muon, rate_scale
 
 Owner = tuple[Optimizer, dict[str, Any]]
 """An optimizer, and its parameter group."""
@@ -17,13 +19,16 @@ Owner = tuple[Optimizer, dict[str, Any]]
 class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
-    Parameters are looked up one by one only after an optimizer's groups have changed."""
+    Parameters are looked up one by one only after an optimizer's groups have changed.
+    rate_scales: of parameters whose updates are told in another learning rate than their group's,
+    that rate as a multiple of the group's."""
 
     def __init__(self, parameters: Container[Tensor], optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
         self._parameters = parameters
         self._groups: dict[Optimizer, list[tuple[int, int]]] = {}  # as they were learned
         self._of_chunk: dict[Chunk, list[Owner]] = {}
+        self.rate_scales: dict[Tensor, float] = {}
         self.distinct: list[Owner] = []
         for optimizer in optimizers:
             self.learn(optimizer)
@@ -39,6 +44,9 @@ class Owners(dict[Tensor, Owner]):
                 if p in self:
                     self._groups.pop(self[p][0], None)
                 self[p] = optimizer, group
+                self.rate_scales.pop(p, None)
+                if is_muon(optimizer):
+                    self.rate_scales[p] = rate_scale(group, p.shape)
         self._groups[optimizer] = groups
         self._of_chunk.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())

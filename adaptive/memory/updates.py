@@ -8,7 +8,7 @@ So autograd gets this rank's own gradient back, whatever a script does to it, an
 optimizer makes the step. In a compressed step, with `lr` the learning rate of the moment:
 
 1. before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
-   ranks; momentum gets a share of its lag, for this step only.
+   ranks; momentum gets a share of its lag, for this step only. (`lr` of Muon: see muon.py.)
 2. after it: d = (b - parameters) / lr, enlarged by the noise in this rank's second moment
    (moments.py); r += d; the largest elements c of r are sent, r -= c.
 3. parameters = b - lr * mean of c over the ranks, the same on all ranks again.
@@ -47,6 +47,8 @@ from adaptive.memory.moments import (
     undelivered,
     with_lag,
 )
+from adaptive.memory.muon import is_muon
+from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.owners import Owners
 from adaptive.optimizer_states import agree_on_states
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
@@ -244,7 +246,12 @@ class UpdateMemory(Residual):
                 _multiply(before, chunk.split(before), [1 - decay * taken for decay in decays])
 
     def _rates_of(self, chunk: Chunk) -> list[tuple[Scalar, Scalar]]:
-        return [self._rates[id(group)] for _, group in self._of.of_chunk(chunk)]
+        """Of each parameter the learning rate that its updates are told in, and its decay."""
+        rates = [self._rates[id(group)] for _, group in self._of.of_chunk(chunk)]
+        if not self._of.rate_scales:
+            return rates
+        scales = (self._of.rate_scales.get(p.tensor, 1.0) for p in chunk.parameters)
+        return [(lr * s, decay) for (lr, decay), s in zip(rates, scales, strict=True)]
 
     def _remember(self) -> None:
         self._before = {chunk: chunk.here("before") for chunk in self.chunks}
@@ -325,8 +332,9 @@ class UpdateMemory(Residual):
         self.moments.differ = self._own = False
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
-        """Of the optimizer that steps the parameter; one must."""
-        return self._of[parameter.tensor][1]["lr"]
+        """That the parameter's updates are told in; an optimizer must step it."""
+        p = parameter.tensor
+        return self._of[p][1]["lr"] * self._of.rate_scales.get(p, 1.0)
 
     def part(self) -> None:
         """Before ranks step by themselves for longer: momentum has all of its lag, and what waits
@@ -363,6 +371,8 @@ class UpdateMemory(Residual):
             of = self._of.get(parameter.tensor)
             if of is not None and is_adaptive(of[0]):
                 grad = normalized(grad, of[1], self._state(parameter.tensor), stride)
+            elif of is not None and is_muon(of[0]):
+                grad = as_muons_update(grad)
             found.append(grad)
         return found
 
@@ -445,13 +455,14 @@ class UpdateMemory(Residual):
         """What residuals held before dense steps began."""
         for p in list(self._late):
             late, here = self._late.pop(p), local(p)
-            here.sub_(shaped(late, here).to(here.dtype) * self._of[p][1]["lr"])
+            lr = self.learning_rate(self._parameters[p])
+            here.sub_(shaped(late, here).to(here.dtype) * lr)
 
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """The learning rate, and by which share of itself a parameter decays in a step."""
     lr, decay = group["lr"], group.get("weight_decay", 0.0)
-    decoupled = is_adaptive(optimizer) and is_decoupled(optimizer, group)
+    decoupled = is_muon(optimizer) or (is_adaptive(optimizer) and is_decoupled(optimizer, group))
     return lr, lr * decay if decoupled and decay else 0.0
 
 
