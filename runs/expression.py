@@ -75,7 +75,7 @@ def policy_from(text: str) -> Policy:
         raise ValueError(f"policy {_shown(text)}: is nested too deep") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         if text in BY_NAME:
-            call = f"{BY_NAME[text]}({', '.join(argument_names(text))})"
+            call = f"{BY_NAME[text]}({', '.join(_taken(policies.LIBRARY[text]))})"
             raise ValueError(f"policy {text} needs arguments, written as {call}") from error
         raise ValueError(f"policy {_shown(text)}: {error}") from error
     if not isinstance(made, Policy):
@@ -109,94 +109,45 @@ def is_name(text: str) -> bool:
 def policy_name(text: str) -> str:
     """The name of the policy: `gravac` of GraVAC(window=5); a class of the user's own is called by
     its own name. ValueError if the library has no policy of a name that stands alone."""
+    if is_name(text):
+        if text not in (*BY_NAME, OFF):
+            raise ValueError(
+                f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got "
+                f"{_shown(text)}"
+            )
+        return text
     head = _without_module(text.partition("(")[0].strip())
-    if is_name(text) and text not in (*BY_NAME, OFF):
-        raise ValueError(
-            f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got "
-            f"{_shown(text)}"
-        )
     return _NAMES.get(head, head.rpartition(".")[2])
 
 
 def _without_module(name: str) -> str:
     """GraVAC of policies.GraVAC, and of gravac."""
     for module in _OURS:
-        if name.removeprefix(module) in _NAMES:
-            return name.removeprefix(module)
+        name = name.removeprefix(module)
     return BY_NAME.get(name, name)
 
 
-def argument_names(text: str) -> tuple[str, ...]:
-    """The arguments of a policy of the library; none of others."""
-    made = policies.LIBRARY.get(policy_name(text))
-    return () if made is None else tuple(_taken(made))
-
-
-def written_arguments(text: str) -> dict[str, Any]:
-    """The arguments that a policy is written with; a policy among them as it is written. ValueError
-    if they cannot be read."""
-    call = None if is_name(text) else _parsed(text)
+def with_arguments(text: str, given: Mapping[str, Any]) -> str:
+    """The same policy with further arguments. ValueError if it cannot be read."""
+    if not given:
+        return text
+    call = _parsed(f"{BY_NAME[text]}()" if text in BY_NAME else text)
     if not isinstance(call, ast.Call):
-        return {}
-    found = dict(zip(argument_names(text), call.args, strict=False))
-    found |= {str(each.arg): each.value for each in call.keywords}
-    return {
-        name: ast.unparse(node) if isinstance(node, ast.Call) else ast.literal_eval(node)
-        for name, node in found.items()
-    }
-
-
-def canonical(text: str) -> str:
-    """The same for all ways to write a policy, and one of them; what cannot be read is as it is."""
-    if is_name(text):
-        return text
-    try:
-        call = _parsed(text)
-        for node in ast.walk(call):
-            if isinstance(node, ast.Call):
-                node.func = _parsed(_without_module(ast.unparse(node.func)))
-                node.keywords.sort(key=lambda each: str(each.arg))
-        made = ast.unparse(call)
-    except (ValueError, RecursionError, MemoryError):
-        return text
-    if made.endswith("()") and made[:-2] in _NAMES:
-        return type(text)(_NAMES[made[:-2]])
+        raise ValueError(f"policy {_shown(text)}: takes no {next(iter(given))}")
+    for name, value in given.items():
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        written = ast.parse(repr(value), mode="eval").body
+        call.keywords.append(ast.keyword(name, written))
+    made = ast.unparse(call)
     # In double quotes, since a shell's are single ones.
     return type(text)(made if '"' in made else made.replace("'", '"'))
 
 
-def with_arguments(text: str, given: Mapping[str, Any]) -> str:
-    """The same policy, `canonical`, with further arguments, which may have its name before theirs:
-    warmup_steps is Warmup(steps=...). ValueError for arguments that it has not, or has already."""
-    if not given:
-        return canonical(text)
-    name, known = policy_name(text), argument_names(text)
-    named = {key.removeprefix(f"{name}_"): value for key, value in given.items()}
-    for key, value in named.items():
-        if key not in known:
-            owners = [one for one in BY_NAME if key in argument_names(one)]
-            whose = f"is for --policy {' or '.join(owners)}" if owners else "is unknown"
-            raise ValueError(
-                f"{key} {_plain(value)} {whose}; got --policy {name}, which takes "
-                f"{', '.join(known) or 'none'}"
-            )
-        if key in written_arguments(text):
-            raise ValueError(f"{key} {_plain(value)}: is given twice, also in --policy {text}")
-    call = _parsed(f"{BY_NAME[name]}()" if is_name(text) else text)
-    assert isinstance(call, ast.Call)
-    call.keywords += [
-        ast.keyword(key, ast.parse(literal(value), mode="eval").body)
-        for key, value in named.items()
-    ]
-    return canonical(type(text)(ast.unparse(call)))
-
-
 def value_of(words: Sequence[str]) -> Any:
-    """What words stand for as an argument of a policy: on is True, several are a tuple."""
+    """What words stand for as an argument of a policy: several are a tuple."""
     if len(words) != 1:
         return tuple(value_of([word]) for word in words)
-    if words[0] in ("on", "off"):
-        return words[0] == "on"
     try:
         return ast.literal_eval(words[0])
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -218,21 +169,6 @@ def _shown(text: str) -> str:
     return whole if len(whole) <= SHOWN else f"{whole[:SHOWN]}... ({len(text)} characters)"
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else literal(value)
-
-
-def literal(value: Any) -> str:
-    """A value as Python writes it; a whole number without its point."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{k!r}: {literal(v)}' for k, v in value.items())}}}"
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return repr(value)
-
-
 def _value(node: ast.expr, text: str) -> Any:
     if not isinstance(node, ast.Call):
         try:
@@ -246,7 +182,12 @@ def _value(node: ast.expr, text: str) -> Any:
         each.arg is None for each in node.keywords
     ):
         raise ValueError(f"{ast.unparse(node)} has * or **")
-    given = {str(each.arg): _value(each.value, text) for each in node.keywords}
+    given: dict[str, Any] = {}
+    for each in node.keywords:
+        name = str(each.arg)
+        if name in given:
+            raise ValueError(f"{name} is given twice")
+        given[name] = _value(each.value, text)
     unknown = [name for name in given if is_dataclass(factory) and name not in _taken(factory)]
     if unknown:
         accepted = ", ".join(_taken(factory))

@@ -12,7 +12,6 @@ from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.claim import claim
 from runs.config import CONFIG_FILE, TrainConfig
-from runs.expression import canonical
 from runs.netlab.lab import Lab, real_links
 from runs.options import RESUME_OPTIONS, make_config
 from runs.parser import UsageError, check_writable, option
@@ -116,8 +115,6 @@ def _resumed(resume: str, options: dict[str, Any], workers: int | None, simulate
             f"--resume {before.log_dir}: is a run over {links}; accepted: {before.resume_command}"
         )
     policy = checkpoint.config.policy
-    if "policy" in options:
-        options["policy"] = canonical(options["policy"])
     if options.get("policy", policy) != policy:
         raise UsageError(
             f"--policy {options['policy']}: the run in {checkpoint.config.log_dir} has "

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.config import TrainConfig
-from runs.expression import (
-    BY_NAME,
-    OFF,
-    argument_names,
-    policy_from,
-    policy_name,
-    with_arguments,
-)
+from runs.expression import OFF, policy_from, policy_name, with_arguments
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, option, shown
 from runs.settings import WITH_BETAS, WITH_MOMENTUM, Compressing
@@ -82,25 +75,18 @@ def _of_policy(policy: str) -> dict[str, Any]:
 
 
 def policy_for(given: Mapping[str, Any]) -> str:
-    """The policy that nobody has named: the library's choice, or the first that takes all arguments
-    that were given; a base that sends everything leaves no choice. UsageError if none does."""
+    """The policy that nobody has named: fixed for a CF, for a base that sends everything and for
+    gossip; else the library's choice."""
     from adaptive.config import default_policy  # torch is imported late
     from compressors import make_compressor
 
     base = str(given.get("base") or TrainConfig.base)
-    if base == "none" or str(given.get("sync")).startswith("Gossip"):
+    if "cf" in given or base == "none" or str(given.get("sync")).startswith("Gossip"):
         return "fixed"
     try:
-        chosen = default_policy(make_compressor(base))
+        return default_policy(make_compressor(base))
     except ValueError:  # is told of where the base is used
-        chosen = TrainConfig.policy
-    own = [name for name in given if name not in CONFIG_OPTIONS]
-    for policy in (chosen, "gravac", *BY_NAME):
-        names = argument_names(policy)
-        if all(name.removeprefix(f"{policy}_") in names for name in own):
-            return policy
-    each = ", ".join(f"{option(name)} {shown(given[name])}" for name in own)
-    raise UsageError(f"no policy takes all of these: {each}; accepted: those of one policy")
+        return TrainConfig.policy
 
 
 def _check_together(policy: str, given: Mapping[str, Any]) -> None:
@@ -111,6 +97,8 @@ def _check_together(policy: str, given: Mapping[str, Any]) -> None:
 
     if "ddp_hook" in given and policy != OFF:
         raise UsageError(f"{told('ddp_hook')} is for --policy off, got --policy {policy}")
+    if "cf" in given and policy != "fixed":
+        raise UsageError(f"{told('cf')} is for --policy fixed, got --policy {policy}")
     for name in HOOK_OPTIONS:
         if name in given and policy == OFF:
             raise UsageError(

@@ -20,7 +20,7 @@ from adaptive import LinkSpec, Summary
 from policies.words import named
 from runs.build import sends_dense
 from runs.config import TrainConfig
-from runs.expression import OFF, policy_name, written_arguments
+from runs.expression import OFF, policy_from, policy_name
 from runs.files import known, write_json
 from runs.logbook import Logbook, emulated
 from runs.modelled_clock import ServerSpec
@@ -56,7 +56,7 @@ def title(config: TrainConfig) -> str:
         hook = config.ddp_hook
         how = f"DDP with PyTorch's {hook} hook" if hook else "plain DDP, no hook"
     elif policy_name(config.policy) == "fixed":
-        cf = written_arguments(config.policy).get("cf", DEFAULT_CF)
+        cf = getattr(policy_from(config.policy), "cf", None) or DEFAULT_CF
         how = "dense" if sends_dense(config) else f"{config.base} at {named(cf)}"
     if config.exchange is not None:
         how += f", {config.exchange} exchange"

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from runs.config import TrainConfig
-from runs.expression import BY_NAME, EXAMPLE, OFF, Typed, argument_names, value_of
+from runs.expression import BY_NAME, EXAMPLE, OFF, Typed, value_of
 from runs.option_types import number_that
-from runs.options import CONFIG_OPTIONS, HOOK_OPTIONS, make_config
+from runs.options import CONFIG_OPTIONS, make_config
 from runs.parser import UsageError, option, options, read
 from runs.settings import COMPRESSORS, Compressing, Modelling, Optimizing, Training
 
 GRAMMAR = """\
 A contender is NAME[@CF][:key=value,...]. NAME is
   dense          the same hook sending everything, what the others are compared with
-  a policy       gravac, accordion, warmup, ... by its name
-  gravac-paper, accordion-paper    as in their papers, with these papers' compression where it is
-                 not named: tensor by tensor, values of 32 bits, plain error feedback
+  a policy       gravac, accordion, gravac-paper, ... by its name; or with its settings, as Python
+                 writes it: "Warmup(steps=50, then=GraVAC(window=20))",
+                 "Schedule({0: 1, 100: 10})" (CF 10 from step 100 on)
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
   off            plain DDP without the hook (of its steps, only number and time are known);
                  off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
   diloco         local steps that are exchanged dense, as DiLoCo: every 50, outer learning rate 0.7,
                  outer momentum 0.9, nothing overlaps
-  a policy with its settings, as Python writes it: "Warmup(steps=50, then=GraVAC(window=20))",
-                 "Schedule({0: 1, 100: 10})" (CF 10 from step 100 on)
 
-The keys are the arguments of the policy (epsilon, omega, window, ...) and train's options without
-the dashes: base, cf_range, memory, exchange, ... A value of several numbers has slashes:
-cf_range=10/500.
-steps and what belongs to the optimizer (lr, lr_drop, momentum, optimizer, betas, weight_decay,
-warmup, lr_schedule, clip_grad, clip_local) may be a contender's own, too:
-topk@100:steps=900,lr_drop=540 trains longer than others do in 600, and
-topk@100:optimizer=adamw,betas=0.9/0.98 with another optimizer.
-With --fixed-clock coding=NS says what compression takes, nanoseconds an element."""
+The keys are the arguments of the policy (epsilon, omega, window, ...), and train's options of
+compression and of the optimizer without the dashes: base, cf_range, memory, exchange, lr,
+optimizer, ..., and steps: topk@100:steps=900,lr_drop=540. A value of several numbers has slashes:
+cf_range=10/500."""
 
 _KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compressing, Modelling)}
-_TRAINING = ("steps", *(each.name for each in fields(Optimizing)))
+_OWN = {
+    *(each.name for group in (Compressing, Optimizing) for each in fields(group)),
+    *("steps", "coding"),
+} - {"policy", "link"}
+"""The options that a contender may have of its own; the others are the same for all."""
+
 _cf = number_that(lambda cf: cf >= 1, "a CF >= 1 after @")
-_ELSEWHERE = ("link", "fixed_clock", "model_mb", "server")  # the same for all contenders
 
 
 @dataclass(frozen=True)
@@ -72,16 +70,16 @@ def parse_contender(text: str) -> Contender:
     """UsageError names the contender, what is wrong with it and what is accepted."""
     name, cf, keys = _split(text.strip())
     try:
-        given, takes_cf, accepted = _meaning(name)
+        given = _meaning(name)
         if cf is not None:
-            if not takes_cf:
+            if given["policy"] != "fixed" or given.get("base") == "none":
                 raise UsageError(
                     f"{name} takes no @CF, got {cf!r}; accepted: a compressor at a CF, as in "
                     f"topk@100"
                 )
             given["cf"] = _cf(cf)
         if keys is not None:
-            given.update(_settings(name, keys, (*accepted, *_TRAINING)))
+            given |= _settings(keys)
     except (UsageError, ValueError) as error:
         raise UsageError(f"--contender {text}: {error}") from error
     return Contender(text.strip(), given)
@@ -99,28 +97,19 @@ def _split(text: str) -> tuple[str, str | None, str | None]:
     return name, cf if at else None, keys
 
 
-def _meaning(name: str) -> tuple[dict[str, Any], bool, Sequence[str]]:
-    """(options, whether a CF may follow, keys that may follow) of a name. An argument of a policy
-    whose name is an option of train has the policy's before it: warmup_steps."""
-    hook = [key for key in HOOK_OPTIONS if key not in _ELSEWHERE]
-    if name == OFF:
-        return {"policy": OFF}, False, ("ddp_hook",)
+def _meaning(name: str) -> dict[str, Any]:
+    """The options of train that a name stands for."""
     if name == "diloco":
         sync = "LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, overlap=0)"
-        return {"policy": "fixed", "base": "none", "sync": sync}, False, ("sync",)
+        return {"policy": "fixed", "base": "none", "sync": sync}
     if name == "dense":
-        return {"policy": "fixed", "base": "none"}, False, ("probe", "exchange")
-    if name == "fixed" or name.partition("+")[0] in COMPRESSORS:
-        base = {} if name == "fixed" else {"base": name}
-        own = [key for key in ("probe", *hook) if key != "cf_range" and key not in base]
-        return {"policy": "fixed", **base}, True, own
-    if name in BY_NAME:
-        own = [
-            f"{name}_{each}" if each in CONFIG_OPTIONS else each for each in argument_names(name)
-        ]
-        return {"policy": name}, False, [*own, *hook]
+        return {"policy": "fixed", "base": "none"}
+    if name in (*BY_NAME, OFF):
+        return {"policy": name}
     if "(" in name:
-        return {"policy": Typed(name)}, False, hook
+        return {"policy": Typed(name)}
+    if name.partition("+")[0] in COMPRESSORS:
+        return {"policy": "fixed", "base": name}
     raise UsageError(
         f"{name!r} is unknown; accepted: dense, a policy ({', '.join((*BY_NAME, OFF))}; with "
         f"settings as in {EXAMPLE}) or a compressor ({', '.join(COMPRESSORS)}; with coded values "
@@ -128,19 +117,19 @@ def _meaning(name: str) -> tuple[dict[str, Any], bool, Sequence[str]]:
     )
 
 
-def _settings(name: str, keys: str, accepted: Sequence[str]) -> dict[str, Any]:
+def _settings(keys: str) -> dict[str, Any]:
     """What the keys stand for: options of train, read as train reads them, and the arguments of the
     policy."""
     words: list[str] = []
     arguments: dict[str, Any] = {}
     for part in _parts(keys, ","):
         key, equals, value = part.strip().partition("=")
-        if key not in accepted:
-            raise UsageError(f"unknown key {key!r}; accepted for {name}: {', '.join(accepted)}")
         if not (equals and value):
             raise UsageError(f"{key!r} needs a value: {key}=VALUE")
-        if key in CONFIG_OPTIONS:
+        if key in _OWN:
             words += [option(key), *value.split("/")]
+        elif key in CONFIG_OPTIONS:
+            raise UsageError(f"{key} is the same for all contenders: {option(key)}")
         else:
             arguments[key] = value_of(value.split("/"))
     return {**arguments, **read("compare", _KEYS, "", words)}

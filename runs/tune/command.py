@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.needs import check_installed
-from runs.option_types import Count, Number, Texts, Wholes, metavar
+from runs.option_types import Count, Texts, metavar
 from runs.parser import options
 from runs.settings import Compressing, Keeping, Modelling, Optimizing, PolicyArguments, Training
 
@@ -22,21 +22,19 @@ examples:
       in these ranges, and of these names
   python -m runs tune --policy goodput --objective quality seconds --link 100mbit
       Goodput's margin and power: quality and measured seconds
-  python -m runs tune --link 100mbit --objective seconds --target 8.5
-      the least time to perplexity 8.5; trials that fall behind are stopped early
-  python -m runs tune --base topk --cf 50 --search lr clip_grad --sampler random --trials 60
+  python -m runs tune --base topk --cf 50 --objective quality --search lr clip_grad --sampler random
       Harris's procedure (2020): a random search for one compression setting
 
 What is searched is written NAME, NAME=LOW..HIGH or NAME=A,B,C. NAME is an argument of the policy or
-an option of train. A name alone takes the usual range, which epsilon, omega, window, eta, interval,
-cf, margin, power, lr, clip_grad and clip_norm have.
+an option of train. A name alone takes the usual range, which epsilon, omega, eta, cf, margin,
+power, lr and clip_grad have.
 
 The first trial runs with the policy's own defaults. If its dense steps hardly wait for the network,
 tune says so and ends: there is nothing to tune for. --anyway goes on.
 
 The same command goes on where it was interrupted (Ctrl-C, exit code 130). Several commands can
-share a study by --storage. Optuna prunes studies of one objective only. Failed trials are recorded,
-and do not stop the study; the exit code is 1 if all of them failed.
+share a study by --storage. With one objective Optuna's median pruner stops trials that fall behind.
+Failed trials are recorded, and do not stop the study; the exit code is 1 if all of them failed.
 
 To look at a study: optuna-dashboard sqlite:///LOGDIR/study.db, or optuna.visualization."""
 
@@ -45,20 +43,14 @@ To look at a study: optuna-dashboard sqlite:///LOGDIR/study.db, or optuna.visual
 class Searching:
     """What to search for."""
 
-    trials: Count | None = None
-    """Finished ones in all, by all processes (30)."""
+    trials: Count = 30
+    """Finished ones in all, by all processes."""
     objective: Annotated[Texts | None, metavar("WHAT ...")] = None
-    """Of quality, bytes, seconds (quality bytes; with --target seconds)."""
-    target: Number | None = None
-    """Count bytes or seconds until held-out quality is as good as this."""
+    """Quality, and what else: bytes, seconds (quality bytes)."""
     search: Annotated[Texts | None, metavar("S ...")] = None
     """Search these, see above (epsilon omega; of another policy than gravac its own)."""
-    sampler: Literal["tpe", "random"] | None = None
-    """Optuna's (tpe)."""
-    pruner: Literal["median", "none"] | None = None
-    """Optuna's: stop trials whose quality falls behind (median; with several objectives none)."""
-    seeds: Wholes | None = None
-    """Training seeds: a trial's values are means over them (0)."""
+    sampler: Literal["tpe", "random"] = "tpe"
+    """Optuna's."""
     storage: Annotated[str | None, metavar("URL")] = None
     """Optuna's, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/study.db)."""
     anyway: bool = False
@@ -67,7 +59,7 @@ class Searching:
 
 OPTIONS = {
     "search": options(Searching),
-    "training": options(Training, without=("seed",)),
+    "training": options(Training),
     "optimizer": options(Optimizing),
     "compression": options(Compressing),
     "policy": options(PolicyArguments),

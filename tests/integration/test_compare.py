@@ -73,9 +73,9 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "lr": 3e-3,
         "clip_grad": 1.0,
     },
-    "warmup:warmup_steps=2,warmup=3,lr_schedule=linear": {
+    "warmup:stages=2,warmup=3,lr_schedule=linear": {
         "policy": "warmup",
-        "warmup_steps": 2,
+        "stages": 2,
         "warmup": 3,
         "lr_schedule": "linear",
     },
@@ -87,7 +87,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "betas": (0.8, 0.99),
         "weight_decay": 0.0,
     },
-    "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": (20.0, 100.0)},
+    "topk@10:probe=20/100": {"policy": "fixed", "base": "topk", "cf": 10.0, "probe": (20, 100)},
 }
 
 
@@ -105,7 +105,7 @@ BAD = {
     "--contender gravac@10": ["gravac takes no @CF", "'10'", "topk@100"],
     "--contender topk@0.5": ["'0.5'", ">= 1"],
     "--contender topk@": ["''", ">= 1"],
-    "--contender gravac:eps=1": ["unknown key 'eps'", "epsilon, omega"],
+    "--contender gravac:eps=1": ["GraVAC takes no eps", "epsilon, omega"],
     "--contender gravac:epsilon": ["'epsilon' needs a value"],
     "--contender gravac:epsilon=x": ["epsilon='x'", "in (0, 1]"],
     "--contender gravac:epsilon=7": ["epsilon=7", "(0, 1]"],
@@ -115,8 +115,8 @@ BAD = {
         "--contender dense:momentum=0.5",
         "--momentum 0.5 is for --optimizer sgd",
     ],
-    "--contender off:base=topk": ["unknown key 'base'", "steps, optimizer, lr"],
-    "--contender topk@10:cf_range=1/2": ["unknown key 'cf_range'", "probe"],
+    "--contender off:base=topk": ["--base topk needs the library's hook"],
+    "--contender topk@10:cf_range=1/2": ["--cf-range 1 2 is for the other policies"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
     "--contender dense --contender dense": ["dense", "twice"],
     "--contender off --link 1gbit": ["--contender off", "--link 1gbit", "hook"],

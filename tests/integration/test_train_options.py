@@ -51,7 +51,7 @@ BAD = {
     "--policy GraVAC(epsilom=0.5)": ["--policy", "takes no epsilom", "epsilon, omega"],
     "--policy GraVAC(scaling='x')": ["scaling='x'", "'geometric'"],
     "--policy GraVAC(gain='x')": ["gain='x'", "'error_fed'"],
-    "--policy Fixed(cf=5) --cf 5": ["cf 5", "twice"],
+    "--policy Fixed(cf=5) --cf 5": ["cf is given twice"],
     "--policy GraVAC --steps 9": ["--policy", "'GraVAC'", "gravac", "Warmup(steps=50"],
     "--memory x": ["--memory", "'x'", "momentum"],
     "--memory Momentum(lag=0)": ["--memory", "lag=0", "(0, 1]"],

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -25,9 +22,8 @@ from adaptive import StepRecord
 from runs.config import TrainConfig
 from runs.expression import policy_name
 from runs.parser import UsageError
-from runs.tune.report import Objective, best_trials, make_report, nothing_to_tune
-from runs.tune.space import BY_POLICY, chosen, make_space, usual
-from runs.tune.study import Tuning, make_pruner, make_tuning, open_study
+from runs.tune.study import make_report, nothing_to_tune, open_study
+from runs.tune.tuning import BY_POLICY, Tuning, make_space, make_tuning, usual
 from tests.unit.made_runs import made, record
 
 # -- what is searched ----------------------------------------------------------------------------
@@ -48,13 +44,14 @@ from tests.unit.made_runs import made, record
 )
 def test_ranges_and_choices(spec: str, expected: BaseDistribution) -> None:
     name = spec.partition("=")[0]
-    assert make_space([spec], usual(300, 1.0), {}) == {name: expected}
+    assert make_space([spec], usual(1.0), {}) == {name: expected}
 
 
 def test_searched_numbers_have_few_digits_so_that_what_is_printed_is_what_ran() -> None:
-    space = {"epsilon": FloatDistribution(0.1234567, 0.9)}
-    assert chosen(space, {"epsilon": 0.87654321}) == {"epsilon": 0.877}
-    assert chosen(space, {"epsilon": 0.12345678}) == {"epsilon": 0.1234567}
+    space: dict[str, BaseDistribution] = {"epsilon": FloatDistribution(0.1234567, 0.9)}
+    tuning = Tuning({}, ("quality",), space, Path())
+    assert tuning.chosen({"epsilon": 0.87654321}) == {"epsilon": 0.877}
+    assert tuning.chosen({"epsilon": 0.12345678}) == {"epsilon": 0.1234567}
 
 
 @pytest.mark.parametrize("policy", BY_POLICY)
@@ -75,10 +72,13 @@ def _tuning(folder: Path, **given: Any) -> Tuning:
     ("given", "policy", "searched"),
     [
         ({}, "gravac", ["epsilon", "omega"]),
-        ({"epsilon": 0.1}, "gravac", ["omega"]),
         ({"policy": "GraVAC(omega=0.2)"}, "gravac", ["epsilon"]),
         ({"search": ["lr"]}, "gravac", ["lr"]),
-        ({"search": ["margin", "base=topk,dgc"]}, "goodput", ["margin", "base"]),
+        (
+            {"policy": "goodput", "search": ["margin", "base=topk,dgc"]},
+            "goodput",
+            ["margin", "base"],
+        ),
         ({"cf": 50.0, "search": ["lr", "clip-grad"]}, "fixed", ["lr", "clip_grad"]),
         ({"base": "none", "search": ["lr"]}, "fixed", ["lr"]),
     ],
@@ -94,50 +94,17 @@ def test_epsilon_and_omega_first_or_what_is_named(
 # -- what for ------------------------------------------------------------------------------------
 
 
-def _objective(*names: str, target: float | None = None, higher: bool = False) -> Objective:
-    return Objective(names, target, "accuracy" if higher else "perplexity", higher)
-
-
-def test_values_are_those_at_the_first_evaluation_at_the_target() -> None:
+def test_values_are_those_of_the_whole_run(tmp_path: Path) -> None:
     steps = [record(i) for i in range(4)]  # of 1000 bytes and half a second each
     run = made("run", steps, ((2, 6.0), (3, 5.0), (4, 4.0)))
-    assert _objective("quality", "bytes").values(run) == [4, 4000]
-    assert _objective("bytes", target=5.5).values(run) == [3000]
-    assert _objective("seconds", target=5.5).values(run) == [1.5]
-    assert _objective("seconds", target=3.0).values(run) is None
-    [unknown] = _objective("seconds").values(made("run", [], ((4, 4.0),))) or []
-    assert math.isnan(unknown)
+    tuning = _tuning(tmp_path, objective=["quality", "bytes", "seconds"])
+    assert tuning.values(run) == [4, 0.004, 2.0]
+    assert all(map(math.isnan, tuning.values(made("run", [], ((4, 4.0),)))[2:]))
 
 
-def test_the_pruner_compares_qualities_in_the_direction_of_the_study() -> None:
-    assert _objective("quality").intermediate(3.0) == 3.0
-    assert _objective("seconds", target=1.0).intermediate(3.0) == 3.0
-    assert _objective("quality", higher=True).intermediate(3.0) == 3.0  # maximised
-    assert _objective("seconds", target=1.0, higher=True).intermediate(3.0) == -3.0
-    assert _objective("quality", higher=True).directions == ["maximize"]
-    assert _objective("bytes", target=5.0).reached(5.0)
-    assert not _objective("bytes", target=5.0).reached(5.1)
-    assert not _objective("bytes", target=0.5, higher=True).reached(-inf)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
-    st.booleans(),
-)
-def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]], higher: bool) -> None:
-    study = optuna.create_study(directions=_objective("quality", "bytes", higher=higher).directions)
-    study.add_trials([create_trial(values=[float(q), float(b)]) for q, b in points])
-    front = best_trials(study)
-    kept = [tuple(trial.values) for trial in front]
-    sign = -1 if higher else 1
-    for quality, cost in points:
-        beaten = any(
-            sign * q <= sign * quality and b <= cost and (q, b) != (quality, cost)
-            for q, b in points
-        )
-        assert ((quality, cost) in kept) == (not beaten)
-    assert len(set(kept)) == len(kept)
-    assert kept == sorted(kept, key=lambda value: sign * value[0])
+def test_an_accuracy_is_maximised(tmp_path: Path) -> None:
+    assert _tuning(tmp_path).directions == ["minimize", "minimize"]
+    assert _tuning(tmp_path, task="cifar10").directions == ["maximize", "minimize"]
 
 
 # -- whether there is anything to tune -------------------------------------------------------------
@@ -155,7 +122,7 @@ def test_there_is_nothing_to_tune_where_dense_steps_do_not_wait(
 ) -> None:
     steps = [_waiting(i, 1.0, waited) for i in range(9)]
     steps += [_waiting(i, 10.0, 0.0) for i in range(9, 12)]
-    monkeypatch.setattr("runs.tune.report.read_folder", lambda *_: made("run", steps))
+    monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: made("run", steps))
     why = nothing_to_tune(tmp_path)
     assert bool(why) == nothing
     assert not nothing or "75% of the steps were sent dense" in why
@@ -165,7 +132,7 @@ def test_a_run_without_dense_steps_does_not_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [_waiting(i, 10.0, 0.0) for i in range(9)]
-    monkeypatch.setattr("runs.tune.report.read_folder", lambda *_: made("run", steps))
+    monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: made("run", steps))
     assert nothing_to_tune(tmp_path) == ""
 
 
@@ -193,7 +160,7 @@ def test_the_first_trial_has_the_policys_defaults(tmp_path: Path) -> None:
     ("other", "said"),
     [
         ({"steps": 30}, "--steps: .* begun with 20, not 30"),
-        ({"seeds": [1, 2]}, r"--seeds: .* begun with \[0\], not \[1, 2\]"),
+        ({"seed": 1}, "--seed: .* begun with None, not 1"),
         ({"link": "1gbit"}, "--link: .* begun with None, not 1gbit"),
         ({"search": ["lr"]}, "--search: .* begun with epsilon=.*, not lr=.*"),
         ({"objective": ["quality"]}, "--objective: .* begun with .*bytes"),
@@ -217,31 +184,12 @@ def test_a_storage_that_does_not_open_keeps_its_password_to_itself(tmp_path: Pat
     assert "secret" not in str(refused.value)
 
 
-def test_the_pruner_stops_what_falls_behind_but_not_at_once() -> None:
-    study = optuna.create_study(pruner=make_pruner("median", 40), study_name="x")
-    pruned_at: dict[bool, list[int]] = {True: [], False: []}
-    for number in range(24):
-        good = number % 2 == 0 or number < 10
-        trial = study.ask()
-        for step in range(4, 41, 4):
-            trial.report(1.0 if good else 9.0, step)
-            if trial.should_prune():
-                pruned_at[good].append(step)
-                study.tell(trial, state=TrialState.PRUNED)
-                break
-        else:
-            study.tell(trial, 1.0 if good else 9.0)
-    assert pruned_at[False]
-    assert not pruned_at[True]
-    assert min(pruned_at[False]) >= 12
-
-
 def test_the_report_names_the_best_and_what_failed(tmp_path: Path) -> None:
     tuning = _tuning(tmp_path, search=["lr=0.1..1"])
-    study = optuna.create_study(directions=tuning.objective.directions)
+    study = optuna.create_study(directions=tuning.directions)
     failed = {"state": TrialState.FAIL, "user_attrs": {"reason": "diverged"}}
     study.add_trial(create_trial(**failed))
-    result, text = make_report(tuning.objective, tuning.space, study, "")
+    result, text = make_report(tuning, study, "")
     assert result["front"] == []
     assert "no trial is complete (1 fail); the last: failed: diverged" in text
     for i in range(9):
@@ -249,9 +197,9 @@ def test_the_report_names_the_best_and_what_failed(tmp_path: Path) -> None:
         study.add_trial(
             create_trial(values=[1 + lr, 2e6 - lr], params={"lr": lr}, distributions=tuning.space)
         )
-    result, text = make_report(tuning.objective, tuning.space, study, "")
+    result, text = make_report(tuning, study, "")
     assert len(result["front"]) == 9
-    assert "command" not in result  # which the study adds
+    assert "--lr 0.1" in result["command"]
     assert text.startswith(result["answer"])
     assert "1 fail" in text
     assert json.loads(json.dumps(result)) == result
@@ -259,6 +207,6 @@ def test_the_report_names_the_best_and_what_failed(tmp_path: Path) -> None:
 
 def test_settings_that_made_no_difference_are_said_to_be_so(tmp_path: Path) -> None:
     tuning = _tuning(tmp_path, search=["lr=0.1..1"])
-    study = optuna.create_study(directions=tuning.objective.directions)
+    study = optuna.create_study(directions=tuning.directions)
     study.add_trials([create_trial(values=[7.0, 2e6]) for _ in range(3)])
-    assert "made no difference" in make_report(tuning.objective, tuning.space, study, "")[1]
+    assert "made no difference" in make_report(tuning, study, "")[1]
