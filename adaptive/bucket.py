@@ -336,7 +336,7 @@ def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: 
     sampled = levels
     if unit.base.sampled:
         sampled = compress_levels(_of_sample(unit, sample.numel()), sample)
-    tally.add_levels(_energies(levels), _energies(sampled))
+    tally.add_levels(energies_of(levels), energies_of(sampled))
 
 
 def _of_sample(unit: Unit, numel: int) -> Unit:
@@ -350,7 +350,7 @@ def _of_sample(unit: Unit, numel: int) -> Unit:
     return replace(unit, key=key, stop=stop, segments=tuple(filter(None, lengths)))
 
 
-def _energies(payloads: Sequence[Payload]) -> Tensor:
-    """(payloads, 3)."""
+def energies_of(payloads: Sequence[Payload]) -> Tensor:
+    """The `Payload.energies` of each, (payloads, 3)."""
     known = [p.energies for p in payloads if p.energies is not None]
     return known[0][None] if len(known) == 1 else torch.stack(known)

@@ -23,7 +23,7 @@ from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
 from compressors.sparsifier import Sparsifier
-from policies import Fixed, Goodput, Policy, Schedule, Warmup, checks
+from policies import Accordion, Fixed, Goodput, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
 
 GranularityName = Literal["auto", "layer", "bucket"]
@@ -284,6 +284,14 @@ class Settings:
             raise ValueError(
                 f"exchange={self.server!r}: needs a base that compresses, got "
                 f"base={self.base.shown!r}"
+            )
+        policies = _policies_in(self.policy)
+        by_norms = self.policy.layerwise or any(isinstance(each, Accordion) for each in policies)
+        if self.server.down_cf == "auto" and by_norms:
+            raise ValueError(
+                f"exchange={self.server!r}: needs a policy that goes by gains, as 'goodput' and "
+                f"'gravac' do, and gives all layers one CF (with down_cf=None means have the CF of "
+                f"gradients); got policy {self.policy.name!r}"
             )
 
     def describe(self, memory: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import StepClock
+from adaptive.means_policy import MeansPolicy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.pace import DenseTimer
 from adaptive.sizes import Sizes
@@ -46,19 +47,23 @@ TOO_SMALL = (
 
 class _Pending(NamedTuple):
     """A step whose statistics are under way: what of its report and of its record is known already,
-    this rank's tally and sketches (for signal gain), and the sum of the ranks' tallies."""
+    this rank's tally and sketches (for signal gain), and the sum of the ranks' tallies.
+
+    down_cfs: the CF of its means, and that of the step before; None: no means were compressed."""
 
     report: StepReport
     recorded: dict[str, Any]
     tally: Tally
     sketches: Tensor | None
     summed: PendingSum
+    down_cfs: tuple[float | None, float | None]
 
 
 @dataclass(eq=False)
 class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
+    means: chooses the CF of means, if a policy does.
     lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
     may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
     lag: in steps, of decisions, beside the one that
@@ -68,7 +73,7 @@ class Controller(saved.Stateful):
     every step is dense.
     """
 
-    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
+    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer, means=MeansPolicy | None)
 
     policy: Policy
     exchange: Exchange
@@ -81,6 +86,7 @@ class Controller(saved.Stateful):
     device: torch.device
     numbers: tuple[int, ...]
     dense_timer: DenseTimer
+    means: MeansPolicy | None = None
     lag: int = 0
     step: int = saved.saved(0)
     cf: float = saved.saved(DENSE)
@@ -98,6 +104,7 @@ class Controller(saved.Stateful):
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
     _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
+    _down_cf: float | None = saved.saved(None)  # of the last step's means
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
@@ -121,6 +128,10 @@ class Controller(saved.Stateful):
         sent = () if narrow else (plan.send,)
         compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
+        if self.means is not None:
+            up = plan.send if plan.send in compressed else None
+            if why := self.means.begin_step(self.step, up):
+                self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
 
     def note(self, reason: str) -> None:
@@ -183,6 +194,7 @@ class Controller(saved.Stateful):
             updates=self.memory().sends_updates,
             drift=peers is not None and len(self.numbers) > 1,
             norms=self.policy.gain == "raw",
+            mean_cfs=() if self.means is None else self.means.means.measured,
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
@@ -233,7 +245,10 @@ class Controller(saved.Stateful):
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
-        self._pending.append(_Pending(report, recorded, tally, sketches, summed))
+        means = self.means if self.cf in self.cfs.measured else None
+        down_cf = None if means is None else means.cf
+        down_cfs, self._down_cf = (down_cf, self._down_cf), down_cf
+        self._pending.append(_Pending(report, recorded, tally, sketches, summed, down_cfs))
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
@@ -286,6 +301,7 @@ class Controller(saved.Stateful):
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense from now on"])
+        lines += [] if self.means is None else [self.means.explain()]
         lines += [self.policy.verdict()] if self.policy.verdict() else []
         numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
         if detail and numbers:
@@ -317,18 +333,22 @@ class Controller(saved.Stateful):
         if not same_clock:
             self.dense_timer.contrast.pause()
 
+    def policies(self) -> list[Policy]:
+        """That of gradients, and that of means."""
+        return [self.policy, *([] if self.means is None else [self.means.policy])]
+
     def loaded_parts(self) -> list[object]:
-        """Whatever `load_state_dict` changes beside the policy and the dense timer."""
+        """Whatever `load_state_dict` changes beside the policies and the dense timer."""
         watch = self.stopwatch
         modelled = [watch.clock] if isinstance(watch.clock, StepClock) else []
         parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
         parts.append(self._totals.pace)
-        return [*parts, *modelled]
+        return [*parts, *modelled, *([] if self.means is None else [self.means])]
 
     def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""
         while len(self._pending) > keep:
-            report, recorded, tally, sketches, summed = self._pending.popleft()
+            report, recorded, tally, sketches, summed, down_cfs = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
             self.invalid = self.invalid or agreed.invalid > 0
@@ -350,6 +370,8 @@ class Controller(saved.Stateful):
                 totals.pace.add(report.median_seconds, report.timed_steps, dense)
             if not self.forced_dense:
                 self.policy.observe(report)
+                if self.means is not None and down_cfs[0] is not None:
+                    recorded |= self.means.observe(report, agreed, down_cfs[0], down_cfs[1])
             gain = self._gain(report)
             totals.add_gain(report.cf, gain)
             recorded |= {"gain": gain, "pace": replace(totals.pace)}

@@ -134,7 +134,7 @@ class Reducer:
                 if not in_vain:
                     _record(step, bucket, unit, compress_levels(unit, a, sent=payload))
 
-        outgoing = Outgoing(index, bucket, units, payloads, report)
+        outgoing = Outgoing(index, bucket, units, payloads, report, step.tally.add_means)
 
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5

@@ -29,6 +29,7 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import EmulatedLink
 from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
+from adaptive.means_policy import MeansPolicy, another
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
@@ -163,7 +164,13 @@ class Session:
         self._memory.choose(optimizers, settings.sync)
         topology = settings.sync.topology_of(self.exchange.world_size)
         self._choice.messages = None if topology is None else topology.messages
+        self._means: MeansPolicy | None = None
+        if settings.server.down_cf == "auto" and base.name != "none":
+            second = another(settings.policy)
+            self._means = MeansPolicy(second, self._choice.means, base.known_gains)
         context = start_policy(settings, self._sizes, self._memory.now.name)
+        if self._means is not None:
+            self._means.start(context, self._sizes.wire_bytes)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
@@ -253,6 +260,7 @@ class Session:
                 settings.network.spec,
                 lambda: self._choice.link,
             ),
+            self._means,
             settings.sync.extra_lag,
         )
         controller.take_steps(settings.sync.numbers[0])
@@ -429,14 +437,15 @@ class Session:
         checking: entered while that can still be so; what it raises at its end undoes all, too."""
         self._sync.abandon()
         controller = self.controller
-        trials = self.settings.base, controller.policy, controller.dense_timer
+        trials = self.settings.base, *controller.policies(), controller.dense_timer
         with undone_on_error(trials, controller.loaded_parts()), checking:
             expected = self._expected(state)
             resharded = saved.read(state, "resharded_from", int | None) is not None
             parts = self._parts(expected["memory_kind"], resharded, same_clock)
             check_state(state, expected, parts)
             if resharded:
-                controller.policy.rescale()
+                for policy in controller.policies():
+                    policy.rescale()
                 controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
         load_parts(state, parts)

@@ -87,13 +87,16 @@ class Sizes:
             nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)
         return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / BUCKET))
 
-    def wire_bytes(self, cf: float) -> float:
-        """Bytes a rank puts on the wire in a step at `cf`, of what may be compressed."""
+    def wire_bytes(self, cf: float, down_cf: float | None = None) -> float:
+        """Bytes a rank puts on the wire in a step at `cf`, of what may be compressed. down_cf: that
+        of the means in a sharded exchange; None: the one in use."""
         if cf == DENSE:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
         if cf in self.hooks:
             return reduce_wire_bytes(hook_bytes(self.numel(), cf), self.world_size)
-        return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf)
+        down_cf = self.choice.means.cf if down_cf is None else down_cf
+        means = None if down_cf is None else self._pieces(down_cf)
+        return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf, means)
 
     def supported(self, cf: float) -> float:
         """The nearest CF that the base or a hook can really do; the base on the largest that it

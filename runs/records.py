@@ -41,7 +41,7 @@ _FIELDS = Fields(
     {
         **{"float": _NUMBER, "int": _WHOLE},
         **dict.fromkeys(("cf", "cf_before", "cf_range", "layer_cfs"), _CF),
-        "timed_cf": _CF._replace(unknown=True),
+        **dict.fromkeys(("timed_cf", "down_cf"), _CF._replace(unknown=True)),
         **dict.fromkeys(("numel", "world_size"), _COUNT),
         **dict.fromkeys(("local_steps", "timed_steps"), _LOCAL),
         **dict.fromkeys(("seconds", "median_seconds", "grad_norm", "sum_norm"), _AMOUNT),

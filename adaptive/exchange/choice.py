@@ -14,6 +14,7 @@ from torch import Tensor
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import (
+    Means,
     Outgoing,
     Piece,
     Rounds,
@@ -22,7 +23,6 @@ from adaptive.exchange.strategies import (
     in_rounds,
     reduced_bytes,
     sharded,
-    sharded_bytes,
     summed,
 )
 from adaptive.exchange.votes import voted_bytes, voted_indices
@@ -58,7 +58,7 @@ class Strategy:
 
 GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1)
 SUMMED = Strategy("all_reduce", summed, reduced_bytes, 1)
-SHARDED = Strategy("sharded", sharded, sharded_bytes, 2, sharded=True)
+SHARDED = Strategy("sharded", partial(sharded, back=Means()), reduced_bytes, 2, sharded=True)
 
 ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_indices"]
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
@@ -71,18 +71,20 @@ class ParameterServer:
     others 2019). Bytes do not grow with the number of ranks.
 
     down_cf: the CF at which means travel back, where that is not the CF at which gradients come: 1
-        compresses on the way up only. None: the same.
+        compresses on the way up only. None: the same. "auto": the policy chooses it as it chooses
+        the CF of gradients, by a second instance, which is told what compression keeps of the means
+        (`adaptive.means_policy`). It needs a policy that goes by gains.
     own_memory: what compressing a mean loses waits by itself, for the next mean, until the
         compressor is detached. False: in the residual of the rank that has compressed it.
 
     ValueError or TypeError for a value that is not accepted."""
 
-    down_cf: float | None = None
+    down_cf: float | Literal["auto"] | None = None
     own_memory: bool = False
 
     def __post_init__(self) -> None:
         checks.flag("own_memory", self.own_memory)
-        if self.down_cf is not None:
+        if self.down_cf not in (None, "auto"):
             checks.real("down_cf", self.down_cf, least=1)
         if self.down_cf == 1 and self.own_memory:
             raise ValueError("own_memory=True: needs means that are compressed, got down_cf=1")
@@ -145,9 +147,8 @@ class ExchangeChoice:
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    server: the error memory of the sharded exchange's second compression, if it has one of its own.
-    messages: that a rank sends in a step, to neighbours; None where the payloads of all become the
-    mean."""
+    means: how the means of the sharded exchange are sent back. messages: that a rank sends in a
+    step, to neighbours; None where the payloads of all become the mean."""
 
     def __init__(
         self,
@@ -159,11 +160,10 @@ class ExchangeChoice:
         self._base, allowed = base, strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
-        self.server: dict[str, Tensor] | None = {} if server.own_memory else None
+        down_cf = None if server.down_cf == "auto" else server.down_cf
+        self.means = Means(down_cf, memory={} if server.own_memory else None)
         if server != SAME:
-            start = partial(sharded, down_cf=server.down_cf, server=self.server)
-            wire_bytes = partial(sharded_bytes, down_cf=server.down_cf)
-            self._fixed = replace(SHARDED, start=start, wire_bytes=wire_bytes)
+            self._fixed = replace(SHARDED, start=partial(sharded, back=self.means))
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]
@@ -195,7 +195,7 @@ class ExchangeChoice:
             self.link = LinkCost(*link)
 
     def _save_server(self) -> dict[str, Tensor]:
-        return {name: kept.clone() for name, kept in (self.server or {}).items()}
+        return {name: kept.clone() for name, kept in (self.means.memory or {}).items()}
 
     def _check_server(self, server: Mapping[str, Any]) -> None:
         for name, kept in server.items():
@@ -204,9 +204,9 @@ class ExchangeChoice:
             require(fits, f"server: {name!r} is damaged, {kept!r:.80}")
 
     def _load_server(self, server: Mapping[str, Tensor], device: torch.device) -> None:
-        if self.server is not None:
-            self.server.clear()
-            self.server.update({name: kept.to(device) for name, kept in server.items()})
+        if self.means.memory is not None:
+            self.means.memory.clear()
+            self.means.memory.update({name: kept.to(device) for name, kept in server.items()})
 
     @property
     def measures(self) -> bool:
@@ -228,9 +228,20 @@ class ExchangeChoice:
         sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n))
         return many if sharded < WORTH * gathered else GATHERED
 
-    def wire_bytes(self, pieces: Sequence[Piece], bucket_nbytes: float, cf: float) -> float:
+    def wire_bytes(
+        self,
+        pieces: Sequence[Piece],
+        bucket_nbytes: float,
+        cf: float,
+        means: Sequence[Piece] | None = None,
+    ) -> float:
         """Bytes that a rank puts on the wire in a step at `cf`, which sends these pieces, in
-        payloads of so many bytes a bucket."""
+        payloads of so many bytes a bucket. means: what comes back in a sharded exchange; None: as
+        much."""
         if self.messages is not None:
             return self.messages * sum(piece.nbytes for piece in pieces)
-        return self.pick(bucket_nbytes, cf).wire_bytes(pieces, self._world_size)
+        strategy = self.pick(bucket_nbytes, cf)
+        both = strategy.wire_bytes(pieces, self._world_size)
+        if means is None or not strategy.sharded:
+            return both
+        return (both + strategy.wire_bytes(means, self._world_size)) / 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Bucket, Unit, shard_borders
+from adaptive.bucket import EXACT, Bucket, Unit, compress_levels, energies_of, shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
 from compressors.base import Payload, Spec, any_nonfinite
@@ -37,7 +37,8 @@ class Outgoing:
 
     payloads: one a unit; for a strategy that `takes_sums` its only part is the error-fed gradient.
     If the bucket is nonfinite so are payloads, but error-fed gradients are zero. report: is told,
-    still in the hook's body, which payloads the strategy has made itself.
+    still in the hook's body, which payloads the strategy has made itself. report_means: is told
+    instead, where means are measured, what each CF keeps of one: (CFs, 3), as `Payload.energies`.
     """
 
     index: int
@@ -45,6 +46,7 @@ class Outgoing:
     units: list[Unit]
     payloads: Sequence[Payload]
     report: Callable[[Sequence[Payload]], None]
+    report_means: Callable[[Tensor], None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,28 +131,28 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     return Received([[each] for each in sums], nonfinite, 1 / exchange.world_size, out.payloads)
 
 
-def sharded_bytes(pieces: Sequence[Piece], ranks: int, down_cf: float | None = None) -> float:
-    """Bytes that a rank puts on the wire in `sharded`: half of an all-reduce each way."""
-    if down_cf is None:
-        return reduced_bytes(pieces, ranks)
-    down = [piece._replace(cf=DENSE if piece.cf == DENSE else down_cf) for piece in pieces]
-    return reduced_bytes([*pieces, *down], ranks) / 2
+@dataclass
+class Means:
+    """How the means of `sharded` are sent back to all ranks.
+
+    cf: the CF. 1 is "single compression"; None: that of the payloads. measured: ascending CFs at
+    which each mean is compressed, to learn what they keep of it. memory: the error memory of the
+    owner as a server, by the names of its units, as in the algorithm 1 of DoubleSqueeze: it is
+    added to the mean, and is then what was lost. None: that goes to the owner's residual as a rank.
+    """
+
+    cf: float | None = None
+    measured: tuple[float, ...] = ()
+    memory: dict[str, Tensor] | None = None
 
 
-def sharded(
-    exchange: Exchange,
-    out: Outgoing,
-    down_cf: float | None = None,
-    server: dict[str, Tensor] | None = None,
-) -> Rounds:
+def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     """Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what
     that loses, and sends it to all (all-gather): Tang and others, "DoubleSqueeze" (ICML 2019), with
     the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
-
-    down_cf: the CF of the means, 1 is "single compression"; None: that of the payloads. server: the
-    error memory of the owner as a server, by the names of its units, as in the paper's algorithm 1:
-    added to the mean, and what is then lost. None: that goes to the owner's residual as a rank."""
-    work = out.bucket.work
+    """
+    work, back = out.bucket.work, replace(back)  # as it is in this step
+    server = back.memory
     shards = [
         [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
         for start, stop in pairwise(shard_borders(work.numel(), exchange.world_size))
@@ -161,7 +163,7 @@ def sharded(
 
     mine = shards[exchange.rank]
     received = [unpack(mine, row) for row in rows]
-    down = [[_downward(unit, down_cf) for unit in units] for units in shards]
+    down = [[_downward(unit, back) for unit in units] for units in shards]
     down_sizes = [sum(payload_sizes(units)) for units in down]
     numels = [unit.numel for unit in mine]
     room = out.bucket.room("mean of a shard", sum(numels)).zero_()
@@ -181,7 +183,10 @@ def sharded(
             nonfinite = either(nonfinite, flag)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
-        second.append(below.compressor.compress(mean, below.spec._replace(key=key)))
+        payload, levels = _compress_mean(replace(below, key=key), mean, back.measured)
+        second.append(payload)
+        if levels:
+            out.report_means(energies_of(levels))
     nonfinite = either(nonfinite, all_finite(room) ^ True)
     pairs = list(zip(down[exchange.rank], second, strict=True))
     second = [payload.as_nonfinite(nonfinite) for unit, payload in pairs]
@@ -195,7 +200,8 @@ def sharded(
             flag = torch.as_tensor(nonfinite, device=mean.device)
             server[unit.key.name] = torch.where(flag, unchanged, mean)
         means = []
-    out.report(second)
+    if not back.measured:
+        out.report(second)
     rows = yield exchange.all_gather(wire, means=True)
 
     everyones: list[Payload] = []
@@ -208,12 +214,26 @@ def sharded(
     return Received([[mean] for mean in everyones], nonfinite, 1.0, out.payloads, means, by)
 
 
-def _downward(unit: Unit, cf: float | None) -> Unit:
-    """The unit as it is sent back to all, at `cf`; None: as it came."""
-    if cf is None or unit.compressor is EXACT:
+def _downward(unit: Unit, back: Means) -> Unit:
+    """The unit as it is sent back to all."""
+    if back.cf is None or unit.compressor is EXACT:
         return unit
-    cf = unit.compressor.nearest(unit.spec.at(cf))
-    return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else unit.compressor)
+    by = unit.by(back.cf)
+    cf = by.nearest(unit.spec.at(back.cf))
+    return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else by)
+
+
+def _compress_mean(
+    below: Unit, mean: Tensor, measured: tuple[float, ...]
+) -> tuple[Payload, Sequence[Payload]]:
+    """What is sent back of the mean of a unit, and its payloads at the CFs measured."""
+    if not measured or below.base is EXACT:
+        return below.compressor.compress(mean, below.spec), ()
+    levels = compress_levels(replace(below, levels=measured), mean)
+    if below.cf not in measured:
+        return below.compressor.compress(mean, below.spec), levels
+    payload = levels[measured.index(below.cf)]
+    return replace(payload, spec=payload.spec.at(below.cf)), levels
 
 
 def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:

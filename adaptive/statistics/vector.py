@@ -42,8 +42,9 @@ class Tally:
     cfs: the CFs measured. ladder: the CFs of the shadow ladder. layers: number of layers whose
     norms are read. sketch: numbers in the sketch for signal gain. updates: updates of the ranks'
     own optimizers are sent. drift: the distance between ranks is measured. norms: the norms of the
-    gain "raw" are measured. ranks: all ranks that decide alike. shards: shards of each replica of
-    the model. rank: this one. known: by name, the numbers that the host knows.
+    gain "raw" are measured. mean_cfs: the CFs at which means are measured. ranks: all ranks that
+    decide alike. shards: shards of each replica of the model. rank: this one. known: by name,
+    the numbers that the host knows.
     """
 
     cfs: tuple[float, ...] = ()
@@ -53,6 +54,7 @@ class Tally:
     updates: bool = False
     drift: bool = False
     norms: bool = False
+    mean_cfs: tuple[float, ...] = ()
     ranks: int = 1
     shards: int = 1
     rank: int = 0
@@ -93,6 +95,13 @@ class Tally:
         self._levels().add_(torch.cat(parts))
         if self.norms:
             self.at("kept_norms").add_(own[1].clamp(min=0).sqrt())
+
+    def add_means(self, levels: Tensor) -> None:
+        """Add the energies of a mean's payloads at each of `mean_cfs`: (CFs, 3), as of
+        `add_levels`."""
+        self.at("mean_total").add_(levels[:1, 0])
+        self.at("mean_kept").add_(levels[:, 1])
+        self.at("mean_error").add_(levels[:, 2])
 
     def copy_of_levels(self) -> Tensor:
         """A copy of the sums of `add_levels`, for `lose`."""
@@ -157,6 +166,11 @@ class Statistics:
     """||g||, summed over what is compressed as one (a tensor or several). `kept_norms`: ||c||,
     summed likewise."""
     kept_norms: list[float] = _numbers("cfs", reported=True, only="norms")
+    mean_total: float = _number("sum", only="mean_cfs")
+    """||m||^2 of the means m of the sharded exchange. `mean_kept`: ||C(m)||^2. `mean_error`:
+    ||m - C(m)||^2."""
+    mean_kept: list[float] = _numbers("mean_cfs")
+    mean_error: list[float] = _numbers("mean_cfs")
     shadow_error: list[float] = _numbers("ladder")
     """||a - c||^2 of the shadow ladder. `shadow_total`: its ||a||^2."""
     shadow_total: list[float] = _numbers("ladder")

@@ -271,7 +271,7 @@ class GossipSync(Synchroniser):
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
         tally.at("nonfinite").add_(torch.as_tensor(bucket.nonfinite))
         self._exchange.count_floats(sum(unit.floats for unit in units))
-        out = Outgoing(index, bucket, units, payloads, lambda _: None)
+        out = Outgoing(index, bucket, units, payloads, lambda _: None, lambda _: None)
         weights = self.topology.sources(step, rank)
         own_weight = weights.pop(rank)
         arriving = self._exchange.to_neighbours(

@@ -84,6 +84,8 @@ class StepRecord:
     dense: float = nan
     local_steps: int = 1
     gain: float = nan
+    down_cf: float = nan
+    down_gain: float = nan
     dense_steps: int = 0
     pace: Pace = field(default_factory=Pace)
     verdict: str = ""
@@ -126,6 +128,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
     parts = ("compress", "exchange", "network", "decode", "compute", "rest")
     return {
         "cf/sent": report.cf,
+        "cf/means": record.down_cf,
+        "gain/means": record.down_gain,
         "throughput/t_sys": record.t_sys,
         "throughput/t_comp": record.t_comp,
         "bytes/sent": report.wire_bytes,

@@ -76,9 +76,9 @@ def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int)
 def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
     base = make_compressor("topk")
     choice = ExchangeChoice(base, "sharded", 4, ParameterServer(down_cf=5))
-    up, down = base.nbytes(Spec((10_000,), 50)), base.nbytes(Spec((10_000,), 5))
-    wire = choice.wire_bytes([Piece(base, (10_000,), 50)], 1e6, 50)
-    assert wire == pytest.approx(3 / 4 * (up + down))
+    up, down = (Piece(base, (10_000,), cf) for cf in (50, 5))
+    wire = choice.wire_bytes([up], 1e6, 50, [down])
+    assert wire == pytest.approx(3 / 4 * (up.nbytes + down.nbytes))
 
 
 def test_a_clock_that_stands_still_leaves_the_bytes_to_count() -> None:
@@ -120,5 +120,7 @@ def test_errors_name_what_is_accepted(base, exchange: str) -> None:
 def test_a_cf_for_the_way_back_is_at_least_1() -> None:
     with pytest.raises(ValueError, match=r"down_cf=0\.5"):
         ParameterServer(down_cf=0.5)
+    with pytest.raises(TypeError, match="down_cf='automatic'"):
+        ParameterServer(down_cf="automatic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="own_memory=True: needs means that are compressed"):
         ParameterServer(down_cf=1, own_memory=True)

@@ -66,6 +66,10 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
         ({"sync": lambda: LocalSteps(4, overlap=4)}, ["overlap", "4", "less than"]),
         ({"sync": lambda: Delayed(0)}, ["steps", "0", ">= 1"]),
         ({"exchange": lambda: ParameterServer(down_cf=0.5)}, ["down_cf", "0.5", ">= 1"]),
+        (
+            {"exchange": ParameterServer("auto"), "policy": "accordion"},
+            ["exchange", "down_cf='auto'", "'goodput'", "down_cf=None", "got policy 'accordion'"],
+        ),
         ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
         (
             {"policy": "accordion-paper", "base": "fp16"},

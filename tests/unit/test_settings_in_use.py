@@ -61,6 +61,7 @@ MODES: dict[str, tuple[dict[str, Any], Optimizer | None]] = {
     "summed": ({"base": "bf16", "cf_range": (2, 2), "policy": "fixed"}, _momentum),
     "sharded": ({"exchange": "sharded"}, _momentum),
     "means as they are": ({"exchange": ParameterServer(down_cf=1)}, _momentum),
+    "means' own policy": ({"exchange": ParameterServer(down_cf="auto")}, _momentum),
     "fixed": ({"policy": Fixed}, _momentum),
     "gravac": ({"policy": GraVAC}, _momentum),
     "local steps": ({"sync": LocalSteps(4)}, _momentum),
@@ -81,7 +82,14 @@ VALUES: dict[str, tuple[str, Any]] = {
     "hooks": ("hooks", {20: HookRung(default_hooks.fp16_compress_hook, gain=0.9)}),
 }
 
-WITH_VELOCITY = {"momentum", "sharded", "means as they are", "fixed", "gravac"}
+WITH_VELOCITY = {
+    "momentum",
+    "sharded",
+    "means as they are",
+    "means' own policy",
+    "fixed",
+    "gravac",
+}
 BY_GRADIENTS = {*MODES} - {"local steps", "local steps auto", "delay", "gossip"}
 SPARSIFIED = {*MODES} - {"unbiased", "int8", "summed"}
 GOODPUT = SPARSIFIED - {"fixed", "gravac", "gossip"}
