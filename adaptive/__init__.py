@@ -9,6 +9,7 @@ from importlib.metadata import version as _version
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer
 from adaptive.exchange.link import LinkSpec, Network, StepClock
+from adaptive.exchange.two_level import TwoLevel
 from adaptive.hook import HookRung
 from adaptive.memory.options import Momentum, Residual, Updates
 from adaptive.state import reshard_states
@@ -55,6 +56,7 @@ __all__ = [
     "TensorBoardTimeline",
     "Timeline",
     "TopK",
+    "TwoLevel",
     "Updates",
     "Warmup",
     "__version__",

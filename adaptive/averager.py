@@ -128,7 +128,7 @@ class Averager:
             memory.now.settle(self.exchange, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()
-            compare_replicas(controller.step, controller.plan, compared, self.exchange.group)
+            compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)
             if self.exchange.shards > 1:
                 compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
         self._heed_changed_gradients()

@@ -99,12 +99,12 @@ def _gathered(session: Session) -> dict[str, Any]:
         first = rank < session.exchange.shards  # the others of this shard have agreed on the same
         whole = _on_host({"state": _of_rank(session), "agreed": agreed if first else {}})
         packed = io.BytesIO()
-        if rank:
+        if not session.exchange.first:
             torch.save(whole, packed)
     if "cpu" in {each.type for each in group._device_types}:  # gloo gathers on the host only
         device = torch.device("cpu")
-    received = _gather_bytes(packed.getbuffer(), group, device)
-    if rank:
+    received = _gather_bytes(packed.getbuffer(), session.exchange.distinct, device)
+    if not session.exchange.first:
         return {"version": VERSION, "rank": rank, "world_size": world_size, "elsewhere": ELSEWHERE}
     everyone = [whole]
     while received:  # one by one: what is unpacked need not be kept in both forms
@@ -153,7 +153,7 @@ def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
     shard = exchange.place % exchange.shards
     if len(states) == exchange.ranks:
         return states[exchange.place], agreed[shard]
-    if exchange.place == 0:
+    if exchange.first:
         log.warning("the state of %d ranks is resharded for %d", len(states), exchange.ranks)
     of_shard = states[shard :: exchange.shards]
     return reshard_states(of_shard, exchange.world_size)[exchange.rank], agreed[shard]

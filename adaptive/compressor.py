@@ -28,6 +28,7 @@ from adaptive.config import (
 )
 from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
+from adaptive.exchange.two_level import TwoLevel
 from adaptive.hook import DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import Memory, MemoryName, memory_from
@@ -81,7 +82,8 @@ class AdaptiveCompressor:
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
         with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
         the indices for all). "auto": the fastest by a cost model of the network, which is measured
-        when there is a choice.
+        when there is a choice. `TwoLevel()`: dense inside a node, and one of these between nodes;
+        "auto" takes it where torchrun has started several nodes of several ranks each.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. None or "auto": "bucket" for a
         base that keeps the largest elements, unless the policy gives layers CFs of their own.
@@ -108,7 +110,7 @@ class AdaptiveCompressor:
         policy: PolicyName | Policy | None = None,
         sync: Synchronisation | None = None,
         memory: MemoryName | Memory | None = None,
-        exchange: ExchangeName | ParameterServer = "auto",
+        exchange: ExchangeName | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
         dense_below: int = 0,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,
@@ -131,8 +133,10 @@ class AdaptiveCompressor:
         compressor, foreign = make_base(base, remembered.kind), check_hooks(hooks)
         remembered = sync.memory_of(remembered)
         sync = sync.for_base(compressor)
-        server = exchange if isinstance(exchange, ParameterServer) else ParameterServer()
-        way = check_exchange(exchange, compressor)
+        levels = exchange if isinstance(exchange, TwoLevel) else None
+        between = exchange.between if isinstance(exchange, TwoLevel) else exchange
+        server = between if isinstance(between, ParameterServer) else ParameterServer()
+        way = check_exchange(between, compressor)
         if made is None:
             made = make_policy(sync.default_policy or default_policy(compressor, foreign))
         kind = remembered.kind
@@ -143,6 +147,7 @@ class AdaptiveCompressor:
             dense_below=checks.whole("dense_below", dense_below, least=0),
             exchange=way,
             server=server,
+            levels=levels,
             hooks=foreign,
             cf_range=cf_range,
             policy=made,
@@ -239,7 +244,7 @@ class AdaptiveCompressor:
 
         agree(check_arguments, replica.everyone)
         self._session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
-        replica.start(self._session)
+        replica.start(self._session.exchanging())
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
 

@@ -15,6 +15,7 @@ import torch
 
 from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
+from adaptive.exchange.two_level import TwoLevel
 from adaptive.hook import HookRung
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
@@ -190,6 +191,7 @@ class Settings:
     dense_below: int
     exchange: str
     server: ParameterServer
+    levels: TwoLevel | None
     hooks: dict[float, HookRung]
     cf_range: tuple[float, float]
     policy: Policy
@@ -232,6 +234,19 @@ class Settings:
                     f"base must not be summed in half precision with {why}; got base={base.shown!r}"
                 )
 
+    @property
+    def wanted_levels(self) -> tuple[TwoLevel | None, bool]:
+        """The levels of the exchange; and whether the script has asked for them, or "auto" takes
+        them where they can be had."""
+        if self.levels is not None:
+            return self.levels, True
+        return (TwoLevel() if self.exchange == "auto" and self._can_have_levels else None), False
+
+    @property
+    def _can_have_levels(self) -> bool:
+        """With a delay backward would wait between the levels; gossip is between ranks."""
+        return not (self.sync.one_collective or "exchange" in self.sync.accepted)
+
     def keeps(self) -> list[Policy | Compressor]:
         """Whatever keeps what it learns of a model."""
         return [*_policies_in(self.policy), *self.base.parts]
@@ -247,6 +262,8 @@ class Settings:
                     f"{name} must be {accepted} with {told}, which exchanges no gradients; got "
                     f"{value!r}"
                 )
+        if self.levels is not None and not self._can_have_levels:
+            raise ValueError(f"exchange must have one level with {told}, got {self.levels!r}")
         memory = self.memory.options
         of_gradients = memory.clip_norm is not None or memory.dtype != torch.float32
         if of_gradients and sync.lets_ranks_differ:
@@ -297,7 +314,7 @@ class Settings:
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
-        as_they_are = "granularity dense_below exchange server cf_range sync debug"
+        as_they_are = "granularity dense_below exchange server levels cf_range sync debug"
         return (
             f"base={self.base!r}",
             f"hooks={hooks}",

@@ -136,7 +136,7 @@ class Controller(saved.Stateful):
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
-        if self.exchange.place == 0:
+        if self.exchange.first:
             log.warning("%s", reason)
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 

@@ -76,7 +76,7 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
             if not dtype.is_floating_point:
                 first = mine.to(p.tensor.device, torch.int64, copy=True)
                 first = first if exchange.rank == having[0] else torch.zeros_like(first)
-                mine.copy_(exchange.all_reduce(first.reshape(-1)).wait().view(shape))
+                mine.copy_(exchange.total(first.reshape(-1)).wait().view(shape))
                 continue
             own = mine.to(p.tensor.device, p.dtype).reshape(-1).nan_to_num() / len(having)
             if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
@@ -91,7 +91,7 @@ def _sum_up(sums: list[tuple[Tensor, Tensor]], exchange: Exchange) -> None:
     """Sum the first tensors of the pairs over the ranks, in one collective; the sums go to the
     second ones. The list is empty afterwards."""
     if sums:
-        total = exchange.all_reduce(torch.cat([own for own, _ in sums])).wait()
+        total = exchange.total(torch.cat([own for own, _ in sums])).wait()
         sizes = [own.numel() for own, _ in sums]
         for (_, mine), part in zip(sums, total.split(sizes), strict=True):
             mine.copy_(part.view(mine.shape))

@@ -196,7 +196,7 @@ class Reducer:
 
     def _mean_of(self, buffer: Tensor) -> Future[Tensor]:
         self.exchange.count_floats(buffer.numel())
-        return self.exchange.all_reduce(buffer.div_(self.exchange.world_size))
+        return self.exchange.sum_by(self.pipeline, buffer.div_(self.exchange.world_size))
 
     def _mean_in(self, dtype: torch.dtype, buffer: Tensor) -> Future[Tensor]:
         """The mean, summed in this precision."""
@@ -207,7 +207,7 @@ class Reducer:
             self.pipeline.stream.keep([narrow], False)
             return buffer.copy_(future.value())
 
-        return self.exchange.all_reduce(narrow).then(widen)
+        return self.exchange.sum_by(self.pipeline, narrow).then(widen)
 
     def _open(
         self,

@@ -25,17 +25,17 @@ from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import TOO_SMALL, Controller
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import EmulatedLink
 from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
+from adaptive.exchange.two_level import NodeExchange, NodeMeans, open_exchange
 from adaptive.means_policy import MeansPolicy, another
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameters
-from adaptive.replicas import Replica
+from adaptive.replicas import Exchanging, Replica
 from adaptive.sizes import Sizes, make_header, start_policy
 from adaptive.state import SavedPart, check_state, load_parts, undone_on_error
 from adaptive.statistics.requested import RequestedStatistics
@@ -86,7 +86,7 @@ class Session:
         self._samples_per_step = samples_per_step or 1.0
         self._replica = weakref.ref(replica)
         link = EmulatedLink(settings.network.spec) if settings.network.spec else None
-        self.exchange = Exchange(replica.group, link, replica.everyone)
+        self.exchange = open_exchange(replica, link, *settings.wanted_levels)
         world_size = self.exchange.world_size
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
@@ -99,6 +99,7 @@ class Session:
             settings.exchange,
             world_size,
             settings.server,
+            self.exchange.through,
         )
         as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
         segments = as_one and settings.granularity != "bucket"
@@ -240,7 +241,7 @@ class Session:
     def _make_controller(
         self, timestamps: Timestamps, optimizers: Sequence[Optimizer]
     ) -> Controller:
-        settings, tells = self.settings, self.exchange.place == 0
+        settings, tells = self.settings, self.exchange.first
         controller = Controller(
             settings.policy,
             self.exchange,
@@ -285,7 +286,7 @@ class Session:
         if sync.lets_ranks_differ and replica.sends_buffers:
             warnings.append(BROADCASTS)
         for warning in filter(None, warnings):
-            if self.exchange.place == 0 and self._watch.is_new(warning):
+            if self.exchange.first and self._watch.is_new(warning):
                 log.warning("%s", warning)
 
     def _start_watching(self, replica: Replica) -> None:
@@ -296,6 +297,12 @@ class Session:
         self._forward_hook = replica.model.register_forward_pre_hook(mark)
 
     # -- a step --
+
+    def exchanging(self) -> Exchanging:
+        """What the replica hands its buckets to."""
+        if isinstance(self.exchange, NodeExchange):
+            return NodeMeans(self.exchange, self, self._averager.replica_calls)
+        return self
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed."""
@@ -462,7 +469,7 @@ class Session:
         """Be as the run of a state that is about to be loaded, whose memory had this name."""
         if kind == Residual.name and self._memory.now.may_fall_back:
             self._averager.fall_back()
-            if self.exchange.place == 0:
+            if self.exchange.first:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
 
     def _identity(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def _mean(own: Tensor, exchange: Exchange) -> Tensor:
     """Of the ranks whose flat tensor is finite; nan if none is."""
     counts = own.isfinite().all()
     sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
-    exchange.all_reduce(sent).wait()
+    exchange.total(sent).wait()
     return sent[:-1].div_(sent[-1])
 
 

@@ -114,10 +114,11 @@ def check_exchange(exchange: Any, base: Compressor) -> str:
     if isinstance(exchange, ParameterServer):
         exchange = SHARDED.name
     if not isinstance(exchange, str):
-        raise TypeError(f"exchange must be a name or a ParameterServer, got {exchange!r}")
-    accepted = ["auto", *(strategy.name for strategy in strategies(base))]
-    if exchange not in accepted:
-        told = f"exchange must be one of {', '.join(accepted)} for base {base.shown!r}"
+        accepted = "a name, a ParameterServer or TwoLevel(...)"
+        raise TypeError(f"exchange must be {accepted}, got {exchange!r}")
+    names = ["auto", *(strategy.name for strategy in strategies(base))]
+    if exchange not in names:
+        told = f"exchange must be one of {', '.join(names)} for base {base.shown!r}"
         raise ValueError(f"{told}; got {exchange!r}")
     return exchange
 
@@ -147,8 +148,9 @@ class ExchangeChoice:
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
-    means: how the means of the sharded exchange are sent back. messages: that a rank sends in a
-    step, to neighbours; None where the payloads of all become the mean."""
+    means: how the means of the sharded exchange are sent back. through: what the exchange makes of
+    each strategy (`two_level.py`). messages: that a rank sends in a step, to neighbours; None where
+    the payloads of all become the mean."""
 
     def __init__(
         self,
@@ -156,8 +158,9 @@ class ExchangeChoice:
         exchange: str,
         world_size: int,
         server: ParameterServer = SAME,
+        through: Callable[[Strategy], Strategy] = lambda strategy: strategy,
     ) -> None:
-        self._base, allowed = base, strategies(base)
+        self._base, self._through, allowed = base, through, strategies(base)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
         down_cf = None if server.down_cf == "auto" else server.down_cf
@@ -215,6 +218,9 @@ class ExchangeChoice:
 
     def pick(self, nbytes: float, cf: float) -> Strategy:
         """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
+        return self._through(self._pick(nbytes, cf))
+
+    def _pick(self, nbytes: float, cf: float) -> Strategy:
         if self._base.narrow(cf) is not None:
             return SUMMED
         many = self._many if isinstance(self._base.at(cf), Sparsifier) else SHARDED
@@ -240,7 +246,7 @@ class ExchangeChoice:
         much."""
         if self.messages is not None:
             return self.messages * sum(piece.nbytes for piece in pieces)
-        strategy = self.pick(bucket_nbytes, cf)
+        strategy = self._pick(bucket_nbytes, cf)
         both = strategy.wire_bytes(pieces, self._world_size)
         if means is None or not strategy.sharded:
             return both

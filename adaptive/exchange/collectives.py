@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,15 @@ class Traffic:
     """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
     algorithms), how many of these are statistics, which do not grow with the model, and elements
     of gradients sent, indices not counted. down: of the bytes on the wire those that bring means
-    back, which a server would send in the ranks' stead."""
+    back, which a server would send in the ranks' stead. inside: bytes that a rank sent inside its
+    node, where it is one of several (`two_level.py`); they are not among those on the wire."""
 
     payload: int = 0
     wire: float = 0.0
     statistics: float = 0.0
     floats: float = 0.0
     down: float = 0.0
+    inside: float = 0.0
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
@@ -65,10 +67,13 @@ def hook_bytes(numel: int, cf: float) -> float:
 @dataclass
 class PendingSum:
     """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
-    of the process group when the interpreter exits, which aborts the process."""
+    of the process group when the interpreter exits, which aborts the process.
+
+    copies: so many ranks have the same, which is counted once."""
 
     tensor: Tensor
     group: dist.ProcessGroup
+    copies: int = 1
     work: dist.Work | None = None
     _copy: Tensor | None = None
     _copied: torch.Event | None = None
@@ -81,6 +86,9 @@ class PendingSum:
     def wait(self) -> Tensor:
         """The sum over all ranks; on a device it is the stream that waits, not the host."""
         self.start().wait()
+        if self.copies > 1:
+            self.tensor.div_(self.copies)
+            self.copies = 1
         return self.tensor
 
     def fetch(self) -> None:
@@ -101,11 +109,27 @@ class PendingSum:
         return self._copy
 
 
+class RunsRounds(Protocol):
+    """What runs an exchange of several collectives: the pipeline."""
+
+    def run(
+        self,
+        rounds: Generator[Future[Tensor], Any, T],
+        collectives: int,
+        decode: Callable[[T], Tensor],
+        device: torch.device,
+    ) -> Future[Tensor]:
+        """See `Pipeline.run`."""
+        ...
+
+
 class Exchange:
     """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
 
     everyone: all ranks that decide alike, whose statistics are summed; None: those of the group.
     Where a model is sharded they are more: the group then has the ranks that hold the same shard.
+    distinct: of these the ranks whose states differ. replicas: those whose parameters are the same.
+    first: this rank speaks for all.
     """
 
     def __init__(
@@ -120,6 +144,8 @@ class Exchange:
         self.everyone = group if everyone is None else everyone
         self.ranks = dist.get_world_size(self.everyone)
         self.place = dist.get_rank(self.everyone)
+        self.first = self.place == 0
+        self.distinct, self.replicas = self.everyone, group
         self._link = link
         self._traffic = Traffic()
         self.invalid: deque[Tensor] = deque()  # of `count_invalid`, to be drained
@@ -132,9 +158,21 @@ class Exchange:
             return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
-        done = work.get_future().then(lambda future: _after(future, tensor))
+        done = work.get_future().then(lambda future: after(future, tensor))
         self._traffic.down += wire / 2
         return self._hold(done, tensor.nbytes, wire, tensor.device)
+
+    def through(self, strategy: Any) -> Any:
+        """The strategy, as it is to be run."""
+        return strategy
+
+    def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
+        """The same in a hook's body, in as many collectives as it takes."""
+        return self.all_reduce(tensor)
+
+    def total(self, tensor: Tensor) -> Future[Tensor]:
+        """The same anywhere, in one collective."""
+        return self.all_reduce(tensor)
 
     def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
         """The mean over the ranks as DDP itself makes it, also of sparse gradients, where the
@@ -164,16 +202,14 @@ class Exchange:
         tensor = torch.as_tensor(flag, device=device).to(torch.float32).reshape(1)
         self.sum_later(tensor)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
-        return work.get_future().then(lambda future: _after(future, tensor))
+        return work.get_future().then(lambda future: after(future, tensor))
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
         rank's payload is of the mean, not of its own gradients."""
         n, size = self.world_size, payload.numel()
         out = fresh(n * size, payload.dtype, payload.device)
-        # torch renamed all_gather_into_tensor, which warns since; older versions have only that.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(out, payload, group=self.group, async_op=True)
+        work = all_gather_single(out, payload, self.group)
         wire = gather_wire_bytes(size, n)
         self._traffic.down += wire * means
         return self._receive(work, size, wire, out.view(n, size))
@@ -260,7 +296,7 @@ class Exchange:
     def _receive(self, work: dist.Work, nbytes: int, wire: float, rows: Tensor) -> Future[Tensor]:
         """A future of the `rows` that a collective fills; fails if that has failed, instead of
         handing on a buffer that nothing was received in."""
-        done = work.get_future().then(lambda future: _after(future, rows))
+        done = work.get_future().then(lambda future: after(future, rows))
         return self._hold(done, nbytes, wire, rows.device)
 
 
@@ -286,7 +322,14 @@ class Arriving:
         return self.wait() if self.held is None else self.held.wait()
 
 
-def _after(future: Future[Any], tensor: Tensor) -> Tensor:
+def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Gather every rank's `own`, one after the other. (torch renamed all_gather_into_tensor, which
+    warns since; older versions have only that.)"""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, own, group=group, async_op=True)
+
+
+def after(future: Future[Any], tensor: Tensor) -> Tensor:
     """The tensor that a collective has filled; raises what went wrong with it. (Process groups
     differ in what they take for the collective's value.)"""
     future.value()

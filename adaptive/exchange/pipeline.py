@@ -14,29 +14,30 @@ gone, perhaps before the kernels of a callback have read it. So what a callback 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from adaptive.exchange.link import new_future
-from adaptive.exchange.strategies import Received, Rounds
 from adaptive.statistics.timing import Span, Timestamp
 from compressors.kernels import kernels_for
+
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
 class _Running:
     """An exchange of which so many collectives are `left` to be issued, after the one `issued`."""
 
-    rounds: Rounds
+    rounds: Generator[Future[Tensor], Any, Any]
     left: int
-    decode: Callable[[Received], Tensor]
+    decode: Callable[[Any], Tensor]
     done: Future[Tensor]
     issued: Future[Tensor] = field(init=False)
 
@@ -110,9 +111,9 @@ class Pipeline:
 
     def run(
         self,
-        rounds: Rounds,
+        rounds: Generator[Future[Tensor], Any, R],
         collectives: int,
-        decode: Callable[[Received], Tensor],
+        decode: Callable[[R], Tensor],
         device: torch.device,
     ) -> Future[Tensor]:
         """Start an exchange of so many `collectives`; a future of what `decode`, on a thread of the

@@ -329,6 +329,11 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
             raise ValueError(
                 f"{name} must be {accepted} with attach_fsdp, got {getattr(settings, name)!r}"
             )
+    if settings.levels is not None:
+        raise ValueError(
+            f"exchange must have one level with attach_fsdp, whose shards are the other, got "
+            f"{settings.levels!r}"
+        )
     own = mesh.mesh[mesh.get_local_rank(0)].tolist()
     for unit in _units(root):
         for p in unit.parameters:

@@ -307,7 +307,7 @@ class SGDMomentum(MomentumMemory):
             shares = [self.rule(p).change_of_lag(p.lag, 1.0) / exchange.world_size for p in chunk]
             own = torch.cat(torch._foreach_mul(velocities, shares))
             started = own.new_tensor([float(p.started) for p in chunk])
-            total = exchange.all_reduce(torch.cat([own, started])).wait()
+            total = exchange.total(torch.cat([own, started])).wait()
             *means, known = total.split([*map(len, velocities), len(chunk)])
             for parameter, mean, any_started in zip(chunk, means, known, strict=True):
                 if parameter.stepped or (self.rule(parameter).momentum and any_started):

@@ -326,7 +326,7 @@ class UpdateMemory(Residual):
                 else:
                     piece.zero_()
                 parameter.filled = False
-            mean = exchange.all_reduce(waiting.div_(self._ranks)).wait().clone()
+            mean = exchange.total(waiting.div_(self._ranks)).wait().clone()
             pieces = zip(chunk.parameters, chunk.split(mean), strict=True)
             self._late |= {parameter.tensor: piece for parameter, piece in pieces}
         self.moments.differ = self._own = False

@@ -30,7 +30,7 @@ class AsDDP(Synchroniser):
             done = exchange.mean_as_it_is(buffer)
         else:
             exchange.count_floats(buffer.numel())
-            done = exchange.all_reduce(buffer.div_(exchange.world_size))
+            done = exchange.total(buffer.div_(exchange.world_size))
         return done
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
@@ -90,7 +90,7 @@ class EveryStepSync(Synchroniser):
         averager, memory = self.averager, self.averager.memory
         if not averager.optimizers:
             told = memory.not_handed_over(optimizer)
-            if told and averager.exchange.place == 0 and averager.watch.is_new(told):
+            if told and averager.exchange.first and averager.watch.is_new(told):
                 log.warning("%s", told)
         if not averager.watch.ours:
             return None  # another DDP's gradients, say, which no memory has changed

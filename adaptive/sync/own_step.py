@@ -98,7 +98,7 @@ class OwnStepSync(EveryStepSync):
                 piece.copy_(mean)
             return buffer
 
-        return exchange.all_reduce(flat).then(finish)
+        return exchange.total(flat).then(finish)
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """If some rank's gradients are not finite, all ranks' are not: what a script or a

@@ -1,0 +1,392 @@
+"""Two levels: the ranks of a node average dense, and the nodes exchange as ranks would.
+
+A node is one rank to everything above: to memories, statistics, policies and strategies. Its ranks
+hold the same bits, and share what the node sends to the others.
+
+1. The gradients of a bucket are averaged inside the node (`NodeMeans`), before anybody sees them.
+2. A strategy hands a collective what the node sends. Each rank of the node sends its part of that
+   to the ranks of its place on the other nodes.
+3. What has arrived is gathered inside the node. So every collective of a strategy becomes two.
+
+Between nodes a node puts on its network card what one rank would. Steps 1 and 3 stay inside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from adaptive.exchange.choice import ExchangeName, ParameterServer, Strategy
+from adaptive.exchange.collectives import (
+    Exchange,
+    PendingSum,
+    RunsRounds,
+    after,
+    all_gather_single,
+    gather_wire_bytes,
+    reduce_wire_bytes,
+)
+from adaptive.exchange.link import EmulatedLink, new_future
+from adaptive.exchange.pipeline import done_with
+from adaptive.exchange.strategies import Outgoing, Rounds
+from adaptive.parameters import travel_as_they_are
+from adaptive.replicas import Exchanging, Replica
+from compressors.kernels.blocks import fresh
+from policies import checks
+
+R = TypeVar("R")
+
+VARIABLE = "LOCAL_WORLD_SIZE"
+"""The environment variable in which torchrun says how many ranks a node has."""
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """Gradients are averaged dense inside a node, and exchanged compressed between nodes.
+
+    node: the number of ranks of a node, which are consecutive, or a process group of the ranks of
+        this rank's node. None: what torchrun says (LOCAL_WORLD_SIZE).
+    between: the exchange between nodes, as `exchange` is without levels.
+
+    All nodes must have as many ranks. With one node, or one rank a node, there is one level.
+    ValueError or TypeError for a value that is not accepted."""
+
+    node: int | dist.ProcessGroup | None = None
+    between: ExchangeName | ParameterServer = "auto"
+
+    def __post_init__(self) -> None:
+        if self.node is not None and not isinstance(self.node, dist.ProcessGroup):
+            checks.whole("node", self.node, least=1)
+
+    def __repr__(self) -> str:
+        """The same on every rank."""
+        node = "a process group" if isinstance(self.node, dist.ProcessGroup) else repr(self.node)
+        return f"TwoLevel(node={node}, between={self.between!r})"
+
+
+class Nodes(NamedTuple):
+    """inside: the ranks of this rank's node. between: those of its place on every node."""
+
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
+
+
+def open_exchange(
+    replica: Replica, link: EmulatedLink | None, levels: TwoLevel | None, asked: bool
+) -> Exchange:
+    """The exchange of a model, at these levels. See `find_nodes`."""
+    nodes = None
+    if replica.everyone is replica.group:  # a sharded model has levels of its own
+        nodes = find_nodes(levels, asked, replica.group)
+    if nodes is None:
+        return Exchange(replica.group, link, replica.everyone)
+    return NodeExchange(nodes, replica.everyone, link)
+
+
+def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -> Nodes | None:
+    """The nodes of the ranks of a group; None for one level. A collective.
+
+    asked: the script has asked for two levels: ValueError on every rank where they cannot be had.
+    """
+    label = "" if levels is None else _label(levels, group)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (repr(levels), label), group=group)
+    if levels is None or len({said for said, _ in told}) > 1:  # which `agree` complains about
+        return None
+    labels = [label for _, label in told]
+    nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
+    problem = _problem(levels, labels, nodes, dist.get_process_group_ranks(group))
+    if problem and asked:
+        raise ValueError(f"exchange={levels!r}: {problem}")
+    if problem or len(nodes) == 1 or len(nodes[0]) == 1:
+        return None
+    own = next(node for node in nodes if dist.get_rank(group) in node)
+    place = own.index(dist.get_rank(group))
+    return Nodes(_subgroup(group, own), _subgroup(group, [node[place] for node in nodes]))
+
+
+def _label(levels: TwoLevel, group: dist.ProcessGroup) -> Any:
+    """What the ranks of this rank's node have in common: the size of nodes, and which of them."""
+    if isinstance(levels.node, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(levels.node))
+    if levels.node is not None:
+        return levels.node, dist.get_rank(group) // levels.node
+    text = os.environ.get(VARIABLE, "")
+    if not text.isdecimal() or not int(text):
+        return text
+    return int(text), dist.get_rank() // int(text)
+
+
+def _problem(
+    levels: TwoLevel, labels: Sequence[Any], nodes: Sequence[Sequence[int]], ranks: Sequence[int]
+) -> str:
+    """Why there are no two levels; "" if there are. ranks: of the default group."""
+    for rank, label in enumerate(labels):
+        if isinstance(label, str):
+            return (
+                f"the environment variable {VARIABLE}, which torchrun sets, must be the number of "
+                f"a node's ranks, got {label!r} on rank {rank}; or TwoLevel(node=8)"
+            )
+    sizes = [len(node) for node in nodes]
+    if len(set(sizes)) > 1:
+        return f"all nodes must have as many ranks, got nodes of {', '.join(map(str, sizes))}"
+    if isinstance(levels.node, dist.ProcessGroup):
+        for node in nodes:
+            if tuple(ranks[i] for i in node) != labels[node[0]]:
+                return (
+                    f"node must be a process group of the ranks of one node, and the same on all "
+                    f"of them; rank {node[0]} has one of ranks {labels[node[0]]}"
+                )
+        if any(sorted(places) != list(places) for places in zip(*nodes, strict=True)):
+            return "nodes must be in the order of their ranks, whichever place is looked at"
+    return ""
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Some ranks of a group as a group of their own, as patient as that one is."""
+    of_default = [dist.get_global_rank(group, rank) for rank in ranks]
+    options = getattr(group._get_backend(_device_of(group)), "options", None)
+    made = dist.new_group(
+        of_default,
+        timeout=getattr(options, "_timeout", None),
+        backend=None if group is dist.group.WORLD else dist.get_backend(group),
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    devices = sorted(group._device_types, key=lambda device: device.type == "cpu")
+    return devices[0]
+
+
+class NodeExchange(Exchange):
+    """The collectives of a node among nodes, each of which is one rank of many.
+
+    A strategy's collective returns what the ranks of this rank's place have of it. `through` has
+    each followed by the second one, inside the node, which makes it whole.
+
+    Bytes on the wire are those of the whole node. What stays inside is counted apart.
+    """
+
+    def __init__(
+        self, nodes: Nodes, everyone: dist.ProcessGroup, link: EmulatedLink | None = None
+    ) -> None:
+        super().__init__(nodes.between, link, everyone)
+        self._all = dist.get_world_size(everyone)
+        self.ranks, self.place = self.world_size, self.rank
+        self.distinct, self.replicas = nodes.between, everyone
+        self._inside = nodes.inside
+        self.node_size = dist.get_world_size(nodes.inside)
+        self._seat = dist.get_rank(nodes.inside)
+        self._whole: Callable[[Tensor], Future[Tensor]] | None = None
+
+    # -- for strategies --
+
+    def through(self, strategy: Strategy) -> Strategy:
+        """The strategy, with a second collective after each of its own."""
+
+        def start(exchange: Exchange, out: Outgoing) -> Rounds:
+            return self._in_two(strategy.start(exchange, out))
+
+        return replace(strategy, start=start, collectives=2 * strategy.collectives)
+
+    def _in_two(
+        self, rounds: Generator[Future[Tensor], Any, R]
+    ) -> Generator[Future[Tensor], Any, R]:
+        issued = next(rounds)
+        while True:
+            whole = self._whole
+            assert whole is not None  # of the collective that was issued just now
+            part = yield issued
+            value = yield whole(part)
+            try:
+                issued = rounds.send(value)
+            except StopIteration as stop:
+                made: R = stop.value
+                return made
+
+    def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
+        """The sum of this rank's part of `tensor`, in place; then of all of it."""
+        numel, size = tensor.numel(), self._part(tensor.numel())
+        own = tensor.view(-1)[self._seat * size : (self._seat + 1) * size]
+
+        def whole(part: Tensor) -> Future[Tensor]:
+            return self._gather(_padded(part, size), lambda rows: _fill(tensor, rows))
+
+        self._whole = whole
+        if own.numel():
+            work = dist.all_reduce(own, group=self.group, async_op=True)
+            done = work.get_future().then(lambda future: after(future, own))
+        else:  # on the other nodes' ranks of this place, too
+            done = done_with(own)
+        wire = reduce_wire_bytes(numel * tensor.element_size(), self.world_size)
+        self._traffic.down += wire / 2
+        return self._hold(done, tensor.nbytes, wire, tensor.device)
+
+    def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
+        """(nodes, bytes of this rank's part); then (nodes, n), as of ranks."""
+        n, numel, size = self.world_size, payload.numel(), self._part(payload.numel())
+        own = _padded(payload[self._seat * size : (self._seat + 1) * size], size)
+        out = fresh(n * size, payload.dtype, payload.device)
+        self._whole = partial(self._gather_rows, numel)
+        work = all_gather_single(out, own, self.group)
+        wire = gather_wire_bytes(numel, n)
+        self._traffic.down += wire * means
+        return self._receive(work, numel, wire, out.view(n, size))
+
+    def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
+        """(nodes, bytes of this rank's part); then (nodes, sizes[rank]), as of ranks."""
+        n, parts = self.world_size, [self._part(size) for size in sizes]
+        pieces = zip(payload.split(list(sizes)), parts, strict=True)
+        own = [_padded(piece[self._seat * p : (self._seat + 1) * p], p) for piece, p in pieces]
+        out = fresh(n * parts[self.rank], payload.dtype, payload.device)
+        self._whole = partial(self._gather_rows, sizes[self.rank])
+        work = dist.all_to_all_single(
+            out, torch.cat(own), [parts[self.rank]] * n, parts, self.group, async_op=True
+        )
+        wire = payload.nbytes * (n - 1) / n
+        return self._receive(work, payload.nbytes, wire, out.view(n, parts[self.rank]))
+
+    def _gather_rows(self, numel: int, part: Tensor) -> Future[Tensor]:
+        """part: (nodes, bytes of this rank's part). A future of (nodes, numel)."""
+        n = self.world_size
+
+        def in_order(rows: Tensor) -> Tensor:
+            of_nodes = rows.view(self.node_size, n, -1).transpose(0, 1)
+            return of_nodes.reshape(n, -1)[:, :numel]
+
+        return self._gather(part.reshape(-1), in_order)
+
+    def _gather(self, own: Tensor, made: Callable[[Tensor], Tensor]) -> Future[Tensor]:
+        """Of what the ranks of the node have, one after the other, what is `made` of it."""
+        out = fresh(self.node_size * own.numel(), own.dtype, own.device)
+        if not own.numel():
+            return done_with(made(out))
+        self._traffic.inside += gather_wire_bytes(own.nbytes, self.node_size)
+        work = all_gather_single(out, own.contiguous(), self._inside)
+        return work.get_future().then(lambda future: made(after(future, out)))
+
+    def _part(self, numel: int) -> int:
+        """Elements of the largest part of so many that a rank of the node has."""
+        return -(-numel // self.node_size)
+
+    # -- for all others --
+
+    def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
+        def rounds() -> Generator[Future[Tensor], Any, Tensor]:
+            return (yield self.all_reduce(tensor))
+
+        return pipeline.run(self._in_two(rounds()), 2, lambda total: total, tensor.device)
+
+    def total(self, tensor: Tensor) -> Future[Tensor]:
+        """In one collective of all ranks, of which those of a node have the same."""
+        if tensor.numel() == 0:
+            return done_with(tensor)
+        wire = reduce_wire_bytes(tensor.nbytes, self._all)
+        self._traffic.down += wire / 2
+        work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
+        done = work.get_future().then(lambda future: _shared(after(future, tensor), self.node_size))
+        return self._hold(done, tensor.nbytes, wire, tensor.device)
+
+    def sum_later(self, tensor: Tensor) -> PendingSum:
+        pending = super().sum_later(tensor)
+        return replace(pending, copies=self.node_size)
+
+    def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
+        work = dist.all_reduce(gradients.div_(self._all), group=self.everyone, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def node_mean(self, gradients: Tensor) -> Future[Tensor]:
+        """The mean over the ranks of the node, in place."""
+        self._traffic.inside += reduce_wire_bytes(gradients.nbytes, self.node_size)
+        gradients.div_(self.node_size)
+        work = dist.all_reduce(gradients, group=self._inside, async_op=True)
+        return work.get_future().then(lambda future: after(future, gradients))
+
+
+def _padded(part: Tensor, size: int) -> Tensor:
+    """All ranks of a node must send as much."""
+    if part.numel() == size:
+        return part
+    return torch.cat([part, part.new_zeros(size - part.numel())])
+
+
+def _fill(tensor: Tensor, rows: Tensor) -> Tensor:
+    tensor.view(-1).copy_(rows[: tensor.numel()])
+    return tensor
+
+
+def _shared(total: Tensor, copies: int) -> Tensor:
+    return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One whose node's mean is under way. done: what DDP waits for."""
+
+    bucket: dist.GradBucket
+    mean: Future[Tensor]
+    done: Future[Tensor]
+
+
+class NodeMeans:
+    """Stands between DDP and a session, which gets the mean of a node's gradients in the place of a
+    rank's. A bucket is handed on in the body of the next hook call, once its mean is there.
+
+    calls: the context of a call, see `Averager.replica_calls`.
+    """
+
+    def __init__(
+        self,
+        exchange: NodeExchange,
+        session: Exchanging,
+        calls: Callable[[bool], AbstractContextManager[None]],
+    ) -> None:
+        self._exchange, self._session, self._calls = exchange, session, calls
+        self._waiting: deque[_Bucket] = deque()
+        self._last: Future[Tensor] | None = None
+
+    def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
+        """See `Exchanging`."""
+        if bucket.index() == 0:  # the backward before may have raised
+            self._waiting.clear()
+        buffer = bucket.buffer()
+        with self._calls(False):
+            as_it_is = travel_as_they_are(buffer, bucket.parameters())
+            mean = done_with(buffer) if as_it_is else self._exchange.node_mean(buffer)
+        self._waiting.append(_Bucket(bucket, mean, new_future(buffer.device)))
+        self._hand_on(but_for=1)
+        return self._waiting[-1].done
+
+    def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        """See `Exchanging`."""
+        self._hand_on(but_for=0)
+        assert self._last is not None
+        return self._session.end_backward(self._last)
+
+    def _hand_on(self, but_for: int) -> None:
+        while len(self._waiting) > but_for:
+            waiting = self._waiting.popleft()
+            with self._calls(False):
+                waiting.mean.wait()
+            self._last = self._session.reduce(waiting.bucket)
+            self._last.then(partial(_pass_on, waiting.done))
+
+
+def _pass_on(done: Future[Tensor], arrived: Future[Tensor]) -> None:
+    try:
+        done.set_result(arrived.value())
+    except Exception as error:  # whoever waits for the bucket must see it, whatever it is
+        done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
