@@ -50,9 +50,10 @@ def unite_moments(
 @torch.no_grad()
 def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: Exchange) -> None:
     """What optimizers keep of parameters (their `state` of each) becomes the same on all ranks, in
-    place (collectives): of floating-point tensors the mean over the ranks that have them, of others
-    that of the first rank that has them. A rank that has not used a parameter yet gets what the
-    others keep of it. nan counts as 0, infinity as the largest number.
+    place (collectives): of floating-point tensors the mean over the ranks that have them. Codes of
+    a quantized state are integers, which have no mean: of a parameter with such a state, and of
+    other integers, all ranks take what the first rank has that has any. A rank that has not used a
+    parameter yet gets what the others keep of it. nan counts as 0, infinity as the largest number.
 
     One all-reduce for many tensors of one precision, and one for each tensor of integers."""
     told = {
@@ -66,7 +67,9 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
     steps_at = next((step.device for step in steps), torch.device("cpu"))
     sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs
     for p, state in states.items():
-        for key in sorted({key for theirs in everyone for name, key in theirs if name == p.name}):
+        kept = {k: v for theirs in everyone for (name, k), v in theirs.items() if name == p.name}
+        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype in kept.values())
+        for key in sorted(kept):
             having = [rank for rank, theirs in enumerate(everyone) if (p.name, key) in theirs]
             shape, dtype = everyone[having[0]][p.name, key]
             mine = state.get(key)
@@ -78,7 +81,8 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
                 first = first if exchange.rank == having[0] else torch.zeros_like(first)
                 mine.copy_(exchange.total(first.reshape(-1)).wait().view(shape))
                 continue
-            own = mine.to(p.tensor.device, p.dtype).reshape(-1).nan_to_num() / len(having)
+            own = mine.to(p.tensor.device, p.dtype).reshape(-1).nan_to_num()
+            own = own * (exchange.rank == having[0]) if coded else own / len(having)
             if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
                 _sum_up(sums, exchange)
             sums.append((own, mine))

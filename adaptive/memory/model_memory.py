@@ -13,7 +13,9 @@ from torch.optim import LBFGS, SGD, Optimizer
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import KeptByParameters, NoMemory, Residual
 from adaptive.memory.handover import steps_as
+from adaptive.memory.moments import is_adaptive
 from adaptive.memory.momentum import DenseSteps, MomentumMemory, SGDMomentum
+from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.updates import MomentState, UpdateMemory
 from adaptive.parameters import ModelParameters
@@ -122,6 +124,10 @@ def is_sgd(optimizer: Optimizer | None) -> bool:
     return steps_as(optimizer, SGD)
 
 
+def _was_measured(optimizer: Optimizer) -> bool:
+    return is_sgd(optimizer) or is_muon(optimizer) or is_adaptive(optimizer)
+
+
 def _steps_by_itself(optimizer: Optimizer) -> bool:
     """Each rank's step, by its own gradients, moves all of the optimizer's parameters."""
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
@@ -171,15 +177,22 @@ class ModelMemory:
             apart = [
                 parameter.name for p, parameter in self._parameters.items() if self.now.apart([p])
             ]
-            return (
-                (
+            said = []
+            if apart:
+                said.append(
                     f"parameters of no optimizer that was handed over ({', '.join(apart[:3])}"
                     f"{', ...' if len(apart) > 3 else ''}) are exchanged uncompressed: hand all "
                     f"optimizers over, attach(model, optimizer=[a, b])"
                 )
-                if apart
-                else ""
-            )
+            others = sorted({type(o).__name__ for o in optimizers if not _was_measured(o)})
+            if others:
+                said.append(
+                    f"optimizer {', '.join(others)}: each rank's steps are compressed as they are, "
+                    f"with momentum and decay in them. How well that trains was measured for "
+                    f"torch's SGD, Muon, Adam and others that divide by a second moment; compare "
+                    f"with a dense run before a long one"
+                )
+            return "; ".join(said)
         if len(optimizers) == 1 and is_sgd(optimizers[0]):
             return ""
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)

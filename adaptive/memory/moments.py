@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from adaptive.memory.handover import Group
+from adaptive.memory.handover import Group, steps_as
 from adaptive.memory.momentum_rule import MomentumRule
+from adaptive.memory.muon import is_muon
 from compressors.kernels import fuses
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
@@ -136,7 +137,9 @@ def scale_second_moments(tensors: Mapping[str, Any], factor: Tensor) -> None:
 
 def is_decoupled(optimizer: Optimizer, group: Group) -> bool:
     """Weight decay is taken off the parameter, not added to its gradient."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+    if is_muon(optimizer) or steps_as(optimizer, AdamW) or steps_as(optimizer, Adafactor):
+        return True
+    return is_adaptive(optimizer) and bool(group.get("decoupled_weight_decay"))
 
 
 def decay_of_square(group: Group) -> float:

@@ -462,8 +462,7 @@ class UpdateMemory(Residual):
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """The learning rate, and by which share of itself a parameter decays in a step."""
     lr, decay = group["lr"], group.get("weight_decay", 0.0)
-    decoupled = is_muon(optimizer) or (is_adaptive(optimizer) and is_decoupled(optimizer, group))
-    return lr, lr * decay if decoupled and decay else 0.0
+    return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
 
 def _taken(optimizer: Optimizer) -> Scalar:

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from adaptive import AdaptiveCompressor, Fixed, Schedule
+from tests.distributed.own_optimizers import LARS
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     TwoBranches,
@@ -484,21 +485,6 @@ class _OwnInit(AdamW):
         super().__init__(params, lr=LR, weight_decay=0.0)
 
 
-class _LARS(SGD):
-    """Scales gradients by layer before SGD steps (You and others, 2017)."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=LR, momentum=0.9)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(0.1 * p.norm() / (p.grad.norm() + 1e-9))
-        return super().step(closure)
-
-
 class _Wrapper(Optimizer):
     """As Accelerate's: an optimizer that has the real one."""
 
@@ -539,7 +525,7 @@ def _chosen(rank: int) -> dict[str, Any]:
     makes: dict[str, Callable[[list[Any]], Any]] = {
         "own optimizer": _OwnOptimizer,
         "own step": _OwnStep,
-        "LARS": _LARS,
+        "LARS": LARS,
         "wrapped": lambda of: _Wrapper(AdamW(of)),
         "inherits": _OwnInit,
         "two": lambda of: [AdamW(of[:3]), SGD(of[3:], lr=LR)],
@@ -568,7 +554,7 @@ def test_which_optimizers_step_by_themselves() -> None:
     for rank, found in enumerate(run_ranks(2, _chosen)):
         warned = int(rank == 0)
         assert found == {
-            **dict.fromkeys(("own optimizer", "own step", "LARS"), ("updates", 0)),
+            **dict.fromkeys(("own optimizer", "own step", "LARS"), ("updates", warned)),
             **dict.fromkeys(("wrapped", "inherits", "two", "SGD, updates"), ("updates", 0)),
             "one of two": ("updates", warned),
             "SGD": ("residual", 0),
