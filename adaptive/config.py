@@ -143,7 +143,7 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     if policy.layerwise:
         return False
     if isinstance(above, Quantizer):
-        return True
+        return not above.one_by_one
     return granularity == "auto" and isinstance(above, Sparsifier) and above.comparable
 
 

@@ -42,9 +42,12 @@ class Quantizer(Compressor):
         (the smaller of two equally near), and that is the CF of the payload.
 
     Not multilevel: quantizing quantized values would add a second error, and be no cheaper.
+
+    one_by_one: it asks for the shape of each tensor, and so for tensors one by one.
     """
 
     multilevel = False
+    one_by_one: bool = False
 
     def __init__(self, forms: Mapping[float, BlockFormat]) -> None:
         self.forms = dict(sorted(forms.items()))
@@ -227,8 +230,9 @@ class QSGD(Quantizer):
     norm: a bucket is scaled by "max", its largest magnitude (section 4, used in all experiments
         there), or "l2", its norm (section 3.1; larger steps, for the theory).
     bucket: number of consecutive values that share a scale, a power of two. None: all values of a
-        tensor do, as in QSGD(norm="l2", bucket=None), its section 3.1 to the letter. Its errors
-        are far larger: an element is small beside the norm of a whole tensor.
+        tensor do, as in QSGD(norm="l2", bucket=None), its section 3.1 to the letter, with
+        2**(b - 1) levels. Its errors are far larger: an element is small beside the norm of a whole
+        tensor.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
     error_feedback: the mean error is zero, so by default it is not fed back. With True,
         only the bit counts for which feeding it back converges are used: 5 and more for buckets of

@@ -11,12 +11,12 @@ other in one flat tensor. Their scales lie side by side, and all segments are co
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 
 import torch
 from torch import Tensor
 
-from compressors.base import Key
+from compressors.base import Key, Payload, Spec
 from compressors.kernels import kernels_for
 from compressors.kernels.blocks import scratch_like
 from compressors.quantizers import OneFormat
@@ -32,7 +32,10 @@ class OneBit(OneFormat):
     Distributed Training of Speech DNNs" (Interspeech 2014), section 3. A contraction.
 
     column: consecutive elements that make up a column, a power of two; each column costs 64 bits
-        more. The last column of a segment may be shorter.
+        more. The last column of a segment may be shorter. None: the columns of the paper, whose
+        layers compute W^T v: the weights of one output, so a row of PyTorch's matrices (and of
+        kernels of convolutions), and the whole of a tensor of one dimension. It works tensor by
+        tensor.
 
     parts: for each column the mean of the negative values; by how much the other mean exceeds it;
     packed signs.
@@ -43,10 +46,32 @@ class OneBit(OneFormat):
     keeps_zeros = False
     shared = 2
 
-    def __init__(self, column: int = 512) -> None:
-        values.check_bucket(column)
+    def __init__(self, column: int | None = 512) -> None:
+        if column is not None:
+            values.check_bucket(column)
         self.column = column
+        self.sampled = column is not None  # a sample has no columns
+        self.one_by_one = column is None
         super().__init__()
+
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        return super().compress(x, self._by_columns(spec), add)
+
+    def nbytes(self, spec: Spec) -> int:
+        return super().nbytes(self._by_columns(spec))
+
+    def read(self, data: Tensor, spec: Spec) -> Payload:
+        return super().read(data, self._by_columns(spec))
+
+    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
+        return super().read_all(data, self._by_columns(spec))
+
+    def _by_columns(self, spec: Spec) -> Spec:
+        """The spec, where `column` is None with a segment for each column."""
+        shape = spec.key.shape
+        if self.column is not None or len(shape) < 2 or not 0 < prod(shape) == spec.numel:
+            return spec
+        return spec._replace(segments=(spec.numel // shape[0],) * shape[0])
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
         return pieces(segments, self.column)

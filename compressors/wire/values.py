@@ -436,7 +436,9 @@ def add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
 class TensorLevels(BlockFormat):
     """This value format is `Levels` with a scale for each segment of the spec, a whole tensor.
 
-    bits, norm, seed: see `Levels`; always rounded at random.
+    bits, norm, seed: see `Levels`; always rounded at random. With "l2" the norm is at level
+        2**(bits - 1), one more than `Levels` has. As a positive value that level has no code, and
+        becomes the one below: only an element that is next to the whole tensor comes near it.
     parts: scales (one for each segment), codes as in `Levels`.
     """
 
@@ -445,7 +447,8 @@ class TensorLevels(BlockFormat):
     def __init__(self, name: str, bits: int, norm: str = "l2", seed: int = 0) -> None:
         of_buckets = Levels(name, bits, CODE_BLOCK, norm, seed)  # checks what is given
         self.name, self.bits, self.norm, self.seed = name, bits, norm, seed
-        self.levels = of_buckets.levels
+        self._largest = of_buckets.levels  # code
+        self.levels = of_buckets.levels + (norm == "l2")
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
         return pieces(segments)
@@ -473,7 +476,7 @@ class TensorLevels(BlockFormat):
         q = torch.div(x, scale, out=scratch_like("work", x))
         noise = scratch_like("noise", x)
         fill_random16(noise, self.seed, key, start)
-        q.add_(noise, alpha=STEP).floor_()
+        q.add_(noise, alpha=STEP).floor_().clamp_(max=self._largest)
         if self.bits == 8:
             packed.view(torch.int8).copy_(q)
         else:

@@ -413,8 +413,7 @@ HARRIS = Suite(
         "each setting has the best of three learning rates by validation, where the paper tries 60 "
         "at random (`tune --sampler random` does that); DGC, with momentum 0.9, and random-k fed "
         "back have a tenth of these",
-        "QSGD has 63, 15 and 3 levels where the paper has 64, 16 and 4: code and sign take 7, 5 "
-        "and 3 bits",
+        "QSGD has the paper's 64, 16 and 4 levels, sign and level in 7, 5 and 3 bits",
         "the paper's seconds are those of compression on one worker, ours those of computing, of "
         "compression on one thread, and of a network",
     ),

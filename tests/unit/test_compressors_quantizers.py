@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from math import nan
+from math import nan, prod
 
 import numpy as np
 import pytest
@@ -98,13 +98,14 @@ def test_qsgd_of_whole_tensors_scales_each_segment_by_its_norm():
     payload = qsgd.compress(x, Spec(segments, 32 / 5, x.dtype, KEY))
     scales = payload.parts[0].double()
     norms = torch.stack([part.double().norm() for part in x.split(segments)])
-    torch.testing.assert_close(scales, norms / 15, rtol=1e-4, atol=0)
+    torch.testing.assert_close(scales, norms / 16, rtol=1e-4, atol=0)
     sent = qsgd.decompress(payload)
     for part, after, scale in zip(x.split(segments), sent.split(segments), scales, strict=True):
         levels = after.double() / scale
         torch.testing.assert_close(levels, levels.round(), atol=1e-4, rtol=0)
         assert ((levels - part.double() / scale).abs() < 1 + 1e-4).all()
-        assert levels.abs().max() <= 15 + 1e-4
+        assert levels.min() >= -16 - 1e-4
+        assert levels.max() <= 15 + 1e-4
     assert payload.nbytes == qsgd.nbytes(payload.spec)
 
 
@@ -126,6 +127,23 @@ def test_onebit(size, dtype):
         down = wide[wide < 0].mean() if (wide < 0).any() else 0.0
         expected.append(np.where(column >= 0, up, down))
     np.testing.assert_allclose(coded(OneBit(), x), np.concatenate(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (3, 2, 5, 5), (40, 2000), (1, 9), (50,)], ids=str)
+@dtypes
+def test_onebit_of_the_paper_has_two_means_for_each_output(shape, dtype):
+    x = torch.from_numpy(sample(prod(shape), dtype))
+    onebit = OneBit(column=None)
+    payload = onebit.compress(x.clone(), Spec((x.numel(),), 32.0, x.dtype, Key("w", shape=shape)))
+    columns = x.view(shape[0] if len(shape) > 1 else 1, -1).double()
+    up = columns.clamp(min=0).sum(1) / (columns >= 0).sum(1).clamp(min=1)
+    down = columns.clamp(max=0).sum(1) / (columns < 0).sum(1).clamp(min=1)
+    expected = torch.where(columns >= 0, up[:, None], down[:, None]).flatten().to(x.dtype)
+    torch.testing.assert_close(onebit.decompress(payload), expected, rtol=1e-5, atol=1e-12)
+    unit = payload.spec._replace(segments=(x.numel(),))
+    assert payload.nbytes == onebit.nbytes(unit)
+    data = torch.cat([part.view(torch.uint8) for part in payload.parts])
+    assert torch.equal(onebit.decompress(onebit.read(data, unit)), onebit.decompress(payload))
 
 
 @sizes
