@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -18,13 +19,13 @@ from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Whole
 from runs.options import check_modelled, check_sends
 from runs.papers.suites import Plan, plan_from
 from runs.parser import UsageError, options
-from runs.report.command import BANDWIDTHS, parse_networks
 from runs.settings import Keeping, Modelling, Optimizing, Training
 
 if TYPE_CHECKING:
     from adaptive import LinkSpec
 
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
+BANDWIDTHS = ("100mbit", "1gbit")
 EVALUATIONS = 10
 """In a run, unless --eval-every says otherwise: the time to a quality is known no finer."""
 SLICES = 4
@@ -179,7 +180,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     seeds = tuple(dict.fromkeys(given.pop("seeds", usual)))
     # What the runs take on the link that they have is in the table anyhow.
     others = [rate for rate in BANDWIDTHS if rate != given.get("link")]
-    networks = parse_networks(given.pop("bandwidths", others))
+    networks = _networks(given.pop("bandwidths", others))
     check_sends(given)
     check_modelled({name: value for name, value in given.items() if name != "model_mb"})
     if given.get("simulated") and "fixed_clock" not in given:
@@ -216,6 +217,19 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     path = Path(folder) if folder is not None else _folder(given, plan)
     sizes = networks, model_mb, goal, turn, steps
     return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone, plan)
+
+
+def _networks(texts: Iterable[str]) -> tuple[LinkSpec, ...]:
+    """Those of --bandwidths, each once. UsageError if one is none."""
+    from adaptive import LinkSpec  # torch is imported late
+
+    found = []
+    for text in texts:
+        try:
+            found.append(LinkSpec.parse(text))
+        except ValueError as error:
+            raise UsageError(f"--bandwidths {text}: {error}") from error
+    return tuple(dict.fromkeys(found))
 
 
 def _folder(common: dict[str, Any], plan: Plan | None) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
-from runs.report.looks import looks
+from runs.report.pictures import better, looks
 from runs.report.rows import Row
 from runs.style import GREY, RUNS, log_axis, picture
 
@@ -34,6 +34,5 @@ def draw_quality(rows: Sequence[Row], folder: Path, title: str, seconds: str) ->
                 axes.plot(*zip(*points[-1:], strict=True), "o", color=colour)
         log_axis(axes.yaxis, [q for row in rows for run in row.runs for _, q in run.evaluations])
         axes.set_xlim(left=0)
-        better = "higher" if rows[0].run.higher_is_better else "lower"
-        axes.set_ylabel(f"held-out {rows[0].run.quality_name} ({better} is better)")
+        axes.set_ylabel(f"held-out {rows[0].run.quality_name} ({better(rows[0].run)} is better)")
         axes.legend()

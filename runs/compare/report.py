@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from adaptive import LinkSpec
 from runs.compare.options import Comparison
 from runs.compare.plot import TIME_FILE, draw_quality
 from runs.compare.slice import is_finished
@@ -21,7 +22,7 @@ from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.progress import cf_name
 from runs.records import Stretch
-from runs.report.rows import UNKNOWN, Row, modelled
+from runs.report.rows import UNKNOWN, Row
 from runs.report.run import Run
 from runs.report.source import read_folder
 from runs.report.table import columns, make_text, reading, row_as_json, shown
@@ -29,6 +30,7 @@ from runs.report.verdict import headline_lines, headlines
 from runs.result import is_dense
 from runs.tables import faint, strong, table, text_of
 from runs.tasks import TASKS
+from runs.times import model_bytes, modelled_seconds
 
 COMPARE_FILE = "compare.json"
 TABLE_FILE = "table.txt"
@@ -123,6 +125,18 @@ def _read(comparison: Comparison, config: TrainConfig) -> Run:
         raise UsageError(f"{error}; remove the run's folder, and it is trained again") from error
     own = config if alone is None else replace(config, one_worker_seconds=alone)
     return modelled(replace(run, config=own), comparison.networks, comparison.model_mb)
+
+
+def modelled(run: Run, networks: Sequence[LinkSpec], model_mb: float | None = None) -> Run:
+    """The run with its seconds on these networks. model_mb: as if its gradients were so large."""
+    workers = run.config.workers if run.config is not None else 1
+    own = model_bytes(run.records, workers)
+    times = 1.0 if model_mb is None or not own else model_mb * 1e6 / own
+    config, coded = run.config, times
+    if config is not None and config.fixed_clock is not None and config.model_mb and own:
+        coded /= config.model_mb * 1e6 / own
+    ends = {one: modelled_seconds(run.records, one, times, coded) for one in networks}
+    return replace(run, modelled=ends)
 
 
 def side_by_side(rows: Sequence[Row], dense: str | None, goal_step: int | None) -> list[Row]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from runs.option_types import Number, Texts, metavar
+from runs.option_types import Number, metavar
 from runs.parser import UsageError, options
 
-if TYPE_CHECKING:
-    from adaptive import LinkSpec
-
 FOLDER = "report"
-BANDWIDTHS = ("100mbit", "1gbit")
 
 HELP = f"""\
 Make one page of one or several runs: quality against time, a table, and which CF was sent when.
@@ -27,22 +22,18 @@ examples:
   python -m runs report logs/demo
       one run, into logs/demo/{FOLDER}/report.html
   python -m runs report logs/dense logs/gravac logs/goodput --target 5.8 --out report
-      three runs side by side; the time that each took to a perplexity of 5.8
+      three runs of one task side by side; the time that each took to a perplexity of 5.8
   python -m runs report logs/compare-text-1a2b3c4d --title "LSTM, 100 Mbit/s"
       all runs of a comparison
   python -m runs report mine.jsonl
       a script of your own: AdaptiveCompressor(timeline=JSONLTimeline("mine.jsonl"))
-  python -m runs report logs/demo --bandwidths 50mbit 1gbit,1ms --json
 
-The target quality of "time to target" is, unless --target says otherwise, the final quality of the
-dense run: the worst of them if there are several, and the worst of all runs if there is none. Runs
-that did not finish set no target while others did.
+The target quality of "to target" is, unless --target says otherwise, the final quality of the dense
+run: the worst of them if there are several, and the worst of all runs if there is none. Runs that
+did not finish set no target while others did.
 
 Seconds are measured: the steps' own times, without evaluations, checkpoints and a run's first
-step (a step that was not timed counts as the median of its CF). Modelled seconds are those of
-python -m runs compare: compute + compression (both measured) + latency + bytes x 8 / rate.
-
-files in the folder: report.html, report.json."""
+step (a step that was not timed counts as the median of its CF)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +43,11 @@ class Showing:
     logdir: Annotated[Positional[tuple[str, ...]], metavar("LOGDIR ...")]
     """Log folder of a run or of a comparison, or timeline file."""
     target: Number | None = None
-    """Quality of "time to target", see above."""
-    bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
-    """Networks of the modelled seconds (100mbit 1gbit)."""
+    """Quality of "to target", see above."""
     title: Annotated[str | None, metavar("TEXT")] = None
     """Heading of the page."""
     out: Annotated[str | None, metavar("DIR")] = None
-    """Where the files go (report/ in LOGDIR; of several, beside the first)."""
+    """Where the page goes (report/ in LOGDIR; of several, beside the first)."""
     json: bool = False
     """Print the result as JSON on stdout, all else on stderr."""
 
@@ -73,24 +62,10 @@ def main(given: dict[str, Any]) -> int:
         raise UsageError("LOGDIR: must be given, one or more")
     if given.get("out") == "":
         raise UsageError("--out '': must name a folder")
-    networks = parse_networks(given.get("bandwidths", ()))
     from runs.report.make import make_report  # torch is imported late
 
     first = Path(folders[0])
     alone = len(folders) == 1 and first.is_dir()
     out = Path(given.get("out", (first if alone else first.absolute().parent) / FOLDER))
     how = given.get("target"), given.get("title"), given.get("json", False)
-    return make_report(folders, out, networks, *how)
-
-
-def parse_networks(texts: Iterable[str]) -> tuple[LinkSpec, ...]:
-    """Those of --bandwidths, each once. UsageError if one is none."""
-    from adaptive import LinkSpec  # torch is imported late
-
-    found = []
-    for text in texts:
-        try:
-            found.append(LinkSpec.parse(text))
-        except ValueError as error:
-            raise UsageError(f"--bandwidths {text}: {error}") from error
-    return tuple(dict.fromkeys(found))
+    return make_report(folders, out, *how)

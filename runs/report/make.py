@@ -1,87 +1,113 @@
-"""A report: what was recorded is read, and the page and the table are made of it."""
+"""A report: what was recorded is read, and the page and the table are made of it. The page is one
+file that holds everything, to be read without a server."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from math import nan
+from dataclasses import replace
+from itertools import groupby
+from math import isfinite, nan
 from pathlib import Path
 
-from adaptive import LinkSpec
-from runs.files import write_json, write_text
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from runs.files import known, write_text
 from runs.parser import UsageError
-from runs.report.page import make_page
-from runs.report.pictures import make_pictures
-from runs.report.rows import Row, choose_targets, link_notes, modelled, own_networks
+from runs.report.pictures import STATIC, make_pictures, scripts
+from runs.report.rows import Row
 from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
-from runs.report.table import columns, make_text, row_as_json, shown
+from runs.report.table import Column, columns, make_text, reading, row_as_json, shown
 from runs.report.verdict import headline_lines, headlines
 from runs.stages import counted
 from runs.tables import faint, show, strong
 
-PAGE_FILE, RESULT_FILE = "report.html", "report.json"
+PAGE_FILE = "report.html"
 
 
 def make_report(
-    folders: Sequence[str],
-    out: Path,
-    networks: Sequence[LinkSpec],
-    target: float | None,
-    title: str | None,
-    as_json: bool,
+    folders: Sequence[str], out: Path, target: float | None, title: str | None, as_json: bool
 ) -> int:
     """Make the report; returns the exit code."""
-    places, notes = find_places(folders, PAGE_FILE)
-    runs = _read(places, notes)
-    lone = len(runs) == 1 and target is None  # which has nobody to catch up with
-    targets = {} if lone else choose_targets(runs, target)
-    goals = {task: chosen.quality for task, chosen in targets.items()}
-    networks = networks or own_networks(runs)
-    runs = [replace(modelled(run, networks), goal=goals.get(run.task, nan)) for run in runs]
+    notes: list[str] = []
+    runs = _read(find_places(folders), notes)
+    goal, basis = choose_target(runs, target)
+    runs = [replace(run, goal=goal) for run in runs]
     rows = [Row(run.name, (run,)) for run in runs]
-    everything = columns(rows, networks)
-    known = shown(everything, rows)
-    pictures, missing = make_pictures(runs, networks)
-    notes += [*missing, *link_notes(runs)]
+    everything = columns(rows, ())
+    found = shown(everything, rows)
+    notes += link_notes(runs)
     title = title or _title(runs)
-    goal_lines = [
-        f"target{f' of {task}' if len(targets) > 1 else ''}: {chosen.quality:.4g}, {chosen.basis}"
-        for task, chosen in targets.items()
-    ]
-    result = {
-        "title": title,
-        "headlines": headlines(rows),
-        "targets": [{"task": task, **asdict(chosen)} for task, chosen in targets.items()],
-        "networks": list(map(str, networks)),
-        "rows": [row_as_json(everything, row) for row in rows],
-        "notes": list(notes),
-        "page": str(out / PAGE_FILE),
-    }
+    goals = [f"target: {goal:.4g}, {basis}"] if basis else []
+    page = out / PAGE_FILE
     try:
         out.mkdir(parents=True, exist_ok=True)
-        page = make_page(title, rows, known, goal_lines, pictures, notes)
-        write_text(out / PAGE_FILE, page)
-        write_json(out / RESULT_FILE, result)
+        write_text(page, make_page(title, rows, found, goals, notes))
     except OSError as error:
         raise UsageError(
             f"--out {out}: cannot be written: {error.strerror or error}; accepted: a folder that "
             f"can be written to"
         ) from error
-    notes += [f"{run.name}: {note}" for run in runs for note in run.notes]
     show(
         sys.stderr if as_json else sys.stdout,
-        *make_text(known, rows),
-        *goal_lines,
+        *make_text(found, rows),
+        *goals,
         *(faint(f"note: {note}") for note in notes),
-        f"page in {out / PAGE_FILE}",
+        *(faint(f"note: {run.name}: {note}") for run in runs for note in run.notes),
+        f"page in {page}",
         *(strong(line) for line in headline_lines(rows)),
     )
     if as_json:
+        result = {
+            "title": title,
+            "headlines": headlines(rows),
+            "target": known(goal),
+            "rows": [row_as_json(everything, row) for row in rows],
+            "notes": notes,
+            "page": str(page),
+        }
         print(json.dumps(result, allow_nan=False))
     return 0
+
+
+def make_page(
+    title: str,
+    rows: Sequence[Row],
+    found: Sequence[Column],
+    goals: Sequence[str],
+    notes: Sequence[str],
+) -> str:
+    """HTML, with everything that it draws in it. found: the table's columns. goals: what was to be
+    reached, in words. Values are escaped, but for `Markup`; bytes of file names that are no text
+    become question marks."""
+    pictures = make_pictures([row.run for row in rows])
+    environment = Environment(
+        loader=FileSystemLoader(STATIC),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    page = environment.get_template("report.html").render(
+        title=title,
+        styles=Markup(pictures.styles()),
+        verdicts=headlines(rows),
+        caption=pictures.caption,
+        groups=[(name, len(list(of_it))) for name, of_it in groupby(found, lambda c: c.group)],
+        columns=[column.name for column in found],
+        cells={row.label: [column.text(row) for column in found] for row in rows},
+        runs=[row.run for row in rows],
+        warnings=notes,
+        reading=[*reading(found, rows), *goals],
+        timelines=bool(pictures.rows),
+        data=Markup(pictures.as_json()),
+        scripts=Markup(scripts()),
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def _read(places: Sequence[Place], notes: list[str]) -> list[Run]:
@@ -94,7 +120,45 @@ def _read(places: Sequence[Place], notes: list[str]) -> list[Run]:
             if place is places[-1] and not runs:
                 raise
             notes.append(f"{place.name} holds no step yet, and was passed over")
+    names = sorted({run.quality_name for run in runs if run.task})
+    if len(names) > 1:
+        raise UsageError(
+            f"LOGDIR: the runs have different qualities ({', '.join(names)}); accepted: runs of "
+            f"one task"
+        )
     return runs
+
+
+def choose_target(runs: Sequence[Run], wanted: float | None) -> tuple[float, str]:
+    """The quality that the runs are compared at, and where it comes from; see the command's help.
+    nan and "" if there is none: nobody was evaluated, or a lone run has nobody to catch up with."""
+    evaluated = [run for run in runs if isfinite(run.quality)]
+    if wanted is not None and evaluated:
+        return wanted, "as asked for"
+    if len(runs) == 1 or not evaluated:
+        return nan, ""
+    finished = [run for run in evaluated if run.finished] or evaluated
+    dense = [run for run in finished if run.is_dense]
+    chosen = dense or finished
+    pick = min if chosen[0].higher_is_better else max
+    worst = pick(chosen, key=lambda run: run.quality)
+    if len(chosen) == 1:
+        return worst.quality, f"the final quality of {worst.name}"
+    of = "dense runs" if dense else "runs"
+    return worst.quality, f"the worst final quality of the {of} ({worst.name})"
+
+
+def link_notes(runs: Sequence[Run]) -> list[str]:
+    """That runs on different links do not compare in all."""
+    links: dict[str, list[str]] = {}
+    for run in runs:
+        links.setdefault(run.link or "no emulated link", []).append(run.name)
+    if len(links) < 2:
+        return []
+    told = "; ".join(f"{link}: {', '.join(names)}" for link, names in links.items())
+    return [
+        f"the runs had different links ({told}): their steps/s and measured seconds do not compare"
+    ]
 
 
 def _title(runs: Sequence[Run]) -> str:

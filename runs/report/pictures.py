@@ -1,6 +1,6 @@
 """The pictures of a report: what the scripts in `static/` draw, as JSON-like values.
 
-The lines of a chart may have several horizontal axes, of which the reader chooses; the rows are
+The lines of the chart may have several horizontal axes, of which the reader chooses; the rows are
 those of the dashboard. Values that are not known are None.
 """
 
@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adaptive import LinkSpec
 from adaptive.timeline.records import scalars
 from policies import DENSE
 from runs import dashboard
 from runs.dashboard.thin import Switch
 from runs.dashboard.timeline import ACTIVE, LAYER, MOST, NUMBERS, SENT, TOTALS, Series, timeline
 from runs.files import known
-from runs.report.looks import looks
 from runs.report.run import Run
+
+STATIC = Path(__file__).parent / "static"
+SHARED = Path(dashboard.__file__).parent / "static"
 
 DETAIL = 4
 """Times as many points as a screen of the dashboard, which would ask for more at a zoom."""
@@ -33,102 +34,68 @@ DETAIL = 4
 LOG_FROM = 2.5
 """Qualities whose largest is so many times the least are drawn on a logarithmic axis."""
 
-SHARED = ("page", "colours", "draw", "pointer", "tip", "row", "rows")
-OWN = ("chart", "report")
+SCRIPTS = (
+    *(SHARED / f"{name}.js" for name in ("page", "colours", "draw", "pointer", "tip", "row")),
+    *(SHARED / "rows.js", STATIC / "chart.js", STATIC / "report.js"),
+)
 """Scripts of the dashboard that a report has, too, and its own."""
-
-_Place = Callable[[Run, int], float]
-"""Where an evaluation after so many steps goes on the horizontal axis; nan: nowhere."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Everything that a page draws. charts: by name. quality: names of charts and
-    what can be said of them in words, in the order of the page."""
+    """Everything that a page draws. chart: quality against time; None: no run was evaluated.
+    caption: what can be said of it in words."""
 
-    charts: dict[str, Any]
+    chart: dict[str, Any] | None
+    caption: str
     rows: list[dict[str, Any]]
-    quality: list[tuple[str, str]]
 
     def as_json(self) -> str:
         """For a script element: no text of a user's can end it."""
-        text = json.dumps({"charts": self.charts, "rows": self.rows}, allow_nan=False)
+        text = json.dumps({"chart": self.chart, "rows": self.rows}, allow_nan=False)
         return text.replace("<", "\\u003c")
 
+    @staticmethod
+    def styles() -> str:
+        """Of the dashboard, and of the page."""
+        return (SHARED / "style.css").read_text("utf-8") + (STATIC / "report.css").read_text(
+            "utf-8"
+        )
 
-def make_pictures(runs: Sequence[Run], networks: Sequence[LinkSpec]) -> tuple[Pictures, list[str]]:
-    """All that the runs have the data for, and notes on those that they have not."""
-    look = looks(runs)
-    charts: dict[str, Any] = {}
-    quality, notes = [], []
-    for task in dict.fromkeys(run.task for run in runs if run.has_quality):
-        some = [run for run in runs if run.task == task and run.has_quality]
-        some.sort(key=lambda run: not run.is_dense)  # first, and so behind the others
-        charts[f"quality {task}"] = _quality(some, networks, look)
-        quality.append((f"quality {task}", _told(some)))
-    drawn = [row for run in runs if (row := _timeline(run)) is not None]
-    if not quality:
-        notes.append("no run was evaluated: no quality to draw")
-    if not drawn:
-        notes.append("no run has a timeline: no CFs to draw")
-    return Pictures(charts, drawn, quality), notes
+
+def make_pictures(runs: Sequence[Run]) -> Pictures:
+    """All that the runs have the data for."""
+    some = [run for run in runs if any(isfinite(quality) for _, quality in run.evaluations)]
+    some.sort(key=lambda run: not run.is_dense)  # first, and so behind the others
+    rows = [row for run in runs if (row := _timeline(run)) is not None]
+    if not some:
+        return Pictures(None, "", rows)
+    ends = "; ".join(f"{run.name} ends at {run.quality:.4g}" for run in some)
+    caption = f"Held-out {some[0].quality_name} ({better(some[0])} is better): {ends}"
+    return Pictures(_quality(some, looks(runs)), caption, rows)
 
 
 def scripts() -> str:
     """All scripts as one: a page alone has no place from which one module could import another."""
-    folders = [Path(dashboard.__file__).parent] * len(SHARED) + [Path(__file__).parent] * len(OWN)
-    parts = [
-        (folder / "static" / f"{name}.js").read_text("utf-8")
-        for folder, name in zip(folders, (*SHARED, *OWN), strict=True)
-    ]
+    parts = [path.read_text("utf-8") for path in SCRIPTS]
     return re.sub(r"^import [^;]*;\n|^export ", "", "\n".join(parts), flags=re.M)
 
 
-# -- quality -----------------------------------------------------------------------------------
-
-
-def _quality(
-    runs: Sequence[Run],
-    networks: Sequence[LinkSpec],
-    look: Mapping[str, tuple[int | None, int]],
-) -> dict[str, Any]:
-    links = {run.link or "no link emulated" for run in runs}
-    clocks = any(run.config and run.config.fixed_clock is not None for run in runs)
-    where = links.pop() if len(links) == 1 else "of different links: do not compare"
-    measured = f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})"
-    places: list[tuple[str, _Place]] = [(measured, Run.seconds_by)]
-    places += [
-        (f"seconds on {network}, modelled", partial(Run.modelled_by, network=network))
-        for network in networks
-        if any(run.records for run in runs)
-    ]
-    places.append(("MB sent by a worker", lambda run, done: run.sent_by(done) / 1e6))
-    places.append(("steps", lambda run, done: done))
-    qualities = [q for run in runs for _, q in run.evaluations if isfinite(q)]
-    goal = runs[0].goal
-    sent = [run.sent_by(run.evaluations[-1][0]) for run in runs]
-    sent = [nbytes for nbytes in sent if isfinite(nbytes)]
-    spread = bool(sent) and 0 < min(sent) < max(sent) / 30  # of dense and of compressed runs
-    return {
-        "xs": [{"title": name, "log": spread and name.startswith("MB")} for name, _ in places],
-        "lines": [
-            {
-                "name": f"{run.name}: {run.quality:.4g} at the end",
-                "run": look[run.name][0],
-                "dash": look[run.name][1] % 4,
-                "x": [
-                    _known(place(run, done) for done, _ in run.evaluations) for _, place in places
-                ],
-                "y": _known(quality for _, quality in run.evaluations),
-            }
-            for run in runs
-        ],
-        "y": {
-            "title": f"{runs[0].quality_name} ({better(runs[0])} is better)",
-            "log": 0 < LOG_FROM * min(qualities) < max(qualities),
-        },
-        "limit": {"value": goal, "title": f"target {goal:.4g}"} if isfinite(goal) else None,
-    }
+def looks(runs: Sequence[Run]) -> dict[str, tuple[int | None, int]]:
+    """Colour (None: that of dense) and dash of each run by its name: one colour for all runs of the
+    same settings, a dash for each. The order of the runs does not matter: a run has the same
+    colour in every picture of the same runs."""
+    kinds: dict[object, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.name):
+        kind = replace(run.config, seed=0, log_dir="", json=False) if run.config else run.name
+        kinds.setdefault(kind, []).append(run)
+    found: dict[str, tuple[int | None, int]] = {}
+    coloured, grey = count(), count()
+    for alike in kinds.values():
+        colour = None if alike[0].is_dense else next(coloured)
+        for i, run in enumerate(alike):
+            found[run.name] = colour, next(grey) if colour is None else i
+    return found
 
 
 def better(run: Run) -> str:
@@ -136,10 +103,45 @@ def better(run: Run) -> str:
     return "higher" if run.higher_is_better else "lower"
 
 
-def _told(runs: Sequence[Run]) -> str:
-    run = runs[0]
-    ends = "; ".join(f"{run.name} ends at {run.quality:.4g}" for run in runs)
-    return f"Held-out {run.quality_name} ({better(run)} is better): {ends}"
+# -- quality -----------------------------------------------------------------------------------
+
+
+def _quality(runs: Sequence[Run], look: dict[str, tuple[int | None, int]]) -> dict[str, Any]:
+    links = {run.link or "no link emulated" for run in runs}
+    clocks = any(run.config and run.config.fixed_clock is not None for run in runs)
+    where = links.pop() if len(links) == 1 else "of different links: do not compare"
+    axes: dict[str, Callable[[Run, int], float]] = {
+        f"seconds {'by a fixed clock' if clocks else 'measured'} ({where})": Run.seconds_by,
+        "MB sent by a worker": lambda run, done: run.sent_by(done) / 1e6,
+        "steps": lambda run, done: done,
+    }
+    qualities = [q for run in runs for _, q in run.evaluations if isfinite(q)]
+    goal = runs[0].goal
+    sent = [run.sent_by(run.evaluations[-1][0]) for run in runs]
+    sent = [nbytes for nbytes in sent if isfinite(nbytes)]
+    spread = bool(sent) and 0 < min(sent) < max(sent) / 30  # of dense and of compressed runs
+    lines = []
+    for run in runs:
+        colour, dash = look[run.name]
+        xs = [[known(axis(run, done)) for done, _ in run.evaluations] for axis in axes.values()]
+        lines.append(
+            {
+                "name": f"{run.name}: {run.quality:.4g} at the end",
+                "run": colour,
+                "dash": dash % 4,
+                "x": xs,
+                "y": [known(quality) for _, quality in run.evaluations],
+            }
+        )
+    return {
+        "xs": [{"title": name, "log": spread and name.startswith("MB")} for name in axes],
+        "lines": lines,
+        "y": {
+            "title": f"{runs[0].quality_name} ({better(runs[0])} is better)",
+            "log": 0 < LOG_FROM * min(qualities) < max(qualities),
+        },
+        "limit": {"value": goal, "title": f"target {goal:.4g}"} if isfinite(goal) else None,
+    }
 
 
 # -- the dashboard's rows ----------------------------------------------------------------------
@@ -159,7 +161,7 @@ class Records:
             for tag, value in (scalars(record) | own).items():
                 if tag == ACTIVE:  # as the table has it, not by the record's own medians
                     value = run.seconds_by(step + 1)
-                if tag in _KEPT or tag in own or NUMBERS.fullmatch(tag):
+                if tag in (SENT, ACTIVE, *TOTALS.values()) or tag in own or NUMBERS.fullmatch(tag):
                     self._add(tag, step, record.elapsed, value)
         if not run.records and run.history:  # plain DDP
             self._add(SENT, 0, 0.0, DENSE)
@@ -188,12 +190,5 @@ class Records:
         return [Switch(e.step, e.cf_before, e.cf, e.reason) for e in self._run.recorded.events]
 
 
-_KEPT = (SENT, ACTIVE, *TOTALS.values())
-
-
 def _timeline(run: Run) -> dict[str, Any] | None:
     return timeline(Records(run), run.name, run.quality_name, None, DETAIL)
-
-
-def _known(values: Any) -> list[float | None]:
-    return [known(value) for value in values]

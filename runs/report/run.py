@@ -157,11 +157,6 @@ class Run:
         test = {f"test {self.quality_name}": self.ending.test}
         return {**self.ending.beside, **(test if isfinite(self.ending.test) else {})}
 
-    @property
-    def has_quality(self) -> bool:
-        """There is an evaluation to show."""
-        return any(isfinite(quality) for _, quality in self.evaluations)
-
     def quality_after(self, steps: int) -> float:
         """Of the last evaluation by then that was finite; nan if there was none yet."""
         known = [q for done, q in self.evaluations if done <= steps and isfinite(q)]

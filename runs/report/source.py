@@ -48,29 +48,33 @@ class Place:
         return self.path if self.path.is_file() else self.path / TIMELINE_FILE
 
 
-def find_places(given: Sequence[str], own: str) -> tuple[list[Place], list[str]]:
-    """Where the runs are, each once, and what was passed over: folders of reports.
-
-    own: a file that only reports have. UsageError names what holds no run.
-    """
+def find_places(given: Sequence[str]) -> list[Place]:
+    """Where the runs are, each once; folders of reports among them are passed over. UsageError
+    names what holds no run."""
     found: dict[Path, tuple[str, Path]] = {}
-    notes = []
     for text in given:
         paths = _runs_in(Path(text))
-        if not paths and len(given) > 1 and Path(text, own).is_file():
-            notes.append(f"{text} is the folder of a report, and was passed over")
-        elif not paths:
+        if not paths and not (len(given) > 1 and Path(text, "report.html").is_file()):
             what = "holds no run" if Path(text).exists() else "does not exist"
-            below = [str(p) for p in sorted(Path(text).glob("*")) if _runs_in(p)]
-            hint = f" (but {below[0]} does)" if below else ""
-            raise UsageError(f"LOGDIR {text}: {what}{hint}; {ACCEPTED}")
+            raise UsageError(f"LOGDIR {text}: {what}; {ACCEPTED}")
         for path in paths:
             found.setdefault(path.resolve(), (text, path))
     if not found:
         raise UsageError(f"LOGDIR {given[0]}: holds no run; {ACCEPTED}")
-    names = _names(list(found))
-    places = zip(found.values(), names, strict=True)
-    return [Place(f"LOGDIR {text}", name, path) for (text, path), name in places], notes
+    names = Counter(path.stem if path.is_file() else path.name for path in found)
+    return [
+        Place(f"LOGDIR {text}", _name(path, names), where) for path, (text, where) in found.items()
+    ]
+
+
+def _name(path: Path, names: Counter[str]) -> str:
+    """The end of a run's path, or more of it if others end so, too. File names may hold anything,
+    also bytes that are no text."""
+    name = path.stem if path.is_file() else path.name
+    if names[name] > 1:
+        name = f"{path.parent.name}/{name}"
+    text = name.encode("utf-8", "replace").decode("utf-8")
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def read_run(place: Place, smooth: int = 1) -> Run:
@@ -161,20 +165,6 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (CONFIG_FILE, TIMELINE_FILE))
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """A name for each: the end of its path, as long as it takes to be the only one. File names may
-    hold anything, also bytes that are no text."""
-    parts = [(path.with_suffix("") if path.is_file() else path).parts for path in paths]
-    names = []
-    for own in parts:
-        length = 1
-        while length < len(own) and Counter(other[-length:] for other in parts)[own[-length:]] > 1:
-            length += 1
-        text = "/".join(own[-length:]).encode("utf-8", "replace").decode("utf-8")
-        names.append("".join(char if char.isprintable() else "?" for char in text))
-    return names
 
 
 def _config(folder: Path) -> TrainConfig | None:

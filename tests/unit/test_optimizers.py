@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from runs.tune.space import space_text
 
 from runs.build import OPTIMIZERS, build_task, check, learning_rate, lr_factor, make_optimizers
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.tasks import Task
-from runs.tune.space import space_text
 from runs.tune.study import make_tuning
 
 

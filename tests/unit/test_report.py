@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from adaptive import LinkSpec
+from runs.compare.report import modelled
 from runs.config import TrainConfig
 from runs.parser import UsageError
-from runs.report.looks import looks
-from runs.report.pictures import Records, make_pictures, scripts
-from runs.report.rows import Row, Target, choose_targets, link_notes, modelled, own_networks
+from runs.report.make import choose_target, link_notes
+from runs.report.pictures import Records, looks, make_pictures, scripts
+from runs.report.rows import Row
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
 from runs.report.table import columns, make_text, row_as_json, shown
@@ -47,25 +48,21 @@ def test_the_target_is_the_worst_dense_run_that_finished() -> None:
         made("off", evaluations=((10, 4.2),), policy="off", base=None),
         made("stopped", evaluations=((10, 99.0),), steps=20, **DENSE),
     ]
-    target = choose_targets(runs, None)["text"]
-    assert target.quality == 4.5
-    assert "dense" in target.basis
-    assert "dense1" in target.basis
-    assert choose_targets(runs[:1], None)["text"].quality == 5.0
-    assert choose_targets(runs[-1:], None)["text"].quality == 99.0
-    assert choose_targets([made()], None) == {}
+    quality, basis = choose_target(runs, None)
+    assert quality == 4.5
+    assert "dense" in basis
+    assert "dense1" in basis
+    assert isnan(choose_target(runs[:1], None)[0])  # it has nobody to catch up with
+    assert choose_target([runs[0], runs[-1]], None)[0] == 5.0
+    assert choose_target([made(), made("b")], None)[1] == ""
 
 
 def test_without_a_dense_run_it_is_the_worst_run_whichever_way_is_better() -> None:
     lower = [made(str(q), evaluations=((10, q),)) for q in (5.0, 7.0, 6.0)]
-    assert choose_targets(lower, None)["text"].quality == 7.0
+    assert choose_target(lower, None)[0] == 7.0
     higher = [made(str(q), evaluations=((10, q),), task="cifar10") for q in (0.5, 0.7)]
-    assert choose_targets(higher, None)["cifar10"].quality == 0.5
-    both = choose_targets([*lower, *higher], None)
-    assert {task: target.quality for task, target in both.items()} == {"text": 7, "cifar10": 0.5}
-    with pytest.raises(UsageError, match=r"--target 5: .*accuracy %, perplexity"):
-        choose_targets([*lower, *higher], 5.0)
-    assert choose_targets(lower, 6.5)["text"] == Target(6.5, "as asked for")
+    assert choose_target(higher, None)[0] == 0.5
+    assert choose_target(lower, 6.5) == (6.5, "as asked for")
 
 
 @pytest.mark.parametrize(
@@ -148,23 +145,14 @@ def test_the_first_axis_is_measured_time_and_dense_is_first_and_grey() -> None:
         made("goodput", evaluations=evaluations, policy="goodput", link="10mbit"),
         made("dense", evaluations=evaluations, link="10mbit", **DENSE),
     ]
-    networks = own_networks(runs)
-    assert [str(network) for network in networks] == ["100 Mbit/s", "1 Gbit/s"]
-    runs = [modelled(run, networks) for run in runs]
-    pictures, notes = make_pictures(runs, networks)
-    assert notes == []
-    chart = pictures.charts["quality text"]
+    chart = make_pictures(runs).chart
+    assert chart is not None
     titles = [axis["title"] for axis in chart["xs"]]
-    assert titles[:2] == [
-        "seconds measured (emulated 10 Mbit/s link)",
-        "seconds on 100 Mbit/s, modelled",
-    ]
-    assert all("measured" in title or "modelled" in title for title in titles if "sec" in title)
+    assert titles == ["seconds measured (emulated 10 Mbit/s link)", "MB sent by a worker", "steps"]
     dense, goodput = chart["lines"]
     assert (dense["name"].split(":")[0], dense["run"]) == ("dense", None)
     assert goodput["run"] == 0
-    at_100 = [pytest.approx(4 * 0.50008), pytest.approx(8 * 0.50008)]
-    assert goodput["x"][1] == at_100
+    assert goodput["x"][0] == [pytest.approx(2.0), pytest.approx(4.0)]
     assert goodput["x"][-1] == [4, 8]
 
 
@@ -174,7 +162,6 @@ def test_runs_of_different_links_are_not_set_side_by_side_without_a_word() -> No
     assert "emulated 10 Mbit/s link: here" in note
     assert "no emulated link: there" in note
     assert link_notes(runs[:1]) == []
-    assert own_networks(runs)[0] == LinkSpec.parse("10mbit")
 
 
 def test_a_row_is_that_of_the_dashboard() -> None:
@@ -182,7 +169,7 @@ def test_a_row_is_that_of_the_dashboard() -> None:
     records = [record(i, cf, sent=1e3 * (i + 1), dense=5e3 * (i + 1)) for i, cf in enumerate(cfs)]
     records[3] = record(3, 40.0, layer_cfs={"a": 1.0}, sent=4e3, dense=2e4)
     run = made(records=records, evaluations=((2, 6.0),), steps=4)
-    pictures, _ = make_pictures([run], ())
+    pictures = make_pictures([run])
     (row,) = pictures.rows
     assert row["band"]["cf"] == [10, 40]
     assert row["band"]["step"] == [0, 2]
@@ -197,7 +184,7 @@ def test_a_row_is_that_of_the_dashboard() -> None:
 def test_plain_ddp_has_a_row_too() -> None:
     run = made("off", records=[], policy="off", base=None)
     assert Records(run).tags("off") == ["cf/sent"]
-    row = make_pictures([run], ())[0].rows[0]
+    row = make_pictures([run]).rows[0]
     assert (row["band"]["cf"], row["last"]) == ([1], 9)
 
 
@@ -229,9 +216,8 @@ def test_names_are_as_long_as_it_takes(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").touch()
     folders = [str(tmp_path / name) for name in ("x/run", "y/run", "y/other", "x/run/../run")]
-    places, notes = find_places(tuple(folders), "report.html")
+    places = find_places(tuple(folders))
     assert [place.name for place in places] == ["x/run", "y/run", "other"]
-    assert notes == []
 
 
 def test_a_folder_of_a_report_among_others_is_passed_over(tmp_path: Path) -> None:
@@ -240,11 +226,10 @@ def test_a_folder_of_a_report_among_others_is_passed_over(tmp_path: Path) -> Non
     report.mkdir()
     (run / "config.json").touch()
     (report / "report.html").touch()
-    places, notes = find_places((str(run), str(report)), "report.html")
+    places = find_places((str(run), str(report)))
     assert [place.name for place in places] == ["run"]
-    assert len(notes) == 1
     with pytest.raises(UsageError, match="holds no run"):
-        find_places((str(report),), "report.html")
+        find_places((str(report),))
 
 
 def test_records_that_are_cut_short_are_read_as_far_as_they_go(tmp_path: Path) -> None:
@@ -252,7 +237,7 @@ def test_records_that_are_cut_short_are_read_as_far_as_they_go(tmp_path: Path) -
     lines = [json.dumps({"step": i, "loss": 1.0}) for i in range(4)]
     lines += [json.dumps({"step": 3, "quality": 2.5}), json.dumps({"step": 3, "quality": None})]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
-    (place,), _ = find_places((str(tmp_path),), "report.html")
+    (place,) = find_places((str(tmp_path),))
     run = read_run(place)
     assert run.trained == 4
     assert run.evaluations[0] == (4, 2.5)
@@ -274,7 +259,7 @@ def test_damaged_files_are_named(name: str, tmp_path: Path) -> None:
     TrainConfig(log_dir=str(tmp_path)).save()
     text, parts = DAMAGED[name]
     (tmp_path / name).write_text(text)
-    (place,), _ = find_places((str(tmp_path),), "report.html")
+    (place,) = find_places((str(tmp_path),))
     with pytest.raises(UsageError) as raised:
         read_run(place)
     for part in (str(tmp_path), *parts):

@@ -1,4 +1,4 @@
-// A report's pictures: charts where the page has a place for one, and the dashboard's rows.
+// A report's pictures: quality against time, and the dashboard's rows.
 
 import {Chart} from './chart.js';
 import {legend} from './colours.js';
@@ -7,9 +7,7 @@ import {Row} from './row.js';
 import {drawRows} from './rows.js';
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
-const CHARTS = [...document.querySelectorAll('[data-chart]')].map(
-  (box) => new Chart(box, DATA.charts[box.dataset.chart]),
-);
+const CHART = DATA.chart && new Chart(document.getElementById('chart'), DATA.chart);
 const VIEW = {axis: 'step', span: null};
 
 function redraw() {
@@ -39,5 +37,5 @@ document.getElementById('axis')?.addEventListener('change', (event) => {
 new ResizeObserver(redraw).observe(document.querySelector('main'));
 followTheme(() => {
   redraw();
-  CHARTS.forEach((chart) => chart.draw());
+  CHART?.draw();
 });
