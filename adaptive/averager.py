@@ -99,7 +99,8 @@ class Averager:
         """This step is compressed by us: neither dense, in whatever precision, nor sent by a
         foreign hook."""
         cf = self.controller.plan.send
-        return cf not in (DENSE, *self.settings.hooks) and self.settings.base.narrow(cf) is None
+        as_dense = self.settings.base.at(cf).sent_as_dense
+        return cf not in (DENSE, *self.settings.hooks) and not as_dense
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], dense_is_ddps: bool = True
@@ -174,7 +175,8 @@ class Averager:
             send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
             return self.reducer.dense(step, flat, parameters, send)
         if not self.compresses:
-            narrow = self.settings.base.narrow(plan.send)
+            rung = self.settings.base.at(plan.send)
+            narrow = rung.sum_dtype if rung.sent_as_dense else None
             return self.reducer.dense(step, flat, parameters, narrow=narrow)
         nbytes = self.sizes.bucket_nbytes(cfs)
         strategy = strategy_of(self.choice.pick(nbytes, plan.send))

@@ -15,7 +15,7 @@ from torch import Tensor
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
-from compressors import Compressor, NoCompression
+from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, judge, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, fill_if, fresh
@@ -235,7 +235,8 @@ class Granularity:
 
     @cached_property
     def in_full(self) -> Granularity:
-        """The same, with values that are coded by whoever exchanges them."""
+        """The same for a sparsifier, with values that are coded by whoever exchanges them."""
+        assert isinstance(self.compressor, Sparsifier | Ladder)
         return replace(self, compressor=self.compressor.in_full())
 
     def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:

@@ -304,7 +304,7 @@ class AdaptiveCompressor:
         rungs = below_range(chosen.base)
         below = f" and below it {rungs}" if rungs else ""
         return (
-            f"AdaptiveCompressor(base={chosen.base.shown!r}, cf_range=({low:g}, {high:g}){below}, "
+            f"AdaptiveCompressor(base={chosen.base.name!r}, cf_range=({low:g}, {high:g}){below}, "
             f"policy={chosen.policy!r}, memory={self.memory!r}; {now})"
         )
 

@@ -85,8 +85,6 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
     says_nothing = isinstance(base, str) and "+" not in base
     if says_nothing and memory != "none" and isinstance(compressor, Sparsifier):
         compressor = compressor.coded(VALUES)
-    if isinstance(base, str):
-        compressor.shown = base
     return compressor
 
 
@@ -129,7 +127,7 @@ def with_ladder(
 def below_range(base: Compressor) -> str:
     """The rungs of a ladder, which are candidates beside dense and cf_range, in words; else ""."""
     rungs = base.rungs if isinstance(base, Ladder) else {}
-    return ", ".join(f"{rung.shown} at CF {cf:g}" for cf, rung in rungs.items())
+    return ", ".join(f"{rung.name} at CF {cf:g}" for cf, rung in rungs.items())
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
@@ -205,10 +203,10 @@ class Settings:
     def __post_init__(self) -> None:
         base, policy = self.base, self.policy
         # Nothing else can travel with payloads that are summed in half precision.
-        in_half_precision = base.sums and base.wire_dtype(torch.float32) != torch.float32
+        in_half_precision = base.sums and base.sum_dtype is not None
         if self.dense_below and in_half_precision:
             raise ValueError(
-                f"dense_below must be 0 for base {base.shown!r}, whose payloads are summed in half "
+                f"dense_below must be 0 for base {base.name!r}, whose payloads are summed in half "
                 f"precision; got {self.dense_below}"
             )
         compresses = _compresses(base)  # if not, a dense policy takes its place
@@ -216,7 +214,7 @@ class Settings:
             raise ValueError(
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
-                f"base={base.shown!r}"
+                f"base={base.name!r}"
             )
         self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
@@ -231,7 +229,7 @@ class Settings:
                 raise ValueError(f"hooks must be empty with {why}; got CF {min(self.hooks):g}")
             if in_half_precision:
                 raise ValueError(
-                    f"base must not be summed in half precision with {why}; got base={base.shown!r}"
+                    f"base must not be summed in half precision with {why}; got base={base.name!r}"
                 )
 
     @property
@@ -249,7 +247,7 @@ class Settings:
 
     def keeps(self) -> list[Policy | Compressor]:
         """Whatever keeps what it learns of a model."""
-        return [*_policies_in(self.policy), *self.base.parts]
+        return [*_policies_in(self.policy), self.base, self.base.at(inf)]
 
     def _check_sync(self) -> None:
         """ValueError for what does not go with the way to synchronise."""
@@ -292,15 +290,15 @@ class Settings:
         """ValueError for a setting that nothing in this run would look at."""
         compresses = _compresses(self.base)
         memory = self.memory.options
-        if not self.base.error_feedback and memory.dtype != torch.float32:
+        if not self.base.feeds_back and memory.dtype != torch.float32:
             raise ValueError(
                 f"memory={memory!r}: dtype needs a base whose errors are fed back, got "
-                f"base={self.base.shown!r}"
+                f"base={self.base.name!r}"
             )
         if not compresses and self.server != ParameterServer():
             raise ValueError(
                 f"exchange={self.server!r}: needs a base that compresses, got "
-                f"base={self.base.shown!r}"
+                f"base={self.base.name!r}"
             )
         policies = _policies_in(self.policy)
         by_norms = self.policy.layerwise or any(isinstance(each, Accordion) for each in policies)

@@ -124,8 +124,8 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
-        narrow = self.sizes.granularity.compressor.narrow(plan.send) is not None
-        sent = () if narrow else (plan.send,)
+        as_dense = self.sizes.granularity.compressor.at(plan.send).sent_as_dense
+        sent = () if as_dense else (plan.send,)
         compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         if self.means is not None:

@@ -55,7 +55,6 @@ from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if, is_host
-from compressors.rounds import RoundsCompressor
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
 """Is told a gradient of a parameter, flat, and whether it is to be passed over as not finite."""
@@ -306,9 +305,6 @@ def _decode(
         mean = bucket.of(unit)
         if received.compressors is not None:
             compressor = received.compressors[i]
-        if isinstance(compressor, RoundsCompressor):
-            compressor.write_to(mean, payloads[0].as_zeros(nonfinite))
-            continue
         compressor.mean_of(mean, payloads, received.scale, nonfinite)
         for payload in payloads:
             invalid = either(invalid, payload.invalid)

@@ -182,7 +182,7 @@ class Session:
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if as_one and not base.keeps_zeros and skips:
             raise ValueError(
-                f"granularity must be 'layer' for base {base.shown!r} with momentum correction, "
+                f"granularity must be 'layer' for base {base.name!r} with momentum correction, "
                 f"find_unused_parameters or static_graph: it makes something of the zeros of a "
                 f"parameter that sends nothing; got 'bucket'"
             )

@@ -92,6 +92,8 @@ class Payload:
     invalid: on a device, whether what was received cannot have been sent by any compressor; there
         it is decoded all the same, within bounds. On the host such bytes raise InvalidPayload.
     exact: a sparsifier's values before coding, to compress them further; None after receiving.
+    indices: positions of the kept elements (flat whole numbers; on a device `numel` in an empty
+        slot); None if all elements are kept.
     """
 
     parts: tuple[Tensor, ...]
@@ -99,6 +101,7 @@ class Payload:
     energies: Tensor | None = None
     invalid: Flag = False
     exact: Tensor | None = None
+    indices: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -222,67 +225,46 @@ class Compressor(ABC):
     It carries nothing from call to call unless `state_dict` says otherwise. Tensors are flat (1-d),
     contiguous, float32 or float64; half-precision gradients are widened before.
 
-    name: the registered name, with what was added to it. shown: what messages call it: the name
-        that the user gave.
+    name: the registered name, with what was added to it.
     sums: payloads of several ranks may be summed element by element (all-reduce); otherwise they
         are gathered. All parts of such a payload are of one dtype.
-    error_feedback: C is a contraction, so feeding its error back converges. False for unbiased
+    sum_dtype: the dtype of such parts; None for that of the tensor.
+    feeds_back: C is a contraction, so feeding its error back converges. False for unbiased
         compressors whose values are scaled up.
+    selects: it keeps some elements and not others.
     multilevel: `smaller` works: what is kept at a larger CF is found in what is kept at a
         smaller one. Otherwise candidates are compressed from the full tensor.
     sampled: a strided sample of a tensor shows how well the tensor itself is compressed.
     keeps_zeros: an element that is 0 is never decoded to something else.
+    keeps_most_to: the largest CF at which so little is lost that next to nothing waits in the
+        residual.
+    momentum_lag: momentum correction keeps the share momentum_lag / cf^(1/3) of the momentum's lag,
+        at most all of it.
     masking: the CF from which on its paper sets the velocity of sent elements to zero (momentum
         factor masking); inf for never.
     known_gains: gains by CF that policies take for known. Nothing is measured at these CFs.
+    sent_as_dense: a step is a dense step that is summed in `sum_dtype`. Nothing of it is
+        compressed, measured or fed back: what rounding loses is in no rank's residual.
     """
 
     name: str = ""
     sums: bool = False
-    error_feedback: bool = True
+    sum_dtype: torch.dtype | None = None
+    feeds_back: bool = True
+    selects: bool = False
     multilevel: bool = True
     sampled: bool = True
     keeps_zeros: bool = True
+    keeps_most_to: float = 1.0
+    momentum_lag: float = inf
     masking: float = inf
     known_gains: Mapping[float, float] = MappingProxyType({})
-
-    @property
-    def parts(self) -> tuple[Compressor, ...]:
-        """The compressors that this one is made of: itself, unless it is a `Ladder`."""
-        return (self,)
+    sent_as_dense: bool = False
 
     def at(self, cf: float) -> Compressor:
-        """The compressor among `parts` that works at `cf`; at inf, the one for the largest CFs."""
+        """The compressor that works at `cf`: this one, unless it is a `Ladder`. At inf, the one for
+        the largest CFs."""
         return self
-
-    def keeps_most(self, cf: float) -> bool:
-        """Whether a payload at `cf` loses so little that next to nothing waits in the residual."""
-        return False
-
-    def momentum_lag(self, cf: float) -> float:
-        """The share of the momentum's lag, in (0, 1], that momentum correction should keep while
-        this compressor runs at `cf` > 1."""
-        return 1.0
-
-    def narrow(self, cf: float) -> torch.dtype | None:
-        """The precision in which a step at `cf` is summed by an all-reduce like a dense one, if it
-        is. Nothing of such a step is compressed, measured or fed back: what rounding to this
-        precision loses is in no rank's residual."""
-        return None
-
-    def in_full(self) -> Compressor:
-        """For sparsifiers: the same elements are kept, and any number of values travels in full."""
-        return self
-
-    _shown: str | None = None
-
-    @property
-    def shown(self) -> str:
-        return self._shown or self.name
-
-    @shown.setter
-    def shown(self, name: str) -> None:
-        self._shown = name
 
     @abstractmethod
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
@@ -304,14 +286,10 @@ class Compressor(ABC):
         """Bytes of a payload that a rank hands to collectives: the same on every rank."""
 
     @abstractmethod
-    def read(self, data: Tensor, spec: Spec) -> Payload:
-        """The payload whose bytes are `data` (uint8, flat), the inverse of `Payload.write`.
-        InvalidPayload if the size is not `nbytes(spec)`."""
-
-    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
-        """The payload of each rank, whose bytes are the rows of `data` (ranks, bytes; uint8). On a
-        device their `invalid` may be one flag, which says whether any of them is."""
-        return [self.read(row, spec) for row in data]
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
+        """The payload of each rank, whose bytes are the rows of `data` (ranks, bytes; uint8): the
+        inverse of `Payload.write`. On a device their `invalid` may be one flag, which says whether
+        any of them is. InvalidPayload if rows are not of `nbytes(spec)`."""
 
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
@@ -322,17 +300,6 @@ class Compressor(ABC):
         for payload in payloads:
             self.add_to(out, payload.as_zeros(as_zeros), scale)
 
-    def indices(self, payload: Payload) -> Tensor | None:
-        """The positions of the kept elements (int64, flat); None if all elements are kept."""
-        return None
-
-    def decompress(self, payload: Payload) -> Tensor:
-        """The dense tensor that `payload` stands for (flat, payload.numel elements)."""
-        device = payload.parts[0].device
-        out = torch.zeros(payload.numel, dtype=payload.dtype, device=device)
-        self.add_to(out, payload)
-        return out
-
     def nearest(self, spec: Spec) -> float:
         """The nearest CF >= 1 that this compressor can really do."""
         return check_cf(spec.cf)
@@ -340,10 +307,6 @@ class Compressor(ABC):
     def floats(self, spec: Spec) -> float:
         """Number of elements sent, indices not counted (the papers' "floats sent")."""
         return spec.numel / spec.cf
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The one dtype of the parts where `sums`, in which they are added up."""
-        return dtype
 
     def state_dict(self) -> dict[str, Any]:
         """The state that is carried from step to step (plain values and tensors), by parameter."""
@@ -387,8 +350,9 @@ class NoCompression(Compressor):
     def nbytes(self, spec: Spec) -> int:
         return spec.numel * spec.dtype.itemsize
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
-        return Payload(split_bytes(data, (spec.numel, spec.dtype)), spec.at(1.0))
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
+        spec = spec.at(1.0)
+        return [Payload(parts, spec) for parts in split_rows(data, (spec.numel, spec.dtype))]
 
     def nearest(self, spec: Spec) -> float:
         return 1.0
@@ -419,31 +383,12 @@ def check_out(out: Tensor, payload: Payload) -> None:
         )
 
 
-def split_bytes(data: Tensor, *parts: tuple[int, torch.dtype]) -> tuple[Tensor, ...]:
-    """Cut flat uint8 `data` into tensors of (elements, dtype) each, one after the other: the
-    inverse of `Payload.write`. A part is a view of `data` where its alignment allows, else a copy.
-
-    Raises InvalidPayload unless `data` is exactly as long as the parts together."""
-    wanted = sum(count * dtype.itemsize for count, dtype in parts)
-    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != wanted:
-        raise InvalidPayload(
-            f"payload must be {wanted} bytes (flat uint8), "
-            f"got {data.dtype} of shape {tuple(data.shape)}"
-        )
-    tensors, start = [], 0
-    for count, dtype in parts:
-        size = dtype.itemsize
-        raw = data[start : start + count * size]
-        start += raw.numel()
-        if raw.stride(0) != 1 or raw.storage_offset() % size or raw.data_ptr() % size:
-            raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
-        tensors.append(raw.view(dtype))
-    return tuple(tensors)
-
-
 def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tensor, ...]]:
-    """`split_bytes` of each row of `data` (ranks, bytes; uint8). What has to be copied is copied
-    for all of them at once."""
+    """Cut each row of `data` (ranks, bytes; uint8) into tensors of (elements, dtype) each, one
+    after the other: the inverse of `Payload.write`. A part is a view of `data` where its alignment
+    allows, else a copy, made for all rows at once.
+
+    InvalidPayload unless a row is exactly as long as the parts together."""
     wanted = sum(count * dtype.itemsize for count, dtype in parts)
     if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != wanted:
         raise InvalidPayload(
@@ -462,7 +407,7 @@ def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tens
         columns.append(
             raw.view(dtype).unbind() if count else [data.new_empty(0).view(dtype)] * len(data)
         )
-    return list(zip(*columns, strict=True))
+    return list(zip(*columns, strict=True)) if parts else [()] * len(data)
 
 
 def projection_error(total: Scalar, energy: Scalar) -> Scalar:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Payload, Spec, check_cf
@@ -13,6 +12,7 @@ from compressors.kernels.blocks import Flag
 from compressors.quantizers import BF16
 from compressors.registry import make_compressor
 from compressors.rounds import RoundsCompressor
+from compressors.sparsifier import Sparsifier
 
 GAIN = 0.95
 """The gain that policies assume at the CF of a rung. The true gains are larger. The assumed one
@@ -29,10 +29,10 @@ class Ladder(Compressor):
         (no `RoundsCompressor`), and can do exactly this CF, which is above 1.
     above: the compressor at all other CFs, under the same conditions.
 
-    A step at a rung "bf16" is a dense step that is summed in bfloat16 (`narrow`), as by PyTorch's
-    bf16_compress_hook: 8 bits of mantissa, and what they lose is in no rank's residual. The
-    payloads of the other rungs are gathered or go through the sharded exchange, and what they lose
-    is fed back.
+    A step at a rung "bf16" is a dense step that is summed in bfloat16 (`sent_as_dense`), as by
+    PyTorch's bf16_compress_hook: 8 bits of mantissa, and what they lose is in no rank's residual.
+    The payloads of the other rungs are gathered or go through the sharded exchange, and what they
+    lose is fed back.
 
     TypeError for a `rungs` that is no mapping; ValueError for compressors that do not fit.
     """
@@ -55,28 +55,21 @@ class Ladder(Compressor):
                 f"above must be a compressor with error feedback that needs no rounds and is no "
                 f"ladder, got {self.above.name!r}"
             )
-        self.name, self.shown = self.above.name, self.above.shown
+        self.rungs = {
+            cf: _NarrowDense(rung.peers) if isinstance(rung, BF16) else rung
+            for cf, rung in self.rungs.items()
+        }
+        self.name = self.above.name
         self.sampled, self.masking = self.above.sampled, self.above.masking
-        self.keeps_zeros = all(each.keeps_zeros for each in self.parts)
+        self.keeps_zeros = all(each.keeps_zeros for each in (self.above, *self.rungs.values()))
         self.known_gains = dict.fromkeys(self.rungs, GAIN)
-
-    @property
-    def parts(self) -> tuple[Compressor, ...]:
-        return (*self.rungs.values(), self.above)
 
     def at(self, cf: float) -> Compressor:
         return self.rungs.get(cf, self.above)
 
-    def keeps_most(self, cf: float) -> bool:
-        return cf in self.rungs or self.above.keeps_most(cf)
-
-    def momentum_lag(self, cf: float) -> float:
-        return self.at(cf).momentum_lag(cf)
-
-    def narrow(self, cf: float) -> torch.dtype | None:
-        return torch.bfloat16 if isinstance(self.rungs.get(cf), BF16) else None
-
     def in_full(self) -> Ladder:
+        """The same ladder, with `Sparsifier.in_full` above its rungs."""
+        assert isinstance(self.above, Sparsifier)
         return Ladder(self.rungs, self.above.in_full())
 
     # By the CF that is asked for
@@ -87,11 +80,8 @@ class Ladder(Compressor):
     def nbytes(self, spec: Spec) -> int:
         return self.at(spec.cf).nbytes(spec)
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
         return self.at(spec.cf).read(data, spec)
-
-    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
-        return self.at(spec.cf).read_all(data, spec)
 
     def nearest(self, spec: Spec) -> float:
         return self.at(spec.cf).nearest(spec)
@@ -113,9 +103,6 @@ class Ladder(Compressor):
         by = self.at(payloads[0].cf) if payloads else self.above
         by.mean_of(out, payloads, scale, as_zeros)
 
-    def indices(self, payload: Payload) -> Tensor | None:
-        return self.at(payload.cf).indices(payload)
-
     def state_dict(self) -> dict[str, Any]:
         return self.above.state_dict()
 
@@ -126,6 +113,12 @@ class Ladder(Compressor):
         return f"Ladder({self.rungs!r}, above={self.above!r})"
 
 
+class _NarrowDense(BF16):
+    """This is the rung "bf16": its step is a dense one, summed in bfloat16."""
+
+    sent_as_dense = True
+
+
 def _feeds_back_alone(compressor: Compressor) -> bool:
     """Whether its error is fed back, and it needs nothing of other ranks."""
-    return compressor.error_feedback and not isinstance(compressor, RoundsCompressor)
+    return compressor.feeds_back and not isinstance(compressor, RoundsCompressor)

@@ -204,14 +204,16 @@ class PowerSGD(RoundsCompressor):
         plan.matrix(out).addmm_(p.t(), q, alpha=scale)
         plan.tail(out).add_(rest, alpha=scale)
 
-    def write_to(self, out: Tensor, payload: Payload) -> None:
-        base.check_out(out, payload)
-        plan = layout_of(payload.spec)
-        if plan.rank != 1 or plan.rest:
-            super().write_to(out, payload)
-        else:  # one pass over the memory instead of two
-            p, q, _ = (part.to(out.dtype) for part in payload.parts)
-            torch.mul(p[:, None], q, out=plan.matrix(out.detach()))
+    def mean_of(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
+    ) -> None:
+        plan = layout_of(payloads[0].spec)
+        if len(payloads) > 1 or scale != 1 or plan.rank != 1 or plan.rest:
+            super().mean_of(out, payloads, scale, as_zeros)
+            return
+        base.check_out(out, payloads[0])  # one pass over the memory instead of two
+        p, q, _ = (part.to(out.dtype) for part in payloads[0].as_zeros(as_zeros).parts)
+        torch.mul(p[:, None], q, out=plan.matrix(out.detach()))
 
     def floats(self, spec: Spec) -> float:
         return float(sum(layout_of(spec).sizes))

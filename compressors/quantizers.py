@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload, Spec
-from compressors.kernels import blocks, fuses, kernels_for
+from compressors.kernels import blocks, fuses
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Coding,
@@ -47,6 +47,7 @@ class Quantizer(Compressor):
     """
 
     multilevel = False
+    keeps_most_to = 8.0
     one_by_one: bool = False
 
     def __init__(self, forms: Mapping[float, BlockFormat]) -> None:
@@ -55,9 +56,6 @@ class Quantizer(Compressor):
     def form(self, cf: float) -> BlockFormat:
         """The value format used at `cf`."""
         return self.forms[self._nearest(cf)]
-
-    def keeps_most(self, cf: float) -> bool:
-        return cf <= 8 and cf in self.forms
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         base.check_flat(x, spec, add)
@@ -77,18 +75,10 @@ class Quantizer(Compressor):
         layout = self.form(spec.cf).layout(spec.numel, spec.dtype, spec.segments)
         return sum(count * dtype.itemsize for count, dtype in layout)
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
-        layout = self.form(spec.cf).layout(spec.numel, spec.dtype, spec.segments)
-        return Payload(base.split_bytes(data, *layout), spec.at(self._nearest(spec.cf)))
-
-    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
-        if not kernels_for(data).fused:
-            return super().read_all(data, spec)
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
         spec = spec.at(self._nearest(spec.cf))
-        rows = base.split_rows(
-            data, *self.forms[spec.cf].layout(spec.numel, spec.dtype, spec.segments)
-        )
-        return [Payload(parts, spec) for parts in rows]
+        layout = self.forms[spec.cf].layout(spec.numel, spec.dtype, spec.segments)
+        return [Payload(parts, spec) for parts in base.split_rows(data, *layout)]
 
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
@@ -162,16 +152,13 @@ class HalfPrecision(Quantizer):
     """
 
     sums = True
-    half: torch.dtype
+    sum_dtype: torch.dtype
 
     def __init__(self, peers: int = 64) -> None:
         if isinstance(peers, bool) or not isinstance(peers, int) or peers < 1:
             raise ValueError(f"peers must be a whole number >= 1, got {peers!r}")
         self.peers = peers
-        super().__init__({2.0: Half(self.name, self.half, peers)})
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.half
+        super().__init__({2.0: Half(self.name, self.sum_dtype, peers)})
 
 
 class FP16(HalfPrecision):
@@ -180,14 +167,14 @@ class FP16(HalfPrecision):
     Smaller magnitudes stay in the residual."""
 
     name = "fp16"
-    half = torch.float16
+    sum_dtype = torch.float16
 
 
 class BF16(HalfPrecision):
     """This sends bfloat16: 7 bits of mantissa (2 to 3 decimal digits), the range of fp32."""
 
     name = "bf16"
-    half = torch.bfloat16
+    sum_dtype = torch.bfloat16
 
 
 class Int8(Quantizer):
@@ -234,7 +221,7 @@ class QSGD(Quantizer):
         2**(b - 1) levels. Its errors are far larger: an element is small beside the norm of a whole
         tensor.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    error_feedback: the mean error is zero, so by default it is not fed back. With True,
+    feeds_back: the mean error is zero, so by default it is not fed back. With True,
         only the bit counts for which feeding it back converges are used: 5 and more for buckets of
         512, 3 and more for 64.
     """
@@ -246,21 +233,21 @@ class QSGD(Quantizer):
         norm: str = "max",
         bucket: int | None = 512,
         seed: int = 0,
-        error_feedback: bool = False,
+        feeds_back: bool = False,
     ) -> None:
         self.norm, self.bucket, self.seed = norm, bucket, seed
-        self.error_feedback = error_feedback
+        self.feeds_back = feeds_back
         if bucket is None:
-            if error_feedback:
-                raise ValueError("bucket must be a number for error_feedback=True, got None")
+            if feeds_back:
+                raise ValueError("bucket must be a number for feeds_back=True, got None")
             forms = {32 / b: TensorLevels(self.name, b, norm, seed) for b in range(2, 9)}
             super().__init__(forms)
             return
         of_buckets = [Levels(self.name, bits, bucket, norm, seed) for bits in range(2, 9)]
-        if error_feedback:
+        if feeds_back:
             of_buckets = [form for form in of_buckets if contracts(form)]
         if not of_buckets:
-            raise ValueError(f"bucket must be smaller for error_feedback=True, got {bucket}")
+            raise ValueError(f"bucket must be smaller for feeds_back=True, got {bucket}")
         super().__init__({32 / form.bits: form for form in of_buckets})
 
 
@@ -305,7 +292,7 @@ class Natural(OneFormat):
     with a probability equal to the mantissa. Denormal numbers become 0 or the smallest normal one.
 
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    error_feedback: unbiased, so by default the error is not fed back; it can be (a contraction).
+    feeds_back: unbiased, so by default the error is not fed back; it can be (a contraction).
 
     parts: offsets as powers of two, codes (uint8: sign, 7 bits of exponent; exponent 0 means 0).
     """
@@ -314,9 +301,9 @@ class Natural(OneFormat):
     only_cf = 4.0
     coding = Coding("natural", 8, CODE_BLOCK)
 
-    def __init__(self, seed: int = 0, error_feedback: bool = False) -> None:
+    def __init__(self, seed: int = 0, feeds_back: bool = False) -> None:
         self.seed = seed
-        self.error_feedback = error_feedback
+        self.feeds_back = feeds_back
         super().__init__()
 
     def block_layout(self, count: int, dtype: torch.dtype) -> Layout:

@@ -34,13 +34,14 @@ class RandomK(Compressor):
     """
 
     name = "randomk"
+    selects = True
 
     def __init__(
         self, seed: int = 0, unbiased: bool = False, values: str | ValueFormat = "fp32"
     ) -> None:
         self.seed = seed
         self.unbiased = unbiased
-        self.error_feedback = not unbiased
+        self.feeds_back = not unbiased
         self.values = make_values(values)
         self.sums = self.values.lossless
 
@@ -49,34 +50,37 @@ class RandomK(Compressor):
         base.check_cf(spec.cf)
         total = squared_norm(x) if add is None else add_and_norm(x, add)
         indices = self._indices(spec, x.device)
-        return self._payload(x.detach().index_select(0, indices), 1.0, total, spec)
+        values = x.detach().index_select(0, indices)
+        return self._payload(indices, values, 1.0, total, spec)
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         values = self._decoded(payload) if payload.exact is None else payload.exact
-        scale = self._scale(spec.numel, values.numel())
-        return self._payload(values[: spec.num_kept], scale, payload.scalars[0], spec)
+        scale, indices = self._scale(spec.numel, values.numel()), payload.indices
+        assert indices is not None
+        few = slice(spec.num_kept)
+        return self._payload(indices[few], values[few], scale, payload.scalars[0], spec)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
+        assert payload.indices is not None
         values = self._decoded(payload).to(out.dtype)
-        out.detach().index_add_(0, self._indices(payload.spec, out.device), values, alpha=scale)
+        out.detach().index_add_(0, payload.indices, values, alpha=scale)
 
     def nbytes(self, spec: Spec) -> int:
         return self.values.size(spec.num_kept, spec.dtype)
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
-        return Payload(base.split_bytes(data, *self.values.layout(spec.num_kept, spec.dtype)), spec)
-
-    def indices(self, payload: Payload) -> Tensor | None:
-        if payload.spec.num_kept == payload.numel:
-            return None
-        return self._indices(payload.spec, payload.parts[0].device).long()
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
+        rows = base.split_rows(data, *self.values.layout(spec.num_kept, spec.dtype))
+        indices = self._indices(spec, data.device)
+        return [Payload(parts, spec, indices=indices) for parts in rows]
 
     def floats(self, spec: Spec) -> float:
         return float(spec.num_kept)
 
-    def _payload(self, values: Tensor, scaled: float, total: Scalar, spec: Spec) -> Payload:
+    def _payload(
+        self, indices: Tensor, values: Tensor, scaled: float, total: Scalar, spec: Spec
+    ) -> Payload:
         """The payload of the kept elements of a.
 
         values: those elements, times `scaled`. total: ||a||^2."""
@@ -94,7 +98,8 @@ class RandomK(Compressor):
             across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
             error = base.projection_error(error + 2 * across + squared_norm(rounded), 0.0)
             energy = squared_norm(sent)
-        return Payload(parts, spec, energies(total, energy, error, values), exact=values)
+        of = energies(total, energy, error, values)
+        return Payload(parts, spec, of, exact=values, indices=indices)
 
     def _decoded(self, payload: Payload) -> Tensor:
         return self.values.decode(payload.parts, payload.spec.num_kept, payload.dtype)

@@ -72,13 +72,8 @@ class RoundsCompressor(Compressor):
         """Bytes that a rank hands to the all-reduces: not those of a `Payload`, which stays."""
         return torch.float32.itemsize * int(self.floats(spec))
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
         raise NotImplementedError(f"compressor {self.name!r} exchanges sums, not payloads")
-
-    def write_to(self, out: Tensor, payload: Payload) -> None:
-        """out = decompress(payload), in place; `out` is flat with payload.numel elements."""
-        out.detach().zero_()
-        self.add_to(out, payload)
 
 
 def not_finite(x: Tensor) -> Flag:

@@ -60,11 +60,8 @@ class OneBit(OneFormat):
     def nbytes(self, spec: Spec) -> int:
         return super().nbytes(self._by_columns(spec))
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
         return super().read(data, self._by_columns(spec))
-
-    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
-        return super().read_all(data, self._by_columns(spec))
 
     def _by_columns(self, spec: Spec) -> Spec:
         """The spec, where `column` is None with a segment for each column."""
@@ -226,7 +223,7 @@ class TernGrad(OneFormat):
 
     name = "terngrad"
     only_cf = 20.0
-    error_feedback = False
+    feeds_back = False
     shared = 1
 
     def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:

@@ -65,7 +65,8 @@ class _Part(NamedTuple):
     hashes: CountSketch
 
     def payload(self, indices: Tensor, values: Tensor, of: Tensor | None = None) -> Payload:
-        return Payload((indices, values), self.spec, of)
+        kept = indices if self.budget.k else None
+        return Payload((indices, values), self.spec, of, indices=kept)
 
 
 class Sketch(RoundsCompressor):
@@ -83,6 +84,7 @@ class Sketch(RoundsCompressor):
     """
 
     name = "sketch"
+    selects = True
 
     def __init__(self, rows: int = 3, share: float = 0.5, seed: int = 0) -> None:
         if rows < 1 or rows % 2 == 0:
@@ -164,7 +166,10 @@ class Sketch(RoundsCompressor):
         total, _, error = payload.scalars
         error = error + base.projection_error(squared_norm(values), energy)
         of = energies(total, energy, error, values)
-        return replace(payload, parts=(indices[:k], values[:k]), spec=spec, energies=of)
+        indices = indices[:k]
+        return replace(
+            payload, parts=(indices, values[:k]), spec=spec, energies=of, indices=indices
+        )
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
@@ -173,10 +178,6 @@ class Sketch(RoundsCompressor):
             out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
         else:
             out.detach().add_(values, alpha=scale)
-
-    def indices(self, payload: Payload) -> Tensor | None:
-        indices = payload.parts[0]
-        return indices.long() if indices.numel() else None
 
     def floats(self, spec: Spec) -> float:
         k, columns, dense = self.budget(spec)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -81,6 +81,9 @@ class Sparsifier(Compressor):
 
     exact_count = False
     comparable = True
+    selects = True
+    # The larger the CF, the longer elements wait in the residual (measured: docs/defaults.md).
+    momentum_lag = 1.2
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
         self.values = make_values(values)
@@ -92,11 +95,6 @@ class Sparsifier(Compressor):
         other = copy(self)
         Sparsifier.__init__(other, values)
         return other
-
-    def momentum_lag(self, cf: float) -> float:
-        """The larger the CF, the longer elements wait in the residual, and the less of the lag
-        should be kept (measured: docs/defaults.md)."""
-        return min(1.0, 1.2 / cf ** (1 / 3))
 
     @abstractmethod
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
@@ -136,22 +134,12 @@ class Sparsifier(Compressor):
     def nbytes(self, spec: Spec) -> int:
         return self.values.size(spec.num_kept, spec.dtype) + self.index_nbytes(spec)
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
-        layout = self.values.layout(spec.num_kept, spec.dtype)
-        *coded, raw = base.split_bytes(data, *layout, (self.index_nbytes(spec), torch.uint8))
-        indices, invalid = self._unpacked(raw, spec)
-        return SparsePayload((indices, *coded), spec, invalid=invalid, full=self.exact_count)
-
-    def read_all(self, data: Tensor, spec: Spec) -> list[Payload]:
-        if not kernels_for(data).fused:
-            return super().read_all(data, spec)
-        numel, k, nbytes = spec.numel, spec.num_kept, self.index_nbytes(spec)
-        layout = self.values.layout(k, spec.dtype)
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
+        nbytes, layout = self.index_nbytes(spec), self.values.layout(spec.num_kept, spec.dtype)
         rows = base.split_rows(data, *layout, (nbytes, torch.uint8))
-        raw = data[:, data.shape[1] - nbytes :]
-        decoded = choose_format(numel, k).decode_all(raw, numel, k, self.exact_count)
+        decoded = self._unpacked(data[:, data.shape[1] - nbytes :], spec)
         return [
-            SparsePayload((indices, *coded), spec, invalid=invalid, full=self.exact_count)
+            self._sparse((indices, *coded), spec, invalid=invalid)
             for (*coded, _), (indices, invalid) in zip(rows, decoded, strict=True)
         ]
 
@@ -169,11 +157,6 @@ class Sparsifier(Compressor):
         indices = triton_codec.as_rows([payload.parts[0] for payload in payloads])
         coded = self._coded(payloads, indices.shape[1])
         triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, as_zeros)
-
-    def indices(self, payload: Payload) -> Tensor | None:
-        """On a device the last ones are `numel` if fewer elements are kept than there are slots."""
-        indices = payload.parts[0]
-        return None if indices.numel() == payload.numel else indices.long()
 
     def floats(self, spec: Spec) -> float:
         return float(spec.num_kept)
@@ -199,8 +182,7 @@ class Sparsifier(Compressor):
         base.check_flat(x, spec)
         flat, numel, lists = x.detach(), x.numel(), []
         invalid: Flag = False
-        for each in packed:
-            indices, unknown = self._unpacked(each, spec.at(spec.cf * len(packed)))
+        for indices, unknown in self._unpacked(packed, spec.at(spec.cf * len(packed))):
             invalid = either(invalid, unknown)
             lists.append(indices)
         kernels = kernels_for(flat)
@@ -209,10 +191,13 @@ class Sparsifier(Compressor):
         chosen = Selected(indices, values, squared_norm(x))
         return replace(self._payload(chosen, spec), invalid=invalid)
 
-    def _unpacked(self, packed: Tensor, spec: Spec) -> tuple[Tensor, Flag]:
-        """The indices that were packed, and whether nobody can have packed them."""
+    def _unpacked(self, packed: Tensor, spec: Spec) -> list[tuple[Tensor, Flag]]:
+        """The indices that each rank has packed (ranks, bytes), and whether no rank can have."""
         form = choose_format(spec.numel, spec.num_kept)
         return form.decode(packed, spec.numel, spec.num_kept, self.exact_count)
+
+    def _sparse(self, parts: tuple[Tensor, ...], spec: Spec, **known: Any) -> SparsePayload:
+        return SparsePayload(parts, spec, indices=parts[0], full=self.exact_count, **known)
 
     def _payload(self, chosen: Selected, spec: Spec) -> Payload:
         indices, values, total = chosen
@@ -233,8 +218,7 @@ class Sparsifier(Compressor):
             energy, coding_error = rest or (inner, 0.0)
             left_out = base.projection_error(total, inner) if count < spec.numel else 0.0
             of = energies(total, energy, coding_error + left_out, indices)
-        parts = (indices, *coded)
-        return SparsePayload(parts, spec, of, exact=values, full=self.exact_count, sent=sent)
+        return self._sparse((indices, *coded), spec, energies=of, exact=values, sent=sent)
 
     def _fuses(self, out: Tensor, payloads: Sequence[Payload]) -> bool:
         """Whether Triton's kernels can decode payloads into `out`: float32, of the same CF."""

@@ -72,9 +72,7 @@ class DGC(ThresholdSparsifier):
 
     name = "dgc"
     masking = 1.0
-
-    def momentum_lag(self, cf: float) -> float:
-        return 1.0
+    momentum_lag = inf
 
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, self.sample_size(tensor.numel(), k), start=key.step)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Compressor, Fixed
 from compressors import Payload, check_cf
-from compressors.base import Spec, check_flat, check_out, split_bytes
+from compressors.base import Spec, check_flat, check_out, split_rows
 
 Forms = list[tuple[torch.Size, torch.dtype]]
 """Shape and dtype of each tensor that travels."""
@@ -36,7 +36,7 @@ class GraceCompressor(Compressor):
     ratio: name of the attribute of `inner` for the share of elements to keep, set to 1 / CF before
         each compression; None if its CF is fixed.
     cf: the CF of `inner`, if ratio is None.
-    error_feedback: whether to feed the error back; False for an unbiased compressor.
+    feeds_back: whether to feed the error back; False for an unbiased compressor.
 
     A payload has the tensors of `inner`, flat, and then one number: 1, NaN for a gradient that is
     not finite, or 0 for a payload to be ignored.
@@ -52,7 +52,7 @@ class GraceCompressor(Compressor):
         *,
         ratio: str | None = "compress_ratio",
         cf: float | None = None,
-        error_feedback: bool = True,
+        feeds_back: bool = True,
     ) -> None:
         for method in ("compress", "decompress"):
             if not callable(getattr(inner, method, None)):
@@ -70,7 +70,7 @@ class GraceCompressor(Compressor):
         self.inner = inner
         self.ratio = ratio
         self.cf = None if cf is None else check_cf(cf)
-        self.error_feedback = error_feedback
+        self.feeds_back = feeds_back
         self._expected: dict[tuple[int, float, torch.dtype], tuple[Forms, Any]] = {}
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
@@ -105,11 +105,12 @@ class GraceCompressor(Compressor):
         forms, _ = self._of_size(spec.numel, self.nearest(spec), spec.dtype)
         return sum(shape.numel() * each.itemsize for shape, each in forms) + 4
 
-    def read(self, data: Tensor, spec: Spec) -> Payload:
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
         spec = spec.at(self.nearest(spec))
         forms, _ = self._of_size(spec.numel, spec.cf, spec.dtype)
         sizes = [(shape.numel(), each) for shape, each in forms]
-        return Payload(split_bytes(data, *sizes, (1, torch.float32)), spec)
+        rows = split_rows(data, *sizes, (1, torch.float32))
+        return [Payload(parts, spec) for parts in rows]
 
     def nearest(self, spec: Spec) -> float:
         return check_cf(spec.cf) if self.cf is None else self.cf

@@ -71,7 +71,7 @@ class CompressedProcessGroup:
         self._pg = pg
         self._compressor = make_compressor(base)
         if isinstance(self._compressor, RoundsCompressor):
-            raise ValueError(f"base {self._compressor.shown!r} takes several rounds")
+            raise ValueError(f"base {self._compressor.name!r} takes several rounds")
         self._cf = check_cf(cf)
         self._dense_below = dense_below
         self._manager: Any = None
@@ -157,9 +157,9 @@ class CompressedProcessGroup:
 
         total, all_finite = torch.zeros_like(gradient), torch.stack(rows)[:, -1].bool().all()
         for row in rows:
-            received = compressor.read(row[:-1], Spec((numel,), self._cf, dtype, key))
+            (received,) = compressor.read(row[None, :-1], Spec((numel,), self._cf, dtype, key))
             compressor.add_to(total, received)
-        if takes_part and compressor.error_feedback:
+        if takes_part and compressor.feeds_back:
             compressor.add_to(error_fed, payload, -1.0)
             left = torch.where(all_finite, error_fed, residual)
             self._pending[place] = Kept(left, participants)

@@ -100,7 +100,7 @@ def strategies(base: Compressor) -> list[Strategy]:
         start = partial(in_rounds, compressor=base)
         return [Strategy("all_reduce", start, reduced_bytes, base.rounds_count, takes_sums=True)]
     if base.sums:
-        return [SUMMED, GATHERED, SHARDED] if base.error_feedback else [SUMMED, GATHERED]
+        return [SUMMED, GATHERED, SHARDED] if base.feeds_back else [SUMMED, GATHERED]
     if isinstance(above := base.at(inf), Sparsifier):
         start = partial(voted_indices, values=above.values)
         voted = Strategy("voted_indices", start, voted_bytes, 3, takes_sums=True, votes=True)
@@ -118,7 +118,7 @@ def check_exchange(exchange: Any, base: Compressor) -> str:
         raise TypeError(f"exchange must be {accepted}, got {exchange!r}")
     names = ["auto", *(strategy.name for strategy in strategies(base))]
     if exchange not in names:
-        told = f"exchange must be one of {', '.join(names)} for base {base.shown!r}"
+        told = f"exchange must be one of {', '.join(names)} for base {base.name!r}"
         raise ValueError(f"{told}; got {exchange!r}")
     return exchange
 
@@ -221,7 +221,7 @@ class ExchangeChoice:
         return self._through(self._pick(nbytes, cf))
 
     def _pick(self, nbytes: float, cf: float) -> Strategy:
-        if self._base.narrow(cf) is not None:
+        if self._base.at(cf).sent_as_dense:
             return SUMMED
         many = self._many if isinstance(self._base.at(cf), Sparsifier) else SHARDED
         if not self.measures:

@@ -8,7 +8,7 @@ of each collective that it has issued, and is sent its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import nan, prod
@@ -102,13 +102,8 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     wire = pack(out, out.units, out.payloads)
     out.payloads = ()  # our own comes back, too
     rows = yield exchange.all_gather(wire)
-    sizes = payload_sizes(out.units)
-    by_unit = rows.split(sizes, dim=1)
     # One unit after the other, so that the decoded payloads of no more than one are in memory.
-    received = (
-        unit.compressor.read_all(from_ranks, unit.spec)
-        for unit, from_ranks in zip(out.units, by_unit, strict=True)
-    )
+    received = unpack(out.units, rows)
     first = next(received, [])  # a rank poisons all payloads of a bucket or none
     nonfinite = any_nonfinite(first) if first else False
     everything = chain([first] if first else [], received)
@@ -124,11 +119,11 @@ def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     """The sum of the payloads is that of the sum (`Compressor.sums`), also of a
     nonfinite one. Bytes a rank sends: 2(N-1)/N payloads."""
     wire = pack(out, out.units, out.payloads)
-    dtype = out.units[0].compressor.wire_dtype(out.dtype) if out.units else out.dtype
-    total = yield exchange.all_reduce(wire.view(dtype))
-    sums = unpack(out.units, total.view(torch.uint8))
-    nonfinite = any_nonfinite(sums)
-    return Received([[each] for each in sums], nonfinite, 1 / exchange.world_size, out.payloads)
+    dtype = out.units[0].compressor.sum_dtype if out.units else None
+    total = yield exchange.all_reduce(wire.view(dtype or out.dtype))
+    sums = list(unpack(out.units, total.view(torch.uint8)[None]))
+    nonfinite = any_nonfinite([*chain(*sums)])
+    return Received(sums, nonfinite, 1 / exchange.world_size, out.payloads)
 
 
 @dataclass
@@ -162,7 +157,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     rows = yield exchange.all_to_all(wire, sizes)
 
     mine = shards[exchange.rank]
-    received = [unpack(mine, row) for row in rows]
+    received = unpack(mine, rows)
     down = [[_downward(unit, back) for unit in units] for units in shards]
     down_sizes = [sum(payload_sizes(units)) for units in down]
     numels = [unit.numel for unit in mine]
@@ -170,7 +165,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
     nonfinite: Flag = False
-    both = zip(means, down[exchange.rank], zip(*received, strict=True), strict=True)
+    both = zip(means, down[exchange.rank], received, strict=True)
     before: list[Tensor | None] = []
     for (unit, mean), below, payloads in both:
         kept = None if server is None else server.get(unit.key.name)
@@ -204,14 +199,14 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
         out.report(second)
     rows = yield exchange.all_gather(wire, means=True)
 
-    everyones: list[Payload] = []
-    for units, row, size in zip(down, rows, down_sizes, strict=True):
-        everyones += unpack(units, row[:size])
+    everyones: list[Sequence[Payload]] = []
+    for i, (units, size) in enumerate(zip(down, down_sizes, strict=True)):
+        everyones += unpack(units, rows[i : i + 1, :size])
     in_order = list(chain.from_iterable(down))
-    nonfinite = any_nonfinite(everyones)
+    nonfinite = any_nonfinite([*chain(*everyones)])
     fill_if(nonfinite, room, 0.0)
     by = [unit.compressor for unit in in_order]
-    return Received([[mean] for mean in everyones], nonfinite, 1.0, out.payloads, means, by)
+    return Received(everyones, nonfinite, 1.0, out.payloads, means, by)
 
 
 def _downward(unit: Unit, back: Means) -> Unit:
@@ -291,7 +286,9 @@ def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> T
     return wire
 
 
-def unpack(units: Sequence[Unit], wire: Tensor) -> list[Payload]:
-    """The payloads that one rank packed. InvalidPayload if the bytes cannot be that."""
-    parts = wire.split(payload_sizes(units))
-    return [unit.compressor.read(data, unit.spec) for unit, data in zip(units, parts, strict=True)]
+def unpack(units: Sequence[Unit], rows: Tensor) -> Iterator[list[Payload]]:
+    """The payloads of each unit that the ranks packed into their rows (ranks, bytes), one unit
+    after the other. InvalidPayload if the bytes cannot be that."""
+    by_unit = rows.split(payload_sizes(units), dim=1)
+    for unit, from_ranks in zip(units, by_unit, strict=True):
+        yield unit.compressor.read(from_ranks, unit.spec)

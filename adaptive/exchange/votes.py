@@ -13,7 +13,7 @@ from torch import Tensor
 from adaptive.bucket import shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds
-from compressors.base import Key, Payload, Spec, kept, split_bytes
+from compressors.base import Key, Payload, Spec, kept, split_rows
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, fresh
 from compressors.sparsifier import Sparsifier
@@ -138,7 +138,7 @@ class _ValueLists:
             form.layout(numel, dtype) if numel else ()
             for form, numel in zip(self._forms, numels, strict=True)
         ]
-        parts = split_bytes(wire, *chain(*layouts))
+        (parts,) = split_rows(wire[None], *chain(*layouts))
         first, pieces = len(layouts[0]), []
         for form, own, numel in zip(
             self._forms, (parts[:first], parts[first:]), numels, strict=True

@@ -109,12 +109,14 @@ class BucketMemory:
     def clear_velocity(self, unit: Unit, payload: Payload, nonfinite: Flag) -> None:
         """Momentum factor masking: the velocity of what this rank has sent for a unit becomes zero,
         where the memory wants that; not in a nonfinite step."""
-        indices = unit.compressor.indices(payload) if self._memory.masks(unit.cf) else None
+        indices = payload.indices if self._memory.masks(unit.cf) else None
         if indices is None or unit.ranges[0].part.parameter.velocity is None:
+            return
+        if indices.numel() == unit.numel:
             return
         # An index past the end stands for an empty slot.
         sent = torch.zeros(unit.numel + 1, dtype=torch.bool, device=indices.device)
-        sent.index_fill_(0, indices, True)
+        sent.index_fill_(0, indices.long(), True)
         fill_if(nonfinite, sent, False)
         _fill_skipped(unit, sent)
         self._kept("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)

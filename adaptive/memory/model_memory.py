@@ -24,7 +24,6 @@ from adaptive.sync.options import Synchronisation
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
-from policies import DENSE, checks
 from policies.state import require
 
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
@@ -39,22 +38,24 @@ class MemoryChoice:
         self._base = base
         chosen = options if isinstance(options, Momentum) else Momentum()
         self._lag = chosen.lag
-        # A compressor of the user's own is found out here.
-        checks.fraction("the compressor's momentum_lag(2)", base.at(inf).momentum_lag(2.0))
+        if not base.at(inf).momentum_lag > 0:  # of a compressor of the user's own
+            raise ValueError(
+                f"the compressor's momentum_lag={base.at(inf).momentum_lag!r}: must be > 0"
+            )
         self._masking = float(base.masking)  # the smallest CF
         if isinstance(chosen.masking, bool):
             self._masking = 1.0 if chosen.masking else inf
         elif chosen.masking is not None:
             self._masking = float(chosen.masking)
-        if self.kind in ("residual", "momentum", "updates") and not base.error_feedback:
+        if self.kind in ("residual", "momentum", "updates") and not base.feeds_back:
             raise ValueError(
-                f"memory must be 'none' or 'auto' for base {base.shown!r} as configured: it is "
+                f"memory must be 'none' or 'auto' for base {base.name!r} as configured: it is "
                 f"unbiased, and feeding its scaled-up error back diverges; got {self.kind!r}"
             )
-        if chosen.masking and type(base.at(inf)).indices is Compressor.indices:
+        if chosen.masking and not base.at(inf).selects:
             raise ValueError(
                 f"masking={chosen.masking!r}: needs a base that keeps some elements and not "
-                f"others, whose velocities it clears; got base={base.shown!r}"
+                f"others, whose velocities it clears; got base={base.name!r}"
             )
 
     @property
@@ -69,7 +70,7 @@ class MemoryChoice:
         does not go with what was asked for. ranks: world size."""
         optimizer = next(iter(optimizers), None)
         maybe_unused = parameters.maybe_unused
-        if self.kind == "none" or not self._base.error_feedback:
+        if self.kind == "none" or not self._base.feeds_back:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
             return Residual(maybe_unused)
@@ -99,14 +100,12 @@ class MemoryChoice:
         return 1.0 if self._keeps_most(cf) else self._lag_of_base(cf)
 
     def _keeps_most(self, cf: float) -> bool:
-        return cf == DENSE or self._base.keeps_most(cf)
+        return cf <= self._base.at(cf).keeps_most_to
 
     def _lag_of_base(self, cf: float) -> float:
         if self._lag is not None:
             return self._lag
-        return checks.fraction(
-            f"the compressor's momentum_lag({cf:g})", self._base.momentum_lag(cf)
-        )
+        return min(1.0, self._base.at(cf).momentum_lag / cf ** (1 / 3))
 
     def _update_lag_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes

@@ -336,7 +336,7 @@ class GossipSync(Synchroniser):
         units = under_way.units
         rows = under_way.arriving.payloads()
         for weight, row in zip(under_way.weights, rows, strict=True):
-            payloads = unpack(units, row)
+            payloads = [payload for (payload,) in unpack(units, row[None])]
             _add(chunk.offset, units, payloads, weight)
             for payload in payloads:
                 self._exchange.count_invalid(payload.invalid)

@@ -255,7 +255,7 @@ class Gossip(Synchronisation):
                 f"base must make payloads of one rank's own with gossip; {base.name!r} sums over "
                 f"all ranks in rounds"
             )
-        algorithm, exact, biased = self.algorithm, base.name == "none", base.error_feedback
+        algorithm, exact, biased = self.algorithm, base.name == "none", base.feeds_back
         if algorithm == "auto":
             algorithm = "d-psgd" if exact else "choco-sgd" if biased else "dcd-psgd"
         if algorithm == "d-psgd" and not exact:

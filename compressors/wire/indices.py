@@ -93,11 +93,22 @@ class IndexFormat:
         triton_sparse.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values)
         return True
 
-    def decode_all(
+    def decode(
         self, data: Tensor, numel: int, capacity: int, exact: bool = False
     ) -> list[tuple[Tensor, Flag]]:
-        """`decode` of each row of `data` (ranks, bytes; uint8). Where Triton's kernels do so, all
-        have the same flag, which says whether any of them is invalid."""
+        """Of each row of `data` (ranks, bytes; uint8): the indices (int32, flat), and whether the
+        bytes are invalid. Where Triton's kernels do so, all have the same flag, which says whether
+        any of them is invalid.
+
+        On the host InvalidPayload unless a row is what is made of indices that ascend strictly
+        within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
+        so, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
+        nbytes = self.nbytes(numel, capacity)
+        if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != nbytes:
+            raise InvalidPayload(
+                f"indices must be {nbytes} bytes (ranks, bytes; uint8), "
+                f"got {data.dtype} of shape {tuple(data.shape)}"
+            )
         if not (capacity and len(data) and data.stride(1) == 1 and kernels_for(data).fused):
             return [self._decode(row, numel, capacity, exact) for row in data]
         from compressors.kernels.triton import sparse as triton_sparse
@@ -107,23 +118,6 @@ class IndexFormat:
             data, numel, capacity, self.low, map_nbytes, exact
         )
         return [(row, invalid) for row in indices.unbind()]
-
-    def decode(
-        self, data: Tensor, numel: int, capacity: int, exact: bool = False
-    ) -> tuple[Tensor, Flag]:
-        """The indices (int32, flat) whose bytes are `data` (uint8, flat), and whether these are
-        invalid.
-
-        On the host InvalidPayload unless `data` is what is made of indices that ascend strictly
-        within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
-        so, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
-        nbytes = self.nbytes(numel, capacity)
-        if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != nbytes:
-            raise InvalidPayload(
-                f"indices must be {nbytes} bytes (flat uint8), "
-                f"got {data.dtype} of shape {tuple(data.shape)}"
-            )
-        return self.decode_all(data[None], numel, capacity, exact)[0]
 
     def _decode(self, data: Tensor, numel: int, capacity: int, exact: bool) -> tuple[Tensor, Flag]:
         size = self._map_nbytes(numel, capacity)

@@ -88,7 +88,7 @@ def _tensor_step(
     nbytes = compressor.nbytes(Spec((numel,), cf))
     wire = torch.empty(nbytes, dtype=torch.uint8, device=grad.device)
     our_step(compressor, wire, residual, grad, cf)
-    received = compressor.read(wire, Spec((numel,), cf, grad.dtype, KEY))
+    (received,) = compressor.read(wire[None], Spec((numel,), cf, grad.dtype, KEY))
     compressor.add_to(mean.zero_(), received)
 
 

@@ -23,8 +23,8 @@ def _bases() -> dict[str, Compressor]:
     named = {name: make_compressor(name) for name in compressor_names() if name != "none"}
     more = ("topk+bf16", "topk+int8", "dgc+fp16", "topk+qsgd", "randomk+bf16")
     named |= {name: make_compressor(name) for name in more}
-    named["qsgd, fed back"] = QSGD(error_feedback=True)
-    return {name: base for name, base in named.items() if base.error_feedback}
+    named["qsgd, fed back"] = QSGD(feeds_back=True)
+    return {name: base for name, base in named.items() if base.feeds_back}
 
 
 def _all(rank: int, exchange: str, bad_at: int | None) -> dict[str, Any]:

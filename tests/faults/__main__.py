@@ -407,7 +407,7 @@ def value_trials(seed: int, quick: bool) -> Iterator[Trial]:
     chance = random.Random(seed + 1)
     names = compressor_names()
     for base in chance.sample(names, 4) if quick else names:
-        feeds_back = make_base(base, "auto").error_feedback
+        feeds_back = make_base(base, "auto").feeds_back
         memories = ("residual", "momentum", "updates", "none") if feeds_back else ("none",)
         kinds = [
             {"value": value, "ever": ever, "dense": dense}

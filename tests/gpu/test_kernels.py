@@ -10,6 +10,7 @@ from compressors import compressor_names, make_compressor
 from compressors.base import Key, Spec
 from compressors.kernels import HOST, TRITON
 from compressors.rounds import RoundsCompressor
+from tests.unit.samples import decompressed
 
 KEY = Key("a tensor", 3)
 SIZES = [1, 2, 1000, 4097, 262_144, 3_000_001]
@@ -71,8 +72,8 @@ def test_a_payload_means_the_same_on_the_host(name: str, numel: int) -> None:
     payload.write(wire)
     decoded = []
     for where in ("cpu", "cuda"):
-        received = compressor.read(wire.to(where), Spec((numel,), cf, torch.float32, KEY))
-        decoded.append(compressor.decompress(received).cpu())
+        (received,) = compressor.read(wire.to(where)[None], Spec((numel,), cf, torch.float32, KEY))
+        decoded.append(decompressed(compressor, received).cpu())
     assert torch.equal(*decoded)
     compressor.add_to(memory, payload, -1.0)
     torch.testing.assert_close(memory.cpu() + decoded[0], gradient, rtol=1e-5, atol=1e-6)

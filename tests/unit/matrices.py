@@ -7,6 +7,7 @@ import torch
 from compressors.base import Key
 from tests.unit import samples
 from tests.unit.ranks import exchange
+from tests.unit.samples import decompressed
 
 SHAPES = ((24, 40), (16, 8, 3, 3), (33,), (50, 30), (1, 7), ())
 NUMELS = (960, 1152, 33, 1500, 7, 1)
@@ -34,4 +35,4 @@ def low_rank(rank: int, seed: int, rows: int = 40, cols: int = 60) -> torch.Tens
 def one(ranks, tensors, cf, key=MATRIX):
     """A step of a bucket of one tensor: every rank's own payload, and the mean decoded."""
     reported, payloads = exchange(ranks, [[t] for t in tensors], cf, [key])
-    return [own[0] for own in reported], ranks[0].decompress(payloads[0][0])
+    return [own[0] for own in reported], decompressed(ranks[0], payloads[0][0])

@@ -42,6 +42,13 @@ def compressed(
     return compressor.compress(x, Spec.of(x, cf, key), add)
 
 
+def decompressed(compressor: Compressor, payload: Payload) -> torch.Tensor:
+    """The dense tensor that the payload stands for."""
+    out = torch.zeros(payload.numel, dtype=payload.dtype, device=payload.parts[0].device)
+    compressor.add_to(out, payload)
+    return out
+
+
 def specs(tensors: Sequence[torch.Tensor], cfs: Sequence[float], keys: Sequence[Key]) -> list[Spec]:
     return [Spec.of(*each) for each in zip(tensors, cfs, keys, strict=True)]
 
@@ -53,7 +60,8 @@ def wire(compressor: Compressor, payload: Payload, dtype: torch.dtype, offset: i
         return payload
     data = torch.empty(payload.nbytes + offset, dtype=torch.uint8)[offset:]
     payload.write(data)
-    return compressor.read(data, Spec((payload.numel,), payload.cf, dtype, payload.key))
+    spec = Spec((payload.numel,), payload.cf, dtype, payload.key)
+    return compressor.read(data[None], spec)[0]
 
 
 def norm2(tensor: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from math import inf
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ from compressors import (
 from compressors.base import Spec, any_nonfinite
 from compressors.kernels.blocks import CODE_BLOCK
 from compressors.quantizers import Quantizer
-from tests.unit.samples import compressed, norm2, normal, ordinary, wire
+from tests.unit.samples import compressed, decompressed, norm2, normal, ordinary, wire
 
 KEY = Key("layer.weight", 7)
 DTYPES = (torch.float32, torch.float64)
@@ -55,10 +56,10 @@ COMPRESSORS: dict[str, Compressor] = {
     "threshold 0.5": Threshold(0.5),
     "adacomp 50": AdaComp(bin_size=50),
     "qsgd l2": QSGD(norm="l2", bucket=64, seed=1),
-    "qsgd fed back": QSGD(bucket=64, error_feedback=True),
+    "qsgd fed back": QSGD(bucket=64, feeds_back=True),
     "terngrad unclipped": TernGrad(clip=None),
     "twobit 0.5": TwoBit(threshold=0.5),
-    "natural fed back": Natural(error_feedback=True),
+    "natural fed back": Natural(feeds_back=True),
 }
 ALONE = {  # which need no other ranks, and have payloads that travel
     name: each for name, each in COMPRESSORS.items() if not isinstance(each, RoundsCompressor)
@@ -122,14 +123,14 @@ def test_size_round_trip_energies_and_residual(compressor, dtype):
         assert payload.cf == cf or not exact, case
         assert payload.nbytes == compressor.nbytes(Spec((numel,), cf, dtype)) or not exact, case
 
-        sent = compressor.decompress(payload)
+        sent = decompressed(compressor, payload)
         assert sent.dtype == dtype, case
         assert bool(sent.isfinite().all()), case
         for offset in (0, 1):
             received = wire(compressor, payload, dtype, offset)
             assert received.nbytes == payload.nbytes, case
             assert equal_parts(received, payload) or not exact, case
-            assert torch.equal(compressor.decompress(received), sent), case
+            assert torch.equal(decompressed(compressor, received), sent), case
 
         lost, scale = norm2(tensor.double() - sent.double()), norm2(tensor) + norm2(sent)
         assert float(payload.total) == pytest.approx(norm2(tensor), rel=1e-6), case
@@ -210,10 +211,10 @@ def test_half_precision_tensors(compressor, dtype):
         payload = compressor.compress(tensor, Spec.of(tensor, cf, KEY))
         assert payload.nbytes == compressor.nbytes(Spec((numel,), cf, dtype))
         received = wire(compressor, payload, dtype, offset=1)
-        sent = compressor.decompress(payload)
+        sent = decompressed(compressor, payload)
         assert sent.dtype == dtype
         assert bool(sent.isfinite().all())
-        assert torch.equal(compressor.decompress(received), sent)
+        assert torch.equal(decompressed(compressor, received), sent)
 
 
 @every_compressor
@@ -227,7 +228,7 @@ def test_same_input_same_bits_and_no_global_randomness(compressor):
     assert equal_parts(first, second)
     assert (float(first.energy), float(first.error)) == (float(second.energy), float(second.error))
     if compressor.multilevel:
-        compressor.decompress(compressor.smaller(first, 2.0))
+        decompressed(compressor, compressor.smaller(first, 2.0))
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (np.random.get_state()[1].tolist(), random.getstate())
 
@@ -238,17 +239,16 @@ def test_add_to_scales_and_accumulates(compressor):
     out = torch.ones(1000, dtype=torch.float64)
     compressor.add_to(out, payload, 0.25)
     compressor.add_to(out, payload, 0.5)
-    torch.testing.assert_close(out, 1 + 0.75 * compressor.decompress(payload))
+    torch.testing.assert_close(out, 1 + 0.75 * decompressed(compressor, payload))
 
 
 @every_compressor
 def test_indices_are_where_the_kept_elements_are(compressor):
     for cf in (1.0, 1.5, 10.0):
         payload = compressed(compressor, normal(1000), compressor.nearest(Spec((1000,), cf)), KEY)
-        indices = compressor.indices(payload)
+        indices = payload.indices
         if indices is not None:
-            assert indices.dtype == torch.int64
-            kept_at = compressor.decompress(payload).nonzero().flatten()
+            kept_at = decompressed(compressor, payload).nonzero().flatten()
             coarse = kept_at.numel() < indices.numel()  # values may be coded to 0
             assert torch.equal(indices.sort().values, kept_at) or coarse
         elif isinstance(compressor, (Sparsifier, RandomK)):
@@ -276,10 +276,10 @@ def test_non_contiguous_input(compressor):
     wide = normal(4000)
     cf = compressor.nearest(Spec((2000,), 10.0))
     payload = compressed(compressor, wide[::2], cf, KEY)
-    strided = compressor.decompress(payload)
+    strided = decompressed(compressor, payload)
     lost = norm2(wide[::2] - strided)
     assert float(payload.error) == pytest.approx(lost, rel=1e-5, abs=1e-5)
-    straight = compressor.decompress(compressed(compressor, wide[::2].contiguous(), cf, KEY))
+    straight = decompressed(compressor, compressed(compressor, wide[::2].contiguous(), cf, KEY))
     if compressor.name not in ("natural", "qsgd", "terngrad"):  # seeded by the norm's last bit too
         torch.testing.assert_close(strided, straight, rtol=1e-5, atol=1e-6)
 
@@ -305,7 +305,7 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
                     count,
                 )
                 if isinstance(compressor, Quantizer) and bad != bad:
-                    assert compressor.decompress(payload)[0].isnan()
+                    assert decompressed(compressor, payload)[0].isnan()
 
 
 @every_compressor
@@ -316,7 +316,7 @@ def test_what_is_not_finite_survives_the_wire(compressor):
         assert not any_nonfinite([payload])
         nonfinite = payload.as_nonfinite()
         assert any_nonfinite([wire(compressor, nonfinite, torch.float32)])
-        nans = compressor.decompress(nonfinite).isnan()
+        nans = decompressed(compressor, nonfinite).isnan()
         if isinstance(compressor, (Quantizer, NoCompression)):
             assert nans.all()
         else:
@@ -342,7 +342,7 @@ def test_bytes_of_another_length_are_refused(compressor):
     for wrong in (0, size - 1, size + 1, 2 * size):
         with pytest.raises(InvalidPayload, match=str(size)):
             compressor.read(
-                torch.zeros(wrong, dtype=torch.uint8), Spec((1000,), 10.0, torch.float32, KEY)
+                torch.zeros(1, wrong, dtype=torch.uint8), Spec((1000,), 10.0, torch.float32, KEY)
             )
 
 
@@ -391,7 +391,7 @@ def test_any_bytes_give_an_error_or_something_inside_the_tensor(compressor, data
     guarded = torch.full((numel + 200,), 7.0, dtype=dtype)
     out = guarded[100 : 100 + numel]
     try:
-        payload = compressor.read(torch.from_numpy(array), Spec((numel,), cf, dtype, KEY))
+        (payload,) = compressor.read(torch.from_numpy(array)[None], Spec((numel,), cf, dtype, KEY))
         compressor.add_to(out, payload)
     except InvalidPayload:
         assert bool((out == 7.0).all())  # nothing was written
@@ -426,19 +426,15 @@ def test_register(monkeypatch):
         register("mine", TopK)
 
 
-def test_a_larger_cf_leaves_velocities_less_of_their_lag():
-    lags = [TopK().momentum_lag(cf) for cf in (1.0, 1.5, 2.0, 10.0, 100.0, 1000.0)]
-    assert lags[:2] == [1.0, 1.0]
-    assert lags[1:] == sorted(lags[1:], reverse=True)
-    assert lags[-1] == pytest.approx(0.12)
+def test_only_measured_compressors_leave_velocities_less_of_their_lag():
     for base in ("dgc", "randomk", "qsgd"):  # the paper's rule, and those that were not measured
-        assert make_compressor(base).momentum_lag(100.0) == 1.0
+        assert make_compressor(base).momentum_lag == inf
 
 
 def test_properties_of_each():
     linear = {name for name, c in COMPRESSORS.items() if c.sums}
     assert linear == {"none", "fp16", "bf16", "randomk", "randomk unbiased"}
-    not_fed_back = {name for name, c in COMPRESSORS.items() if not c.error_feedback}
+    not_fed_back = {name for name, c in COMPRESSORS.items() if not c.feeds_back}
     assert not_fed_back == {
         "randomk unbiased", "randomk unbiased bf16", "qsgd", "qsgd l2", "terngrad",
         "terngrad unclipped", "natural",

@@ -82,7 +82,7 @@ def test_round_trip_and_reference(form, problem):
     assert bytes(encoded.tolist()) == reference(form, indices, numel, capacity)
     odd = torch.cat([torch.zeros(1, dtype=torch.uint8), encoded])[1:]
     for data in (encoded, odd):
-        decoded, _ = form.decode(data, numel, capacity)
+        ((decoded, _),) = form.decode(data[None], numel, capacity)
         assert decoded.dtype == torch.int32
         assert decoded.tolist() == indices
 
@@ -107,7 +107,7 @@ def test_large_round_trip(form, numel, capacity, count):
     indices = sample(numel, count)
     encoded = form.encode(indices, numel, capacity)
     assert encoded.numel() == form.nbytes(numel, capacity)
-    assert torch.equal(form.decode(encoded, numel, capacity)[0], indices)
+    assert torch.equal(form.decode(encoded[None], numel, capacity)[0][0], indices)
 
 
 @every_format
@@ -117,7 +117,7 @@ def test_the_largest_positions_fit(form):
         return  # gigabytes of bits
     encoded = form.encode(torch.tensor(indices, dtype=torch.int32), numel, 9)
     assert encoded.numel() == form.nbytes(numel, 9)
-    assert form.decode(encoded, numel, 9)[0].tolist() == indices
+    assert form.decode(encoded[None], numel, 9)[0][0].tolist() == indices
 
 
 @every_format
@@ -132,9 +132,9 @@ def test_other_sizes_and_types_are_refused(form, numel, capacity):
     size = form.nbytes(numel, capacity)
     for wrong in {0, size - 1, size + 1, 2 * size} - {size, -1}:
         with pytest.raises(InvalidPayload):
-            form.decode(torch.zeros(wrong, dtype=torch.uint8), numel, capacity)
+            form.decode(torch.zeros(1, wrong, dtype=torch.uint8), numel, capacity)
     with pytest.raises(InvalidPayload):
-        form.decode(torch.zeros(size, dtype=torch.int8), numel, capacity)
+        form.decode(torch.zeros(1, size, dtype=torch.int8), numel, capacity)
 
 
 @some_formats
@@ -152,7 +152,7 @@ def test_fuzzed_bytes(form, data):
                 raw[position] = data.draw(st.integers(0, 255))
     raw = raw[: data.draw(st.sampled_from([len(raw), len(raw), size, size - 1]))]
     try:
-        decoded, _ = form.decode(torch.tensor(list(raw), dtype=torch.uint8), numel, capacity)
+        ((decoded, _),) = form.decode(torch.tensor([list(raw)], dtype=torch.uint8), numel, capacity)
     except InvalidPayload:
         decoded = None
     if len(raw) == size:
@@ -173,7 +173,7 @@ def check_device_path(
     data = torch.tensor(list(raw), dtype=torch.uint8)
     with device_path():
         for exact in (False, True):
-            found, corrupt = form.decode(data, numel, capacity, exact)
+            ((found, corrupt),) = form.decode(data[None], numel, capacity, exact)
             known = expected is not None and not (exact and expected.numel() < capacity)
             assert bool(corrupt) != known
             assert (found.dtype, found.numel()) == (torch.int32, capacity)
@@ -201,7 +201,7 @@ def tampered(form: IndexFormat, numel: int, capacity: int, byte: int, value: int
 )
 def test_tampering_shows(form, numel, byte, value):
     with pytest.raises(InvalidPayload):
-        form.decode(tampered(form, numel, 8, byte, value), numel, 8)
+        form.decode(tampered(form, numel, 8, byte, value)[None], numel, 8)
 
 
 @given(numel=st.integers(0, 2**31 - 1), share=st.floats(0, 1))
@@ -257,4 +257,4 @@ def test_every_format_round_trips(form):
         indices = sample(numel, count)
         encoded = form.encode(indices, numel, capacity)
         assert encoded.numel() == form.nbytes(numel, capacity)
-        assert torch.equal(form.decode(encoded, numel, capacity)[0], indices)
+        assert torch.equal(form.decode(encoded[None], numel, capacity)[0][0], indices)

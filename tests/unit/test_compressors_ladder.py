@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
 
 from compressors import BF16, Int8, Key, Ladder, TopK
 from compressors.base import Spec, any_nonfinite
-from tests.unit.samples import compressed
+from tests.unit.samples import compressed, decompressed
 
 LADDER = Ladder({4: "int8", 2: "bf16"}, above="topk+int4")
 KEY = Key("w")
@@ -20,11 +22,11 @@ def test_at_each_cf_it_does_what_its_part_does(cf: float) -> None:
     assert torch.equal(payload.energies, alone.energies)
     data = torch.empty(LADDER.nbytes(Spec((3000,), cf)), dtype=torch.uint8)
     payload.write(data)
-    received = LADDER.read(data, Spec((3000,), cf, torch.float32, KEY))
-    assert torch.equal(LADDER.decompress(received), part.decompress(alone))
+    (received,) = LADDER.read(data[None], Spec((3000,), cf, torch.float32, KEY))
+    assert torch.equal(decompressed(LADDER, received), decompressed(part, alone))
     mean = torch.empty(3000)
     LADDER.mean_of(mean, [received, received], 0.5)
-    assert torch.allclose(mean, part.decompress(alone))
+    assert torch.allclose(mean, decompressed(part, alone))
     spec = Spec((3000,), cf)
     assert (LADDER.floats(spec), LADDER.nearest(spec)) == (part.floats(spec), part.nearest(spec))
 
@@ -34,7 +36,7 @@ def test_a_nonfinite_mark_is_that_of_the_part(cf: float) -> None:
     payload = compressed(LADDER, torch.randn(300), cf, KEY)
     marked = payload.as_nonfinite()
     assert [any_nonfinite([each]) for each in (payload, marked)] == [False, True]
-    assert LADDER.decompress(marked.as_zeros()).count_nonzero() == 0
+    assert decompressed(LADDER, marked.as_zeros()).count_nonzero() == 0
 
 
 def test_which_part_works_where() -> None:
@@ -44,15 +46,12 @@ def test_which_part_works_where() -> None:
         "int8",
         "topk+int4",
     ]
-    assert [part.name for part in LADDER.parts] == ["bf16", "int8", "topk+int4"]
-    assert TopK().parts[0].at(2).name == "topk"
+    assert TopK().at(2).name == "topk"
 
 
 def test_next_to_nothing_waits_at_the_rungs() -> None:
-    assert [LADDER.keeps_most(cf) for cf in (2, 4, 10)] == [True, True, False]
-    assert [LADDER.momentum_lag(cf) for cf in (2, 4, 1000)] == [1, 1, TopK().momentum_lag(1000)]
-    assert Int8().keeps_most(4)
-    assert not Int8().keeps_most(2)
+    assert [cf <= LADDER.at(cf).keeps_most_to for cf in (2, 4, 10)] == [True, True, False]
+    assert [LADDER.at(cf).momentum_lag for cf in (2, 4, 1000)] == [inf, inf, TopK.momentum_lag]
 
 
 def test_a_level_is_compressed_from_the_one_before() -> None:

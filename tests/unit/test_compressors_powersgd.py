@@ -18,7 +18,7 @@ from compressors.base import InvalidPayload, Key, Spec, any_nonfinite
 from compressors.powersgd import PowerSGD, layout, orthonormal_rows
 from tests.unit.matrices import KEYS, MATRIX, NUMELS, SHAPES, buckets, low_rank, normal, one
 from tests.unit.ranks import exchange, same
-from tests.unit.samples import compressed, norm2, specs
+from tests.unit.samples import compressed, decompressed, norm2, specs
 
 either_path = pytest.mark.usefixtures("either_path")
 
@@ -126,7 +126,7 @@ def test_sum_of_sent_and_residuals_is_sum_of_gradients(against, dtype):
             for i in skipped.get(w, ()):
                 assert torch.equal(memory[w][i], before[w][i])
         for i, payload in enumerate(payloads[0]):
-            sent[i] += world * ranks[0].decompress(payload).double()
+            sent[i] += world * decompressed(ranks[0], payload).double()
     for i, total in enumerate(gradients):
         residual = sum(memory[w][i].double() for w in range(world))
         close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
@@ -140,11 +140,11 @@ def test_mean_of_own_payloads_is_what_is_decoded_and_energies_are_theirs():
     for _ in range(2):
         reported, payloads = exchange(ranks, bucket, 3.0, KEYS)
     for i, numel in enumerate(NUMELS):
-        mean = sum(ranks[w].decompress(reported[w][i]) for w in range(world)) / world
-        torch.testing.assert_close(ranks[0].decompress(payloads[0][i]), mean)
+        mean = sum(decompressed(ranks[w], reported[w][i]) for w in range(world)) / world
+        torch.testing.assert_close(decompressed(ranks[0], payloads[0][i]), mean)
         for w in range(world):
             own, a = reported[w][i], bucket[w][i]
-            kept = ranks[w].decompress(own)
+            kept = decompressed(ranks[w], own)
             assert own.numel == numel
             assert float(own.total) == pytest.approx(norm2(a))
             assert float(own.energy) == pytest.approx(norm2(kept))
@@ -165,7 +165,7 @@ def test_residuals_against_the_mean_pile_up_but_all_that_is_decoded_is_the_same(
                 taken = own[w][0] if against == "own" else payloads[w][0]
                 ranks[w].add_to(memory[w], taken, -1.0)
         shares[against] = sum(float(p[0].energy) for p in own) / sum(float(p[0].total) for p in own)
-        decoded[against] = ranks[0].decompress(payloads[0][0])
+        decoded[against] = decompressed(ranks[0], payloads[0][0])
     torch.testing.assert_close(decoded["own"], decoded["mean"], rtol=1e-4, atol=1e-5)
     assert shares["mean"] < 0.8 * shares["own"]
 
@@ -226,7 +226,7 @@ def test_probing_changes_nothing_and_starts_warm():
     assert torch.equal(rank.state_dict()["q"]["w"], state)
     assert float(warm.energy) > float(cold.energy)
     assert float(warm.energy) == pytest.approx(float(own[0].energy), rel=1e-2)
-    assert float(warm.energy) == pytest.approx(norm2(rank.decompress(warm)))
+    assert float(warm.energy) == pytest.approx(norm2(decompressed(rank, warm)))
 
 
 def test_state_dict_round_trip_in_the_middle():
@@ -253,9 +253,9 @@ def test_state_dict_round_trip_in_the_middle():
 def test_a_payload_decodes_to_what_its_energies_say(key, cf):
     powersgd, tensor = PowerSGD(), normal(2400, 2, torch.float32)
     payload = powersgd.compress(tensor, Spec.of(tensor, cf, key))
-    sent = powersgd.decompress(payload)
+    sent = decompressed(powersgd, payload)
     out = torch.full((2400,), nan)
-    powersgd.write_to(out, payload)
+    powersgd.mean_of(out, [payload], 1.0)
     torch.testing.assert_close(out, sent)
     assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
     assert float(payload.error) == pytest.approx(norm2(tensor - sent), rel=1e-5, abs=1e-9)
@@ -263,7 +263,7 @@ def test_a_payload_decodes_to_what_its_energies_say(key, cf):
         with pytest.raises(InvalidPayload):
             powersgd.add_to(wrong, payload)
         with pytest.raises(InvalidPayload):
-            powersgd.write_to(wrong, payload)
+            powersgd.mean_of(wrong, [payload], 1.0)
     out = torch.ones(2400, dtype=torch.float64)
     powersgd.add_to(out, payload, 0.5)
     torch.testing.assert_close(out, 1 + 0.5 * sent.double(), rtol=1e-5, atol=1e-6)
@@ -308,18 +308,18 @@ def test_truncation_is_what_the_same_rounds_give_at_that_rank():
         for w in range(2):
             a = bucket[w][0]
             level = ranks[w].smaller(reported[w][0], cf / 4.0)
-            kept = ranks[w].decompress(level)
+            kept = decompressed(ranks[w], level)
             assert level.nbytes == 8 * ranks[w].floats(Spec.shaped((40, 60), cf))
             assert float(level.energy) == pytest.approx(norm2(kept))
             assert float(level.error) == pytest.approx(norm2(a - kept))
             assert float(level.total) == pytest.approx(norm2(a))
-            torch.testing.assert_close(kept, ranks[w].decompress(direct[w][0]))
+            torch.testing.assert_close(kept, decompressed(ranks[w], direct[w][0]))
 
 
 def test_recompress_of_what_went_uncompressed():
     rank, matrix = PowerSGD(), normal(2400, 1)
     whole = rank.compress(matrix, Spec.of(matrix, 1.0, MATRIX))
-    assert torch.equal(rank.decompress(whole), matrix)
+    assert torch.equal(decompressed(rank, whole), matrix)
     assert (float(whole.error), float(whole.energy)) == (0.0, float(whole.total))
     level = rank.smaller(whole, 12.0)
     assert same(level, rank.compress(matrix, Spec.of(matrix, 12.0, MATRIX)))
@@ -411,7 +411,7 @@ def test_equals_pytorch_hook(monkeypatch, rank):
             memory += gradient
             pieces = memory.split([1600, 33, 1600])
             _, (payloads,) = exchange([ours], [pieces], cf, keys)
-            out = torch.cat([ours.decompress(payload) for payload in payloads])
+            out = torch.cat([decompressed(ours, payload) for payload in payloads])
             torch.testing.assert_close(out, flat)
             for piece, payload in zip(pieces, payloads, strict=True):
                 ours.add_to(piece, payload, -1.0)
@@ -438,15 +438,15 @@ def test_not_finite_on_one_rank_is_nan_on_all_and_changes_nothing(bad):
         for rank, got in zip(ranks, payloads, strict=True):
             for payload, numel in zip(got, NUMELS, strict=True):
                 assert any_nonfinite([payload])
-                assert bool(rank.decompress(payload).isnan().all())
+                assert bool(decompressed(rank, payload).isnan().all())
                 out = torch.zeros(numel)
-                rank.write_to(out, payload)
+                rank.mean_of(out, [payload], 1.0)
                 assert bool(out.isnan().all())
             state = rank.state_dict()["q"]  # a device may have added rows to start from
             assert all(torch.equal(state[n][: len(rows)], rows) for n, rows in before.items())
         assert not isfinite(reported[1][position].total)
         for rank, own in zip(ranks, reported, strict=True):
-            assert all(bool(rank.decompress(payload).isfinite().all()) for payload in own)
+            assert all(bool(decompressed(rank, payload).isfinite().all()) for payload in own)
             assert all(payload.energy.isnan() and payload.error.isnan() for payload in own)
     _, payloads = exchange(ranks, buckets(3, 2, torch.float32), 4.0, KEYS)
     assert not any(any_nonfinite([payload]) for payload in payloads[0])

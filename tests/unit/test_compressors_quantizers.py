@@ -18,7 +18,7 @@ from compressors.kernels.blocks import CODE_BLOCK
 from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural, Quantizer
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from tests.unit.device_path import count_operations, device_path, meta
-from tests.unit.samples import compressed, norm2, normal
+from tests.unit.samples import compressed, decompressed, norm2, normal
 
 KEY = Key("w", 3)
 SIZES = (1, 7, 256, 1000)
@@ -35,7 +35,7 @@ def sample(size: int, dtype: type = np.float32, seed: int = 0) -> np.ndarray:
 
 def coded(quantizer: Quantizer, x: np.ndarray, cf: float = 4.0, step: int = 3) -> np.ndarray:
     payload = compressed(quantizer, torch.from_numpy(x), cf, Key("w", step))
-    return quantizer.decompress(payload).numpy()
+    return decompressed(quantizer, payload).numpy()
 
 
 def in_buckets(x: np.ndarray, bucket: int) -> list[np.ndarray]:
@@ -99,7 +99,7 @@ def test_qsgd_of_whole_tensors_scales_each_segment_by_its_norm():
     scales = payload.parts[0].double()
     norms = torch.stack([part.double().norm() for part in x.split(segments)])
     torch.testing.assert_close(scales, norms / 16, rtol=1e-4, atol=0)
-    sent = qsgd.decompress(payload)
+    sent = decompressed(qsgd, payload)
     for part, after, scale in zip(x.split(segments), sent.split(segments), scales, strict=True):
         levels = after.double() / scale
         torch.testing.assert_close(levels, levels.round(), atol=1e-4, rtol=0)
@@ -139,11 +139,12 @@ def test_onebit_of_the_paper_has_two_means_for_each_output(shape, dtype):
     up = columns.clamp(min=0).sum(1) / (columns >= 0).sum(1).clamp(min=1)
     down = columns.clamp(max=0).sum(1) / (columns < 0).sum(1).clamp(min=1)
     expected = torch.where(columns >= 0, up[:, None], down[:, None]).flatten().to(x.dtype)
-    torch.testing.assert_close(onebit.decompress(payload), expected, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(decompressed(onebit, payload), expected, rtol=1e-5, atol=1e-12)
     unit = payload.spec._replace(segments=(x.numel(),))
     assert payload.nbytes == onebit.nbytes(unit)
     data = torch.cat([part.view(torch.uint8) for part in payload.parts])
-    assert torch.equal(onebit.decompress(onebit.read(data, unit)), onebit.decompress(payload))
+    (received,) = onebit.read(data[None], unit)
+    assert torch.equal(decompressed(onebit, received), decompressed(onebit, payload))
 
 
 @sizes
@@ -244,10 +245,10 @@ def test_ranks_steps_and_tensors_round_independently(quantizer, path):
     keys = [Key("w", 1), Key("w", 1, rank=1), Key("w", 1, rank=2), Key("w", 2), Key("v", 1)]
     with path():
         codes = [
-            quantizer.decompress(quantizer.compress(x, Spec.of(x, 16.0, key))) > 0.375
+            decompressed(quantizer, quantizer.compress(x, Spec.of(x, 16.0, key))) > 0.375
             for key in keys
         ]
-        again = quantizer.decompress(quantizer.compress(x, Spec.of(x, 16.0, keys[0]))) > 0.375
+        again = decompressed(quantizer, quantizer.compress(x, Spec.of(x, 16.0, keys[0]))) > 0.375
     assert torch.equal(again, codes[0])
     for i, first in enumerate(codes):
         for second in codes[:i]:
@@ -262,8 +263,8 @@ def test_ranks_steps_and_tensors_round_independently(quantizer, path):
         (lambda: QSGD(bucket=4), "bucket must"),
         (lambda: QSGD(norm="l1"), "norm must"),
         (lambda: QSGD(norm="l1", bucket=None), "norm must"),
-        (lambda: QSGD(bucket=None, error_feedback=True), "bucket must"),
-        (lambda: QSGD(bucket=CODE_BLOCK, norm="l2", error_feedback=True), "bucket must"),
+        (lambda: QSGD(bucket=None, feeds_back=True), "bucket must"),
+        (lambda: QSGD(bucket=CODE_BLOCK, norm="l2", feeds_back=True), "bucket must"),
         (lambda: TernGrad(clip=0.0), "clip must"),
         (lambda: OneBit(column=0), "bucket must"),
         (lambda: TwoBit(threshold=-1.0), "threshold must"),
@@ -276,14 +277,14 @@ def test_options_are_checked(make, message):
 
 def test_properties_of_each():
     assert [q.sums for q in (FP16(), BF16(), Int8(), QSGD())] == [True, True, False, False]
-    assert FP16().wire_dtype(torch.float32) == torch.float16
-    assert BF16().wire_dtype(torch.float64) == torch.bfloat16
-    fed_back = [FP16(), BF16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(error_feedback=True)]
-    assert all(q.error_feedback for q in fed_back)
-    assert not any(q.error_feedback for q in (QSGD(), TernGrad(), Natural()))
+    assert FP16().sum_dtype == torch.float16
+    assert BF16().sum_dtype == torch.bfloat16
+    fed_back = [FP16(), BF16(), Int8(), OneBit(), TwoBit(), SignSGD(), QSGD(feeds_back=True)]
+    assert all(q.feeds_back for q in fed_back)
+    assert not any(q.feeds_back for q in (QSGD(), TernGrad(), Natural()))
     assert list(QSGD().forms) == [4.0, 32 / 7, 32 / 6, 6.4, 8.0, 32 / 3, 16.0]
-    assert list(QSGD(error_feedback=True).forms) == [4.0, 32 / 7, 32 / 6, 6.4]
-    assert max(QSGD(bucket=64, error_feedback=True).forms) == 32 / 3
+    assert list(QSGD(feeds_back=True).forms) == [4.0, 32 / 7, 32 / 6, 6.4]
+    assert max(QSGD(bucket=64, feeds_back=True).forms) == 32 / 3
 
 
 # What holds for all of them
@@ -296,7 +297,7 @@ QUANTIZERS = [
     Int4(),
     QSGD(),
     QSGD(norm="l2", bucket=64, seed=1),
-    QSGD(bucket=64, error_feedback=True),
+    QSGD(bucket=64, feeds_back=True),
     QSGD(norm="l2", bucket=None),
     QSGD(norm="max", bucket=None, seed=2),
     TernGrad(),
@@ -305,7 +306,7 @@ QUANTIZERS = [
     TwoBit(),
     TwoBit(threshold=0.5),
     SignSGD(),
-    Natural(error_feedback=True),
+    Natural(feeds_back=True),
 ]
 SETTINGS = [(q, cf) for q in QUANTIZERS for cf in q.forms]
 
@@ -327,7 +328,7 @@ def test_several_blocks(quantizer):
     total = memory + tensor
     payload = quantizer.compress(memory, Spec.of(memory, 16.0, KEY), tensor)
     assert torch.equal(memory, total)
-    sent = quantizer.decompress(payload)
+    sent = decompressed(quantizer, payload)
     assert payload.nbytes == quantizer.nbytes(Spec((CODE_BLOCK + 519,), 16.0))
     assert float(payload.total) == pytest.approx(norm2(total), rel=1e-6)
     assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
@@ -344,15 +345,15 @@ def test_a_device_does_what_the_host_does(quantizer, cf, numel, dtype):
     total = torch.from_numpy(sample(numel, dtype))
     tensor, memory = total / 2, total / 2
     host = quantizer.compress(total, Spec.of(total, cf, KEY))
-    decoded = quantizer.decompress(host)
+    decoded = decompressed(quantizer, host)
     with device_path():
         payload = quantizer.compress(memory, Spec.of(memory, cf, KEY), tensor)
         assert torch.equal(memory, total)
-        assert torch.equal(quantizer.decompress(host), decoded)
-        sent = quantizer.decompress(payload)
+        assert torch.equal(decompressed(quantizer, host), decoded)
+        sent = decompressed(quantizer, payload)
         quantizer.add_to(memory, payload, -1.0)
         assert torch.equal(memory, total - sent)
-    assert torch.equal(quantizer.decompress(payload), sent)
+    assert torch.equal(decompressed(quantizer, payload), sent)
     assert payload.nbytes == host.nbytes
     expected = torch.tensor([norm2(total), norm2(sent), norm2(total.double() - sent)])
     assert payload.energies == pytest.approx(expected, rel=1e-6, abs=1e-6 * float(payload.total))
@@ -377,7 +378,7 @@ def test_no_value_is_read_and_few_operations_are_started(quantizer, cf):
             way()  # tables are made once
             counts.append(count_operations(way))
     assert counts[::2] == counts[1::2]
-    most = 96 if quantizer.name == "onebit" else 71
+    most = 97 if quantizer.name == "onebit" else 72
     assert max(counts[:4]) <= most, counts
     assert max(counts[4:]) <= most + 4, counts  # widened, and twice rounded back
 
@@ -387,7 +388,7 @@ def whole_way(
 ) -> None:
     payload = quantizer.compress(memory, Spec.of(memory, cf, KEY), tensor)
     payload.write(data)
-    received = quantizer.read(data, Spec((memory.numel(),), cf, memory.dtype, KEY))
+    (received,) = quantizer.read(data[None], Spec((memory.numel(),), cf, memory.dtype, KEY))
     quantizer.add_to(tensor, received, 0.5)
     quantizer.add_to(memory, payload, -1.0)
 
@@ -401,13 +402,13 @@ def test_nonfinite_payloads_and_those_that_count_as_zeros(quantizer, cf, path):
         for flag in flags:
             nonfinite = payload.as_nonfinite(flag)
             assert bool(any_nonfinite([nonfinite])) == bool(flag)
-            assert bool(quantizer.decompress(nonfinite).isnan().all()) == bool(flag)
-            assert bool((quantizer.decompress(payload.as_zeros(flag)) == 0).all()) == bool(flag)
+            assert bool(decompressed(quantizer, nonfinite).isnan().all()) == bool(flag)
+            assert bool((decompressed(quantizer, payload.as_zeros(flag)) == 0).all()) == bool(flag)
         bad = normal(1003)
         bad[5] = nan
         spoilt = quantizer.compress(bad, Spec.of(bad, cf, KEY))
         assert not bool(spoilt.energies.isfinite().all())
-        assert not bool(quantizer.decompress(spoilt).isfinite().all())
+        assert not bool(decompressed(quantizer, spoilt).isfinite().all())
     nowhere = compressed(quantizer, meta(1003), cf, KEY)
     flag = any_nonfinite([nowhere])
     nowhere.as_nonfinite(flag).as_zeros(flag)
@@ -415,7 +416,7 @@ def test_nonfinite_payloads_and_those_that_count_as_zeros(quantizer, cf, path):
 
 @every_setting
 def test_what_is_fed_back_is_a_contraction(quantizer, cf):
-    if not quantizer.error_feedback or getattr(quantizer, "threshold", None):
+    if not quantizer.feeds_back or getattr(quantizer, "threshold", None):
         return
     sparse = torch.zeros(4096)
     sparse[::64] = 1.0
@@ -432,7 +433,7 @@ def test_sizes_of_all_kinds(quantizer, numel, cf, seed):
     payload = quantizer.compress(tensor, Spec.of(tensor, cf, KEY))
     assert payload.cf == quantizer.nearest(Spec((numel,), cf))
     assert payload.nbytes == quantizer.nbytes(Spec((numel,), cf))
-    sent = quantizer.decompress(payload)
+    sent = decompressed(quantizer, payload)
     assert float(payload.energy) == pytest.approx(norm2(sent), rel=1e-6)
     scale = float(payload.energy) + float(payload.total)
     assert float(payload.error) == pytest.approx(norm2(tensor.double() - sent), abs=1e-6 * scale)
@@ -462,11 +463,11 @@ def test_segments_are_scaled_as_each_is_alone(quantizer, path):
         payload = quantizer.compress(x.clone(), spec)
         data = torch.empty(quantizer.nbytes(spec), dtype=torch.uint8)
         payload.write(data)
-        sent = quantizer.decompress(quantizer.read(data, spec))
-        assert torch.equal(sent, quantizer.decompress(payload))
+        sent = decompressed(quantizer, *quantizer.read(data[None], spec))
+        assert torch.equal(sent, decompressed(quantizer, payload))
         for piece, decoded in zip(x.split(SEGMENTS), sent.split(SEGMENTS), strict=True):
             alone = quantizer.compress(piece.clone(), Spec.of(piece, spec.cf, KEY))
-            expected = quantizer.decompress(alone)
+            expected = decompressed(quantizer, alone)
             if quantizer.name == "terngrad":  # other numbers are drawn
                 assert decoded.abs().max() <= expected.abs().max() * (1 + 1e-6) or len(piece) < 9
                 assert (decoded.abs().max() == 0) or len(decoded.abs().unique()) <= 2
@@ -483,7 +484,7 @@ def test_a_segment_of_zeros_stays_zeros_and_none_is_changed(quantizer, dtype):
     before = x.clone()
     payload = quantizer.compress(x, Spec((600, 700, 5), quantizer.only_cf, x.dtype, KEY))
     assert torch.equal(x, before)
-    assert not quantizer.decompress(payload)[600:1300].any()
+    assert not decompressed(quantizer, payload)[600:1300].any()
 
 
 @every_setting
@@ -497,7 +498,7 @@ def test_as_many_operations_for_400_tensors_as_for_10(quantizer, cf):
         def way(memory=memory, tensor=tensor, spec=spec, data=data):
             payload = quantizer.compress(memory, spec, tensor)
             payload.write(data)
-            quantizer.mean_of(tensor, [quantizer.read(data, spec)] * 2, 0.5)
+            quantizer.mean_of(tensor, quantizer.read(data[None], spec) * 2, 0.5)
             quantizer.add_to(memory, payload, -1.0)
 
         counts.append(count_operations(way))

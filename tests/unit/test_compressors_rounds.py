@@ -13,7 +13,7 @@ from compressors.sketch import Sketch
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.matrices import KEYS, buckets
 from tests.unit.ranks import exchange, lockstep
-from tests.unit.samples import specs
+from tests.unit.samples import decompressed, specs
 
 SHAPES = ((100, 100), (250, 40), (50, 200), (80, 125), (40, 250))
 both = pytest.mark.parametrize("make", [PowerSGD, Sketch])
@@ -36,12 +36,12 @@ def run(make):
                     rank.smaller(payload, 3.0),
                     rank.compress(a, Spec.of(a, cf, payload.key)),
                 )
-                made += [rank.decompress(each) for each in levels]
+                made += [decompressed(rank, each) for each in levels]
                 made += [each.energies for each in levels]
                 rank.add_to(a, payload, -1.0)
         for payload in means[0]:
             made.append(torch.full((payload.numel,), 7.0, dtype=payload.dtype))
-            ranks[0].write_to(made[-1], payload)
+            ranks[0].mean_of(made[-1], [payload], 1.0)
     return made
 
 
@@ -73,7 +73,7 @@ def test_no_value_is_read_and_operations_do_not_grow_with_the_size(make, cf):
             for tensor, payload, mean in zip(tensors, own, means, strict=True):
                 any_nonfinite([mean])
                 compressor.add_to(tensor, payload, -1.0)
-                compressor.write_to(tensor, mean)
+                compressor.mean_of(tensor, [mean], 1.0)
                 compressor.smaller(payload, cf)
                 compressor.compress(tensor, Spec.of(tensor, cf, payload.key))
 

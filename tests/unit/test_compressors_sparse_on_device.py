@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from compressors import DGC, AdaComp, Key, RedSync, SIDCo, Sparsifier, Threshold, TopK, kept
 from compressors.base import Spec, any_nonfinite
 from tests.unit.device_path import count_operations, device_path, meta
-from tests.unit.samples import compressed, normal, ordinary
+from tests.unit.samples import compressed, decompressed, normal, ordinary
 
 KEY = Key("w", 3)
 COMPRESSORS: dict[str, Sparsifier] = {
@@ -42,7 +42,7 @@ def send_and_receive(compressor: Sparsifier, numel: int, cf: float) -> Callable[
         payload = compressor.compress(memory, Spec.of(memory, cf, KEY), gradient)
         raw = meta(payload.nbytes, torch.uint8)
         payload.write(raw)
-        received = compressor.read(raw, Spec((numel,), cf, torch.float32, KEY))
+        (received,) = compressor.read(raw[None], Spec((numel,), cf, torch.float32, KEY))
         compressor.add_to(out, received, 0.5)
         compressor.add_to(memory, payload, -1.0)
 
@@ -56,8 +56,9 @@ def test_no_value_is_read_and_operations_do_not_grow_with_the_tensor(name, cf):
     runs = [send_and_receive(ALL[name], numel, cf) for numel in (960_000, 96_000_000)]
     runs[0]()  # whatever is made once for a device
     counts = [count_operations(run) for run in runs]
-    # More 4-bit codes than a block holds take a few operations more than fewer do.
-    assert counts[0] == counts[1] or (name == "topk+int4" and counts[1] - counts[0] <= 8)
+    # Values are copied where the length of a row puts them out of alignment, and more 4-bit codes
+    # than a block holds take a few operations more than fewer do.
+    assert abs(counts[1] - counts[0]) <= (8 if name == "topk+int4" else 1)
     assert max(counts) <= MOST.get(name, 108)
 
 
@@ -72,7 +73,6 @@ def test_the_rest_reads_no_value_either(compressor, numel):
         nonfinite = any_nonfinite([payload.as_nonfinite(flag)])
         assert isinstance(nonfinite, torch.Tensor) or numel == 0
         compressor.add_to(meta(numel), payload.as_zeros(flag), -1.0)
-        compressor.indices(payload)
         packed = compressor.pack_indices(payload)
         assert packed.numel() == compressor.index_nbytes(Spec((numel,), cf))
         elsewhere = compressor.at_proposed(meta(numel), packed[None], Spec.of(meta(numel), cf, KEY))
@@ -90,7 +90,7 @@ def test_bytes_that_nobody_sent_stay_within_bounds(compressor, data, numel, cf):
         raw = torch.tensor(
             list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8
         )
-        payload = compressor.read(raw, Spec((numel,), cf, torch.float32, KEY))
+        (payload,) = compressor.read(raw[None], Spec((numel,), cf, torch.float32, KEY))
         out = torch.zeros(numel)
         compressor.add_to(out, payload)
         compressor.add_to(out, compressor.smaller(payload, 3.0), -1.0)
@@ -122,4 +122,4 @@ def test_extreme_tensors(compressor):
                 )
                 assert not payload.parts[1][held.numel() :].any()
                 assert bool(payload.total.isfinite()) == (name not in ("nan", "infinite")), name
-                assert bool(compressor.decompress(payload).any()) == bool(tensor.any()), name
+                assert bool(decompressed(compressor, payload).any()) == bool(tensor.any()), name

@@ -210,7 +210,8 @@ def test_recompress_of_a_received_payload_says_that_the_error_is_unknown():
     payload = compressed(TopK(), torch.randn(100), 2.0, KEY)
     data = torch.empty(payload.nbytes, dtype=torch.uint8)
     payload.write(data)
-    further = TopK().smaller(TopK().read(data, Spec((100,), 2.0, torch.float32, KEY)), 5.0)
+    (received,) = TopK().read(data[None], Spec((100,), 2.0, torch.float32, KEY))
+    further = TopK().smaller(received, 5.0)
     assert np.isnan(float(further.error))
     assert float(further.energy) > 0
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.base import Key, split_bytes
+from compressors.base import Key, split_rows
 from compressors.kernels.blocks import CODE_BLOCK
 from compressors.wire.values import (
     Full,
@@ -42,7 +42,7 @@ def test_layout_encode_decode(name, dtype, count):
     assert (decoded.double() - values.double()).abs().max().item() <= tolerance * 5 if count else 1
     assert not form.lossless or torch.equal(decoded, values)
     raw = torch.cat([torch.zeros(1, dtype=torch.uint8), *(p.view(torch.uint8) for p in parts)])
-    again = form.decode(split_bytes(raw[1:], *layout), count, dtype)
+    again = form.decode(split_rows(raw[None, 1:], *layout)[0], count, dtype)
     assert torch.equal(again, decoded)
     assert form.size(count, dtype) == raw.numel() - 1
 

@@ -135,7 +135,7 @@ class Hook:
             of = Parameters(self.parameters, unused)
             self.memory: NoMemory = _updates(self.optimizer, of)
         else:
-            self.memory = _memory(memory if base.error_feedback else "none", unused)
+            self.memory = _memory(memory if base.feeds_back else "none", unused)
         requested.follow(self.memory)
         self.requested, self.ladder = requested, LADDER if ladder else ()
         self.reducer = Reducer(

@@ -116,5 +116,5 @@ def test_dense_needs_no_less_where_there_are_rungs() -> None:
 def test_the_defaults_can_do_their_cfs(cf, name) -> None:
     compressor = make_compressor(name)
     assert compressor.nearest(Spec((1000,), cf)) == cf
-    assert compressor.error_feedback
+    assert compressor.feeds_back
     assert compressor.keeps_zeros

@@ -69,7 +69,7 @@ def run(name: str, cf: float, numel: int, ranks: int) -> None:
     payload = compressor.compress(memory, Spec.of(memory, cf, key), gradient)
     rows = torch.zeros(ranks, payload.nbytes, dtype=torch.uint8)
     payload.write(rows[0])
-    received = compressor.read_all(rows, Spec((numel,), cf, torch.float32, key))
+    received = compressor.read(rows, Spec((numel,), cf, torch.float32, key))
     compressor.add_to(memory, received[0], -1.0)
     compressor.mean_of(memory, received, 1 / ranks, torch.tensor(False))
 
