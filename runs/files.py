@@ -111,35 +111,26 @@ def parse_json(content: bytes | str) -> Any:
 
 @dataclass
 class Damage:
-    """What was wrong in a file of lines: how many were left out, and why the first of them was.
-
-    cut: the last line has no end, and was left out. others: what else there is to say."""
+    """What was left out of a file of lines: how many, why the first of them was, and what else
+    there is to say."""
 
     path: Path
     count: int = 0
     first: str = ""
-    unordered: bool = False
-    cut: bool = False
     others: list[str] = field(default_factory=list)
 
     def add(self, line: int, why: str) -> None:
         """That line is left out."""
         self.count += 1
-        if self.count == 1:
-            self.first = f"line {line}: {why}"
+        self.first = self.first or f"line {line}: {why}"
 
     @property
     def text(self) -> str:
         """In one sentence; "" if nothing was wrong."""
-        said = []
+        said = list(self.others)
         if self.count:
             lines = "a damaged line" if self.count == 1 else f"{self.count} damaged lines"
-            said.append(f"{lines} left out ({'first ' if self.count > 1 else ''}{self.first})")
-        if self.unordered:
-            said.append("its steps are not in order, and were sorted")
-        if self.cut:
-            said.append("it ends in the middle of a line, which was left out")
-        said += self.others
+            said.insert(0, f"{lines} left out (first {self.first})")
         return f"{self.path}: {'; '.join(said)}" if said else ""
 
     def warn(self) -> None:
@@ -148,62 +139,37 @@ class Damage:
             log.warning("%s", self.text)
 
 
-def raw_lines(path: Path, damage: Damage, told: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Line numbers and lines; those that are empty or longer than `LONGEST` are left out. told: say
-    how far it is, in a long file."""
+def json_lines(
+    path: Path, damage: Damage, told: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and JSON objects of a file of such lines; what is no JSON object is left out:
+    damage takes it in. told: say how far it is, in a long file. OSError for a file that cannot be
+    read."""
     with open_regular(path) as file:
+        lines: Iterator[bytes] = _lines(file)
         if told:
             total = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
             file.seek(0)
-            lines = counted(_lines(file), total, f"reading {path}", "lines")
-        else:
-            lines = _lines(file)
+            lines = counted(lines, total, f"reading {path}", "lines")
         for number, line in enumerate(lines, start=1):
-            if line is None:
-                damage.add(number, f"longer than {LONGEST >> 20} MB")
-            elif line.strip():
-                yield number, line
+            if not line.strip():
+                continue
+            try:
+                if len(line) >= LONGEST:
+                    raise ValueError(f"longer than {LONGEST >> 20} MB")
+                value = parse_json(line)
+                if not isinstance(value, dict):
+                    raise ValueError("not a JSON object")
+            except ValueError as error:
+                damage.add(number, str(error) if line.endswith(b"\n") else "has no end")
+                continue
+            yield number, value
 
 
-def json_lines(
-    path: Path, told: bool = False, damage: Damage | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and JSON objects of a file of such lines. told: say how far it is, in a long
-    file.
-
-    A last line cut short by a crash is left out, and so is every line that is no JSON object, with
-    a warning. damage: takes these in; whoever gives it warns. OSError for a file that cannot be
-    read.
-    """
-    found = Damage(path) if damage is None else damage
-    for number, line in raw_lines(path, found, told):
-        try:
-            value = parse_object(line)
-        except ValueError as error:
-            if line.endswith(b"\n"):
-                found.add(number, str(error))
-            else:
-                found.cut = True
-            continue
-        yield number, value
-    if damage is None:
-        found.warn()
-
-
-def parse_object(line: bytes) -> dict[str, Any]:
-    """The JSON object on a line. ValueError if it is none."""
-    value = parse_json(line)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Lines with their ends; None for one that is too long."""
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; the beginning of one that is too long."""
     while line := file.readline(LONGEST):
-        if len(line) == LONGEST and not line.endswith(b"\n"):
-            while len(line) == LONGEST and not line.endswith(b"\n"):
-                line = file.readline(LONGEST)
-            yield None
-        else:
-            yield line
+        rest = line
+        while len(rest) == LONGEST and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST)
+        yield line if rest is line else line[:-1] + b"\n"

@@ -9,24 +9,17 @@ twice.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from adaptive import Event, Header, StepRecord
 from adaptive.timeline.records import VERSION
 from runs.fields import EXACT, Fields, Limits, abridged
-from runs.files import (
-    Damage,
-    json_lines,
-    not_a_link,
-    parse_object,
-    raw_lines,
-    write_text,
-)
+from runs.files import Damage, json_lines, not_a_link, write_text
 
 TIMELINE_FILE = "timeline.jsonl"
 METRICS_FILE = "metrics.jsonl"
@@ -56,14 +49,6 @@ _FIELDS = Fields(
 
 make = _FIELDS.read
 
-
-def whole_number(name: str, value: Any) -> int:
-    """A count of another file. ValueError names it."""
-    return _FIELDS.read(int, value, name)
-
-
-DEEPEST = 32
-"""Settings of a policy in one another, and dimensions of a tensor."""
 
 DELAY = 2
 """A switch is on record up to so many steps before the record of its step."""
@@ -138,124 +123,68 @@ class Stretch:
 
 def read_records(path: Path) -> Recorded:
     """All records of a timeline file, in order of their steps. What is damaged or cut short is left
-    out, with a warning.
+    out, with a warning. Where a step comes again, the run was resumed from there: what was recorded
+    of it and of later steps counts no more.
 
     OSError for a file that cannot be read; ValueError, naming the file and its first line, if
     there are lines and none of them is a record.
     """
     damage = Damage(path)
-    found = _Found(damage)
+    steps: dict[int, StepRecord] = {}
+    events: dict[int, Event] = {}
+    header: Header | None = None
+    again = ""
+    pending: set[int] = set()  # steps of the events since the last step's record
     gc.disable()  # millions of new objects: looking for cycles takes most of the time
     try:
-        for line, value in json_lines(path, True, damage):
+        for line, value in json_lines(path, damage, told=True):
             try:
-                found.take(line, value)
+                record = _record(value)
             except ValueError as error:
                 damage.add(line, f"not a timeline record: {error}")
+                continue
+            if isinstance(record, Header):
+                header = record
+            elif isinstance(record, Event):
+                events[record.step] = record
+                pending.add(record.step)
+            else:
+                step = record.report.step
+                if step <= next(reversed(steps), -1):
+                    again = again or f"steps come again (step {step} in line {line})"
+                    steps = {at: one for at, one in steps.items() if at < step}
+                    pending &= {*range(step, step + DELAY + 1)}
+                    events = {at: one for at, one in events.items() if at < step or at in pending}
+                steps[step] = record
+                pending.clear()
     finally:
         gc.enable()
-    if damage.count and not (found.steps or found.events or found.header):
+    if damage.count and not (steps or events or header):
         raise ValueError(f"{path}, {damage.first}")
-    steps = [found.steps[step] for step in sorted(found.steps)]
-    damage.others += found.told(steps)
+    damage.others += (
+        [f"{again}, as in a run that was resumed: the later ones count"] if again else []
+    )
     damage.warn()
-    events = sorted(found.events, key=lambda event: event.step)
-    return Recorded(steps, events, found.header, damage.text)
+    in_order = sorted(events.values(), key=lambda event: event.step)
+    return Recorded([*steps.values()], in_order, header, damage.text)
 
 
-class _Found:
-    """The records of a file so far. Where a step comes again, the run was resumed from there: of
-    what was recorded before, only earlier steps still count."""
-
-    def __init__(self, damage: Damage) -> None:
-        self.steps: dict[int, StepRecord] = {}
-        self.events: list[Event] = []
-        self.header: Header | None = None
-        self._damage = damage
-        self._newest = -1
-        self._events_before = 0  # the last step
-        self._again = ""  # where the run was resumed first
-
-    def take(self, line: int, value: dict[str, Any]) -> None:
-        """ValueError if the value is no record."""
-        kind = value.get("kind")
-        if kind == "step":
-            record = _FIELDS.read(StepRecord, value)
-            step = record.report.step
-            if step in self.steps:
-                self._again = self._again or f"step {step} in line {line}"
-                self._go_back_to(step)
-            elif step < self._newest:
-                self._damage.unordered = True
-            self.steps[step] = record
-            self._newest, self._events_before = step, len(self.events)
-        elif kind == "event":
-            self.events.append(_FIELDS.read(Event, value))
-        elif kind == "header":
-            version = whole_number("version", value.get("version", VERSION))
-            if version != VERSION:
-                self._damage.others.append(
-                    f"its records are of version {version}, and are read as those of version "
-                    f"{VERSION}: what they have besides is passed over"
-                )
-            self.header = _header(value)
-        else:
-            raise ValueError(f"kind must be step, event or header, got {abridged(kind)}")
-
-    def _go_back_to(self, step: int) -> None:
-        """Forget the step, and what came after it (files are in order, or next to it). Switches
-        are on record before their steps, and so may be the first of the part that begins here."""
-        first = range(step, min(step + DELAY, self._newest) + 1)
-        since = [e for e in self.events[self._events_before :] if e.step in first]
-        del self.events[self._events_before :]
-        while self.events and self.events[-1].step >= step:
-            self.events.pop()
-        self.events += since
-        while self.steps and next(reversed(self.steps)) >= step:
-            self.steps.popitem()
-        self.steps.pop(step, None)
-
-    def told(self, steps: Sequence[StepRecord]) -> list[str]:
-        """What else there is to say of the file."""
-        said = []
-        if self._again:
-            said.append(
-                f"steps come again ({self._again}), as in a run that was resumed: the later ones "
-                f"count"
-            )
-        missing = steps[-1].report.step - steps[0].report.step + 1 - len(steps) if steps else 0
-        if missing and not self._damage.count:
-            said.append(f"{missing} of its steps are missing")
-        return said
+def _record(value: dict[str, Any]) -> Header | StepRecord | Event:
+    """ValueError if the value is no record."""
+    kinds = {"step": StepRecord, "event": Event, "header": Header}
+    kind = value.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"kind must be step, event or header, got {abridged(kind)}")
+    record: Header | StepRecord | Event = make(kinds[kind], value)
+    if isinstance(record, Header) and record.version != VERSION:
+        raise ValueError(f"version must be {VERSION}, got {record.version}")
+    return record
 
 
 def read_header(path: Path) -> Header | None:
     """With which a timeline begins; None if it does not. OSError or ValueError if it is damaged."""
-    _, value = next(json_lines(path), (0, {}))
-    return _header(value) if value.get("kind") == "header" else None
-
-
-def _header(value: dict[str, Any]) -> Header:
-    """ValueError also for numbers that fit by themselves, and not together."""
-    header: Header = _FIELDS.read(Header, value)
-    _check_depth(header.settings, 0)
-    counts = header.local_steps
-    if not counts or sorted(set(counts)) != list(counts):
-        raise ValueError(
-            f"local_steps must be different, the smallest first, got {abridged(counts)}"
-        )
-    for name, shape in header.layers.items():
-        if len(shape) > DEEPEST or prod(shape) > EXACT:
-            raise ValueError(f"layers: {name} must be the shape of a tensor, got {abridged(shape)}")
-    return header
-
-
-def _check_depth(value: Any, depth: int) -> None:
-    if depth > DEEPEST:
-        raise ValueError("settings is nested too deep")
-    for part in value.values() if isinstance(value, dict) else value:
-        if isinstance(part, (dict, list)):
-            _check_depth(part, depth + 1)
+    _, value = next(json_lines(path, Damage(path)), (0, {}))
+    return make(Header, value) if value.get("kind") == "header" else None
 
 
 def keep_before(path: Path, step: int) -> None:
@@ -265,13 +194,12 @@ def keep_before(path: Path, step: int) -> None:
         not_a_link(path)  # to nothing: whoever appends would make what it names
         return
     damage, kept = Damage(path), []
-    for number, line in raw_lines(path, damage):
+    for number, value in json_lines(path, damage):
         try:
-            if _step_of(parse_object(line)) < step:
-                kept.append(line.decode().rstrip("\r\n") + "\n")
+            if _step_of(value) < step:
+                kept.append(json.dumps(value) + "\n")
         except ValueError as error:
-            if line.endswith(b"\n"):
-                damage.add(number, str(error))
+            damage.add(number, str(error))
     damage.warn()
     write_text(path, "".join(kept))
 
@@ -308,11 +236,11 @@ def read_metrics(path: Path) -> Metrics:
         return Metrics(0, ())
     damage, trained = Damage(path), 0
     evaluations: list[tuple[int, float]] = []
-    for line, value in json_lines(path, damage=damage):
+    for line, value in json_lines(path, damage):
         try:
             done = _step_of(value) + 1
             if "quality" in value:
-                evaluations.append((done, _FIELDS.read(float, value["quality"], "quality")))
+                evaluations.append((done, make(float, value["quality"], "quality")))
             trained = max(trained, done)
         except ValueError as error:
             damage.add(line, f"not a metric: {error}")
@@ -326,4 +254,5 @@ def _step_of(value: dict[str, Any]) -> int:
     if value.get("kind") == "header":
         return -1
     whose = value.get("report") if value.get("kind") == "step" else value
-    return whole_number("step", whose.get("step") if isinstance(whose, dict) else None)
+    step: int = make(int, whose.get("step") if isinstance(whose, dict) else None, "step")
+    return step

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from runs.config import CONFIG_FILE, TrainConfig, load_config
 from runs.expression import UntrustedPolicyError
-from runs.files import json_lines, read_json
+from runs.files import Damage, json_lines, read_json
 from runs.logbook import gain_kind
 from runs.parser import UsageError
 from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, make, read_metrics, read_records
@@ -133,7 +133,7 @@ def read_slices(folder: Path) -> tuple[Slice, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(make(Slice, value) for _, value in json_lines(path))
+        return tuple(make(Slice, value) for _, value in json_lines(path, Damage(path)))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

@@ -125,7 +125,8 @@ def open_study(
     saved = study.user_attrs.get(SIGNATURE)
     if saved is None:
         study.set_user_attr(SIGNATURE, tuning.signature)
-        study.enqueue_trial(_defaults(tuning))
+        if defaults := _defaults(tuning):
+            study.enqueue_trial(defaults)
         return study
     for name in {**saved, **tuning.signature}:
         before, now = saved.get(name), tuning.signature.get(name)

@@ -34,7 +34,7 @@ def _state(step: int, rank: int) -> dict[str, Any]:
     return {
         "step": step,
         "model": {"weight": torch.full((2, 3), float(step))},
-        "optimizer": {"state": {0: {"momentum_buffer": torch.ones(2, 3)}}},
+        "optimizers": [{"state": {0: {"momentum_buffer": torch.ones(2, 3)}}}],
         "compressor": compressor,
         "rng": torch.get_rng_state(),
     }
@@ -128,9 +128,9 @@ def _all_cases(rank: int, root: str) -> dict[str, str]:
     said |= _full_disks(rank, TrainConfig(log_dir=str(Path(root, "good"))))
     state = _state(4, rank)
     if rank == 1:  # the others' state is good, and yet the checkpoint must stay on all
-        state["optimizer"]["state"][0]["momentum_buffer"][1, 2] = float("inf")
+        state["optimizers"][0]["state"][0]["momentum_buffer"][1, 2] = float("inf")
     config = TrainConfig(log_dir=str(Path(root, "good")))
-    with pytest.raises(NotFiniteError, match=r"^optimizer\.state\.0\.momentum_buffer$"):
+    with pytest.raises(NotFiniteError, match=r"^optimizers\.0\.state\.0\.momentum_buffer$"):
         save_checkpoint(config, 4, state)
     assert find_checkpoint(config.folder).load()["step"] == 3
     return said
@@ -218,7 +218,7 @@ def test_damaged_lines_do_not_keep_a_run_from_going_on(
     path.write_bytes(b"\n".join([*lines, b'{"step": 6, "lo']))
     keep_before(path, 5)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2, 4]
-    assert "2 damaged lines left out (first line 2" in caplog.text
+    assert "3 damaged lines left out (first line 2" in caplog.text
     caplog.clear()
     keep_before(path, 5)
     assert not caplog.text

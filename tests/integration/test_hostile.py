@@ -94,7 +94,6 @@ HOSTILE = {
     "step 10^18": _all("report/step", 10**18),
     "step 2^53": _all("report/step", 2**53),
     "step -1": _all("report/step", -1),
-    "steps reversed": _lines()[::-1],
     "steps repeated": [line for line in _lines() for _ in range(3)],
     "1e308 bytes": _all("report/wire_bytes", 1e308),
     "1e100 bytes": _all("report/wire_bytes", 1e100),
@@ -127,7 +126,7 @@ def test_a_report_of_a_hostile_timeline(name: str, tmp_path: Path, capfd: Any) -
     out, err = capfd.readouterr()
     [row] = json.loads(out)["rows"]
     assert row["steps"]["mean"] >= STEPS - 1
-    if "damaged" in err or "not in order" in err:
+    if "damaged" in err:
         assert any("timeline.jsonl" in note for note in row["runs"][0]["notes"])
     page = (folder / "report" / "report.html").read_text()
     assert "<script>" not in page  # ours have a type

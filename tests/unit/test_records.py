@@ -146,7 +146,10 @@ def test_a_line_with_what_no_run_can_have_is_left_out(
         assert [record.report.step for record in recorded.steps] == [0, 2, 3], value
         [warning] = caplog.records
         assert warning.getMessage() == recorded.damage
-        assert f"{path}: a damaged line left out (line 4: not a timeline record" in recorded.damage
+        assert (
+            f"{path}: a damaged line left out (first line 4: not a timeline record"
+            in recorded.damage
+        )
         assert len(recorded.damage) < 400
         assert "\n" not in recorded.damage
 
@@ -172,8 +175,7 @@ def test_a_field_that_is_missing(name: str, path: Path) -> None:
         {"cf_range": "x"},
         {"cf_range": [0, 1]},
         {"settings": []},
-        {"settings": json.loads('{"a":' * 200 + "1" + "}" * 200)},
-        {"layers": {"fc": [10**9, 10**9]}},
+        {"version": 2},
         {"layers": {"fc": 3}},
         {"supported": None},
     ],
@@ -232,18 +234,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out_and_told(path: Path) -> None:
     path.write_text(_text(LINES)[:-30])
     recorded = read_records(path)
     assert (len(recorded.steps), len(recorded.events)) == (4, 3)
-    assert recorded.damage == f"{path}: it ends in the middle of a line, which was left out"
-
-
-def test_records_of_another_version_and_missing_steps_are_told(path: Path) -> None:
-    later = _lines()
-    later[0] |= {"version": 2, "more": 1}
-    del later[3:7]
-    path.write_text(_text(later))
-    recorded = read_records(path)
-    assert recorded.header is not None
-    assert "records are of version 2" in recorded.damage
-    assert "2 of its steps are missing" in recorded.damage
+    assert recorded.damage == f"{path}: a damaged line left out (first line 9: has no end)"
 
 
 def test_a_run_that_was_resumed_counts_from_there(path: Path) -> None:
@@ -260,17 +251,12 @@ def test_a_run_that_was_resumed_counts_from_there(path: Path) -> None:
     assert "steps come again (step 2 in line 14), as in a run that was resumed" in recorded.damage
 
 
-def test_steps_are_put_in_order_and_come_once(path: Path) -> None:
-    path.write_text(_text(LINES[::-1]))
-    recorded = read_records(path)
-    assert [record.report.step for record in recorded.steps] == [0, 1, 2, 3]
-    assert [event.step for event in recorded.events] == [0, 1, 2, 3]
-    assert "not in order" in recorded.damage
+def test_a_step_that_comes_again_counts_as_it_came_last(path: Path) -> None:
     again = _lines()
     again[7]["report"]["cf"] = 40.0
     path.write_text(_text([*LINES, again[7]]))
     recorded = read_records(path)
-    assert [record.report.cf for record in recorded.steps] == [10, 10, 10, 40]  # the later counts
+    assert [record.report.cf for record in recorded.steps] == [10, 10, 10, 40]
     assert "step 3 in line 10" in recorded.damage
 
 
