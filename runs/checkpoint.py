@@ -17,23 +17,21 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from adaptive import reshard_states
 from runs.config import TrainConfig
-from runs.files import not_a_link, open_regular, read_json, whole_file, write_json
+from runs.files import open_regular, read_json, whole_file, write_json
 from runs.parser import UsageError
 from runs.records import make
 
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
-
-BEFORE = "before.json"
-"""The meta.json of the checkpoint before, until the present one is confirmed."""
 
 _CONTENTS = ("step", "model", "optimizers", "compressor", "rng")
 """What a rank's file holds, beside the entry that says of which run and step it is."""
@@ -213,30 +211,13 @@ def raise_on_all(problem: str, kind: type[Exception] = UsageError) -> None:
             raise kind(theirs)
 
 
-def check_replicas(model: nn.Module, log_dir: str) -> None:
-    """UsageError on all ranks unless they hold the same parameters, bit by bit. A collective.
-
-    Buffers that count must be equal, too. Running means need not: each rank has its own of its own
-    batches, until rank 0's are broadcast with the next forward pass.
-    """
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {n: b for n, b in model.named_buffers() if not b.is_floating_point()}
-    ours = [(name, _digest(tensor)) for name, tensor in tensors.items()]
-    everyones = _everyones(ours)
-    for rank, theirs in enumerate(everyones):
-        for (name, first), (_, other) in zip(everyones[0], theirs, strict=True):
-            if first != other:
-                raise UsageError(
-                    f"--resume {log_dir}: the ranks have loaded different models: {name} of rank "
-                    f"{rank} is not that of rank 0; the checkpoint cannot be resumed"
-                )
-
-
 def not_finite(state: Any, name: str = "") -> str:
-    """The name of the first tensor in a state that has a NaN or an infinity in it; "" if none."""
+    """The name of the first tensor in a state that has a NaN or an infinity in it, or a number
+    whose square is one: no training comes back from there. "" if none."""
     if isinstance(state, Tensor):
         floating = state.is_floating_point() or state.is_complex()
-        return name if floating and not bool(torch.isfinite(state).all()) else ""
+        finite = not floating or bool(torch.isfinite(state.abs().float().square()).all())
+        return "" if finite else name
     parts: Any = ()
     if isinstance(state, Mapping):
         parts = state.items()
@@ -255,47 +236,18 @@ def _identity(config: TrainConfig, step: int, rank: int, world_size: int) -> dic
 
 def _write(path: Path, state: dict[str, Any]) -> str:
     """Write one rank's file, whole or not at all; returns its digest."""
+    content = BytesIO()  # an error of the disk would come out of torch's writer as something else
+    torch.save(state, content)
     with whole_file(path) as file:
-        digesting = _Digesting(file)
-        torch.save(state, cast(IO[bytes], digesting))
-        digesting.check()
+        file.write(content.getbuffer())
     _sync(path.parent)
-    return digesting.sha256.hexdigest()
-
-
-def confirm_checkpoint(config: TrainConfig, step: int) -> None:
-    """Training goes on well from the checkpoint of this step: delete the one before."""
-    folder = _folder(config.folder)
-    with suppress(OSError):
-        (folder / BEFORE).unlink(missing_ok=True)
-    for old in folder.glob("step-*"):
-        if old.name != f"step-{step}":
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def withdraw_checkpoint(config: TrainConfig, step: int) -> None:
-    """Training has failed from the checkpoint of this step: the one before is valid again, if there
-    was one."""
-    folder = _folder(config.folder)
-    with suppress(OSError):
-        if (folder / BEFORE).exists():
-            os.replace(folder / BEFORE, folder / "meta.json")
-        else:
-            (folder / "meta.json").unlink(missing_ok=True)
-        _sync(folder)
-        shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
+    return hashlib.sha256(content.getbuffer()).hexdigest()
 
 
 def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
-    """Every rank's file of this step is there: make it the checkpoint. The one before stays until
-    this one is confirmed."""
+    """Every rank's file of this step is there: make it the checkpoint."""
     folder = _folder(config.folder)
     _sync(folder)
-    valid, before = folder / "meta.json", -1
-    if valid.exists():
-        with suppress(ValueError):
-            before = make(_Meta, read_json(valid)).step
-            shutil.copyfile(valid, not_a_link(folder / BEFORE))
     meta = {
         "step": step,
         "world_size": len(digests),
@@ -312,7 +264,7 @@ def _make_valid(config: TrainConfig, step: int, digests: list[str]) -> None:
     except OSError:
         return  # which of the two a power failure leaves is not known, so both stay
     for old in folder.glob("step-*"):
-        if old.name not in (f"step-{step}", f"step-{before}"):
+        if old.name != f"step-{step}":
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -321,36 +273,6 @@ def _take_back(path: Path) -> None:
     with suppress(OSError):  # other ranks' files are beside it, or the disk is gone
         path.unlink(missing_ok=True)
         path.parent.rmdir()
-
-
-class _Digesting:
-    """A file for torch.save that is digested while it is written.
-
-    An error of the disk is kept for `check`: raised into torch's writer, it would come out as
-    something else.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self.sha256 = hashlib.sha256()
-        self._file = file
-        self._error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        if self._error is None:
-            try:
-                self._file.write(data)
-                self.sha256.update(data)
-            except OSError as error:
-                self._error = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing: the file is flushed when it is whole."""
-
-    def check(self) -> None:
-        """OSError if one occurred."""
-        if self._error is not None:
-            raise self._error
 
 
 def _sync(folder: Path) -> None:
@@ -363,11 +285,6 @@ def _sync(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def _digest(tensor: Tensor) -> str:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
 def _everyones(mine: _T) -> list[_T]:

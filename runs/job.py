@@ -67,7 +67,7 @@ def claimed(job: Job) -> Iterator[Job]:
     if not job.named:
         config = replace(config, log_dir=_made_folder(config.folder))
     what = f"--log-dir {config.log_dir}" if checkpoint is None else f"--resume {config.log_dir}"
-    with claim(config.folder, what, config.command):
+    with claim(config.folder, what):
         if checkpoint is None:
             _check_folder(config)
         elif find_checkpoint(config.folder).digests != checkpoint.digests:

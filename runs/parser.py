@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
@@ -164,11 +163,6 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:  # /proc looks as if it could be written to
         raise UsageError(f"--log-dir {folder}: {above}: {error.strerror}") from error
-
-
-def typed() -> str:
-    """The command line that this process was started with, to be shown."""
-    return shlex.join(["python", "-m", "runs", *sys.argv[1:]])
 
 
 def option(name: str) -> str:

@@ -12,16 +12,12 @@ import torch.distributed as dist
 
 from adaptive import Summary
 from adaptive.pace import Pace
-from runs.build import synchronisation
 from runs.checkpoint import (
     Checkpoint,
     NotFiniteError,
-    check_replicas,
-    confirm_checkpoint,
     not_finite,
     raise_on_all,
     save_checkpoint,
-    withdraw_checkpoint,
 )
 from runs.config import TrainConfig
 from runs.interrupt import Stop
@@ -136,7 +132,6 @@ def train(
     quality, diverged = examiner.quality, keeper.diverged
     if quality is not None and not isfinite(quality) and not diverged:
         diverged = f"held-out {trainer.task.quality_name} is {quality} in the end"
-    keeper.end(failed=bool(diverged))
     if early.stopped and logbook is not None:
         logbook.announce(f"stopped after step {trainer.step}: {early.why()}")
     return Outcome(
@@ -193,9 +188,7 @@ class _Vote:
 class _Keeper:
     """Saves checkpoints, and sees to it that no state of a run that has diverged becomes one.
 
-    All ranks come to the same conclusions, since what they rest on is agreed. Whether the state of
-    a checkpoint is any good shows in the next loss: until then the checkpoint before is kept, and
-    is valid again if training fails.
+    All ranks come to the same conclusions, since what they rest on is agreed.
 
     saved_at: the step of the last checkpoint, 0 if there is none. diverged: why the run is to end,
     or "". unsaved: why there is none of the last step at which one was due, or "".
@@ -205,7 +198,6 @@ class _Keeper:
         self.saved_at = trainer.step
         self.diverged = self.unsaved = ""
         self._config, self._trainer, self._logbook = config, trainer, logbook
-        self._before: int | None = None  # the step of the checkpoint before an unconfirmed one
         self._hopeless = 0  # steps in a row
         self._loss = 0.0
 
@@ -213,8 +205,6 @@ class _Keeper:
         """Take in the mean loss of a step."""
         self._loss = loss
         self._hopeless = 0 if abs(loss) < HOPELESS else self._hopeless + 1
-        if not self._hopeless:
-            self._confirm()
         if self._hopeless >= PATIENCE:
             self.diverged = (
                 f"the loss was not finite, or above {HOPELESS:g}, in {self._hopeless} steps in a "
@@ -237,23 +227,9 @@ class _Keeper:
             self.diverged = f"there are numbers in {error} that are not finite"
             return
         if not self.unsaved:
-            self._before, self.saved_at = self.saved_at, step
+            self.saved_at = step
         else:
             self._say("could not be saved", self.unsaved)
-
-    def end(self, failed: bool) -> None:
-        """Training is over. On all ranks, of which rank 0 knows best whether it has failed."""
-        if not failed:
-            self._confirm()
-        elif self._before is not None:
-            if self._trainer.rank == 0:
-                withdraw_checkpoint(self._config, self.saved_at)
-            self.saved_at, self._before = self._before, None
-
-    def _confirm(self) -> None:
-        if self._before is not None and self._trainer.rank == 0:
-            confirm_checkpoint(self._config, self.saved_at)
-        self._before = None
 
     def _say(self, what: str, why: str) -> None:
         """Warn that there is no checkpoint of the present step."""
@@ -342,8 +318,6 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, logbook: Logbook | None) -
     raise_on_all(problem)
     if trainer.world_size != checkpoint.world_size:
         trainer.task.restart(trainer.model)  # each rank would go on with what rank 0 carried
-    if not synchronisation(checkpoint.config).lets_ranks_differ:
-        check_replicas(trainer.model.module, folder)
     if logbook is not None:
         logbook.muted = False
         if trainer.world_size != checkpoint.world_size:

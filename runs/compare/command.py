@@ -14,7 +14,7 @@ from runs.compare.options import HELP, OPTIONS, Comparison, make_comparison
 from runs.config import TrainConfig
 from runs.interrupt import GOES_ON, INTERRUPTED, UNSAVED
 from runs.netlab.command import run_again_inside
-from runs.parser import UsageError, check_writable, typed
+from runs.parser import UsageError, check_writable
 
 __all__ = ["HELP", "OPTIONS", "main"]
 
@@ -27,7 +27,7 @@ def main(given: dict[str, Any]) -> int:
     try:
         comparison = make_comparison(given)
         _check(comparison)
-        with claim(comparison.folder, f"--log-dir {comparison.folder}", typed()):
+        with claim(comparison.folder, f"--log-dir {comparison.folder}"):
             return _compare(comparison)
     except KeyboardInterrupt:
         print(GOES_ON, file=sys.stderr)

@@ -62,7 +62,7 @@ def train_until(config: TrainConfig, until: int) -> int:
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
     part = config, checkpoint, until
-    with claim(config.folder, f"--log-dir: {config.folder}", config.command):
+    with claim(config.folder, f"--log-dir: {config.folder}"):
         if config.simulated:
             code = simulate(config, partial(_work, part))
         else:

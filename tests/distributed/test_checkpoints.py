@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from runs.checkpoint import (
     NotFiniteError,
-    check_replicas,
     find_checkpoint,
     not_finite,
     save_checkpoint,
@@ -124,7 +122,6 @@ def _all_cases(rank: int, root: str) -> dict[str, str]:
             said[name] = str(error)
     residual = find_checkpoint(Path(root, "good")).load()["compressor"]["memory"]["weight"]
     assert torch.equal(residual["residual"], torch.full((3,), float(rank)))
-    said["replicas"] = _replicas(rank)
     said |= _full_disks(rank, TrainConfig(log_dir=str(Path(root, "good"))))
     state = _state(4, rank)
     if rank == 1:  # the others' state is good, and yet the checkpoint must stay on all
@@ -163,20 +160,6 @@ def _no_room_for(name: str) -> Callable[[Path, Path], None]:
     return replace
 
 
-def _replicas(rank: int) -> str:
-    """What is said of models that differ in one parameter."""
-    model = nn.Linear(2, 2)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    check_replicas(model, "x")
-    nn.init.constant_(model.bias, rank)
-    try:
-        check_replicas(model, "x")
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def test_what_is_damaged_mixed_or_not_finite_is_refused_alike_on_all_ranks(tmp_path: Path) -> None:
     said = run_ranks(2, _all_cases, str(tmp_path))
     assert said[0] == said[1]
@@ -184,7 +167,6 @@ def test_what_is_damaged_mixed_or_not_finite_is_refused_alike_on_all_ranks(tmp_p
         assert expected in said[0][name], name
     for name in ("rank1.pt", "meta.json"):
         assert said[0][f"no room for {name}"].endswith(f"{name}: No space left on device")
-    assert "bias of rank 1 is not that of rank 0" in said[0]["replicas"]
 
 
 def test_a_checkpoint_without_digests_is_of_an_older_version(tmp_path: Path) -> None:

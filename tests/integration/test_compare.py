@@ -331,7 +331,6 @@ def test_a_closed_terminal_saves_the_turn_and_gives_the_folder_back(
     os.killpg(command.process.pid, signal.SIGHUP)
     assert command.end() == 130, command.err
     assert "Traceback" not in command.err
-    assert not list(log.rglob("lock.json"))
     assert len(list(log.glob("runs/*/checkpoint/meta.json"))) == 1
 
 

@@ -198,7 +198,6 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_from_before(
     run = tmp_path / "run"
     assert _simulate(text, run, "--steps", "12", "--workers", "2", "--checkpoint-every", "1") == 3
     lines = capsys.readouterr().err.splitlines()
-    assert any(" is left out, and " in line for line in lines)
     said = lines[-1]
     assert "error: the run has diverged by step" in said
     if good:

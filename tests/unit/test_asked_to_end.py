@@ -43,7 +43,7 @@ def work(argument, rank, world_size, init_method):
 
 if __name__ == "__main__":
     raise_when_asked()
-    with claim(Path("run"), "--log-dir run", "workers"):
+    with claim(Path("run"), "--log-dir run"):
         code = launch(work, None, 2)
     note(f"ended {code}")
     sys.exit(code)
@@ -84,7 +84,7 @@ if STAGE == "while it is imported":
 
 def main(given):
     from runs.claim import claim
-    with claim(Path("run"), "--log-dir run", "waiting"):
+    with claim(Path("run"), "--log-dir run"):
         wait()
     return 0
 """
@@ -168,14 +168,12 @@ def test_workers_end_their_step_and_the_folder_is_given_back(
     """All processes get the signal, as from a terminal; SIGHUP comes twice, as by its shell."""
     process = start(WORKERS)
     process.until(lambda: process.read().count("up") == 2)
-    assert (tmp_path / "run" / "lock.json").exists()
     process.signal(number)
     if number == signal.SIGHUP:
         process.until(lambda: "stopping after this step" in process.read("said"))
         process.signal(number)
     assert process.end() == 130
     assert process.read().splitlines()[2:] == ["saved", "saved", "ended 130"]
-    assert not (tmp_path / "run" / "lock.json").exists()
     assert "Traceback" not in process.read("said")
 
 
@@ -191,7 +189,6 @@ def test_a_terminal_that_is_closed_ends_nothing_in_the_middle(
     os.close(ours)
     assert process.end() == 130
     assert process.read().splitlines()[2:] == ["saved", "saved", "ended 130"]
-    assert not (tmp_path / "run" / "lock.json").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -224,7 +221,6 @@ def test_a_command_without_workers_ends_without_a_traceback(
     process.signal(number)
     assert process.end() == 130
     assert process.read("said") == "interrupted\n"
-    assert not (tmp_path / "run" / "lock.json").exists()
 
 
 def test_under_nohup_a_terminal_may_be_closed() -> None:

@@ -1,4 +1,4 @@
-"""A folder belongs to one run at a time; whoever comes second is told who has it."""
+"""A folder belongs to one run at a time; whoever comes second is told so."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from runs.checkpoint import Checkpoint
-from runs.claim import LOCK_FILE, SIGNATURE, claim
+from runs.claim import LOCK_FILE, claim
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.job import Job, claimed
 from runs.parser import UsageError
 
 
 def _hold(folder: Path, ready: Connection) -> None:
-    with claim(folder, "--log-dir x", "python -m runs train --seed 7"):
+    with claim(folder, "--log-dir x"):
         ready.send("held")
         signal.pause()
 
@@ -34,16 +34,13 @@ def test_a_second_one_is_told_who_holds_it_and_a_killed_holder_blocks_nobody(
     assert process.pid is not None
     try:
         assert ours.poll(60)
-        with pytest.raises(UsageError) as refused, claim(folder, "--log-dir y", ""):
+        with pytest.raises(UsageError) as refused, claim(folder, "--log-dir y"):
             pass
-        for part in ("--log-dir y: is in use by process", f" {process.pid} on ", "since 2"):
-            assert part in str(refused.value)
-        assert "(python -m runs train --seed 7)" in str(refused.value)
+        assert "--log-dir y: is in use by another process" in str(refused.value)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    assert (folder / SIGNATURE).exists()  # of the one that was killed
-    with claim(folder, "--log-dir z", ""):
+    with claim(folder, "--log-dir z"):
         pass
     assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
 
@@ -52,11 +49,10 @@ def test_nothing_is_written_through_a_link_of_that_name(tmp_path: Path) -> None:
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
     mine.write_text("mine")
-    for name in (LOCK_FILE, SIGNATURE):
-        (folder / name).symlink_to(mine)
-    with claim(folder, "", ""):
-        assert not any((folder / name).is_symlink() for name in (LOCK_FILE, SIGNATURE))
-        with pytest.raises(UsageError), claim(folder, "", ""):
+    (folder / LOCK_FILE).symlink_to(mine)
+    with claim(folder, ""):
+        assert not (folder / LOCK_FILE).is_symlink()
+        with pytest.raises(UsageError), claim(folder, ""):
             pass
     assert mine.read_text() == "mine"
 
@@ -65,12 +61,14 @@ def test_a_holder_whose_folder_is_removed_ends_well_and_leaves_the_next_ones_cla
     tmp_path: Path,
 ) -> None:
     folder, away = tmp_path / "run", tmp_path / "away"
-    with claim(folder, "", ""):
+    with claim(folder, ""):
         folder.rename(away)
-        with claim(folder, "", ""):  # a new folder of the same name
-            assert (folder / SIGNATURE).exists()
-            with pytest.raises(UsageError, match="is in use"), claim(folder, "", ""):
-                pass
+        with (
+            claim(folder, ""),  # a new folder of the same name
+            pytest.raises(UsageError, match="is in use"),
+            claim(folder, ""),
+        ):
+            pass
 
 
 def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
