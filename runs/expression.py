@@ -37,7 +37,7 @@ _NAMES = {written: name for name, written in BY_NAME.items()}
 OBJECTS = {
     "sync": ("LocalSteps", "Delayed", "Gossip", "EveryStep"),
     "memory": ("Momentum", "Residual", "Updates"),
-    "exchange": ("ParameterServer",),
+    "exchange": ("ParameterServer", "TwoLevel"),
     "base": (
         *("Ladder", "AdaComp", "DGC", "Int8", "Natural", "OneBit", "PowerSGD", "QSGD", "RandomK"),
         *("RedSync", "SIDCo", "Sketch", "TernGrad", "Threshold", "TopK", "TwoBit"),

@@ -55,6 +55,8 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
     told_all = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host}
     told_all |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in told_all.items()})
+    if (lab := Lab.of_environment()) is not None:
+        os.environ.update(lab.as_torchrun(rank))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     asked = False
 

@@ -354,7 +354,7 @@ class NodeMeans:
         session: Exchanging,
         calls: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
-        self._exchange, self._session, self._calls = exchange, session, calls
+        self.session, self._exchange, self._calls = session, exchange, calls
         self._waiting: deque[_Bucket] = deque()
         self._last: Future[Tensor] | None = None
 
@@ -374,14 +374,14 @@ class NodeMeans:
         """See `Exchanging`."""
         self._hand_on(but_for=0)
         assert self._last is not None
-        return self._session.end_backward(self._last)
+        return self.session.end_backward(self._last)
 
     def _hand_on(self, but_for: int) -> None:
         while len(self._waiting) > but_for:
             waiting = self._waiting.popleft()
             with self._calls(False):
                 waiting.mean.wait()
-            self._last = self._session.reduce(waiting.bucket)
+            self._last = self.session.reduce(waiting.bucket)
             self._last.then(partial(_pass_on, waiting.done))
 
 

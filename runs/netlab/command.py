@@ -24,6 +24,8 @@ examples:
   python -m runs netlab --rate 1gbit,5ms -- train --policy off
       frames take 5 ms; a process forwards them, some hundred Mbit/s at most
   python -m runs netlab --rate 1gbit --slow-rank 1:100mbit -- train
+  python -m runs netlab --rate 1gbit --per-node 2 --workers 4 -- train
+      two nodes of two workers, as torchrun --nnodes 2 --nproc-per-node 2 would have them
   python -m runs netlab --rate 1gbit --rate-at 200:10mbit --rate-at 400:1gbit -- train
       rates change after 200 steps of the optimizer, and after 400
   python -m runs netlab --rate 50mbit --workers 2 -- my_script.py --epochs 3
@@ -44,7 +46,8 @@ def main(given: dict[str, Any]) -> int:
     if "rate" not in given:
         raise UsageError("--rate: must be given, as in --rate 100mbit")
     words = _check_command(given.pop("command"))
-    words, given["workers"] = _agree_on_workers(words, given.get("workers"))
+    usual = 2 * given.get("per_node", 1)
+    words, given["workers"] = _agree_on_workers(words, given.get("workers"), usual)
     lab = Lab(**given)
     lab.links()  # what is wrong with them is said before anything is built
     lab.opened().tell()
@@ -62,13 +65,13 @@ def _check_command(words: list[str]) -> list[str]:
     return words
 
 
-def _agree_on_workers(words: list[str], given: int | None) -> tuple[list[str], int]:
-    """The command's words, and how many workers there are by these or as `given` (2)."""
+def _agree_on_workers(words: list[str], given: int | None, usual: int = 2) -> tuple[list[str], int]:
+    """The command's words, and how many workers there are by these, as `given`, or `usual`."""
     name, *own = words
     before = own[: own.index("--")] if "--" in own else own
     found = re.findall(r"(?<!\S)--workers[= ](\d+)(?!\S)", " ".join(before))
     if name not in INSIDE or not found:
-        many = given or 2
+        many = given or usual
         return ([name, "--workers", f"{many}", *own] if name in INSIDE else words), many
     if given not in (None, int(found[-1])):
         raise UsageError(

@@ -1,4 +1,5 @@
-"""Real slow links on one machine: a network namespace for each worker, joined by a bridge.
+"""Real slow links on one machine: a network namespace for each worker (or for several, which are a
+node and share its link), joined by a bridge.
 
     worker 0                    this process's namespace                    worker 1
     lab0 10.99.0.1  <-- veth -->  port0 -- bridge -- port1  <-- veth -->  lab0 10.99.0.2
@@ -138,8 +139,10 @@ class Lab:
     """Of each worker's link, each way, as 100mbit or 1gbit,5ms."""
     workers: Count = 2
     """Places in the lab (the command's, or 2)."""
+    per_node: Count = 1
+    """So many of them share a link, as the workers of one machine share its network card."""
     slow_rank: Annotated[UseAppendAction[tuple[str, ...]], metavar("RANK:RATE[,DELAY]")] = ()
-    """A worker whose link is another; once for each."""
+    """A worker whose link is another; once for each link."""
     rate_at: Annotated[UseAppendAction[tuple[str, ...]], metavar("STEP:RATE")] = ()
     """The rate of all other links after so many steps; once for each change."""
     holder: int = 0
@@ -150,9 +153,9 @@ class Lab:
     """Of its own, with the bridge."""
 
     def links(self, step: int = 0) -> list[Link]:
-        """Every worker's after so many steps. UsageError names the option, its value and what is
+        """Every link after so many steps. UsageError names the option, its value and what is
         accepted."""
-        links = [Link.parse("--rate", self.rate)] * self.workers
+        links = [Link.parse("--rate", self.rate)] * self.nodes
         changes = [
             _numbered("--rate-at", text, "STEP:RATE, as in 200:10mbit") for text in self.rate_at
         ]
@@ -166,8 +169,17 @@ class Lab:
             rank, link = _numbered("--slow-rank", text, "RANK:RATE, as in 1:10mbit")
             if rank >= self.workers:
                 raise UsageError(f"--slow-rank {text}: there are ranks 0 to {self.workers - 1}")
-            links[rank] = link
+            links[rank // self.per_node] = link
         return links
+
+    @property
+    def nodes(self) -> int:
+        """How many links there are. UsageError if they have not all as many workers."""
+        if self.workers % self.per_node:
+            raise UsageError(
+                f"--per-node {self.per_node}: must divide the number of workers, {self.workers}"
+            )
+        return self.workers // self.per_node
 
     def changes_at(self, step: int) -> bool:
         """Whether rates change after so many steps."""
@@ -178,7 +190,9 @@ class Lab:
         """Those of `python -m runs netlab` that describe the links."""
         slow = [("--slow-rank", text) for text in self.slow_rank]
         changes = [("--rate-at", text) for text in self.rate_at]
-        return tuple(word for pair in [("--rate", self.rate), *slow, *changes] for word in pair)
+        shared = [("--per-node", str(self.per_node))] if self.per_node > 1 else []
+        pairs = [("--rate", self.rate), *shared, *slow, *changes]
+        return tuple(word for pair in pairs for word in pair)
 
     def __str__(self) -> str:
         return real_links(self.options)
@@ -194,7 +208,7 @@ class Lab:
             raise UsageError(f"netlab: {lack}")
         _enter_namespaces()
         home, inside = _own_namespace(), []
-        for _ in range(self.workers):
+        for _ in range(self.nodes):
             _call("unshare", _CLONE_NEWNET)
             inside.append(_own_namespace())
             _call("setns", home, _CLONE_NEWNET)
@@ -258,8 +272,15 @@ class Lab:
 
     def enter(self, rank: int) -> None:
         """Move the calling thread, and those that it starts from now on, to that worker's place."""
-        with self._opened(self.inside[rank]) as namespace:
+        with self._opened(self.inside[rank // self.per_node]) as namespace:
             _call("setns", namespace, _CLONE_NEWNET)
+
+    def as_torchrun(self, rank: int) -> dict[str, str]:
+        """The environment by which torchrun tells a worker of its node."""
+        return {
+            "LOCAL_RANK": str(rank % self.per_node),
+            "LOCAL_WORLD_SIZE": str(self.per_node),
+        }
 
     def _run(self, namespace: int, tool: str, lines: Sequence[str]) -> None:
         """Have `tool` do these lines in a namespace. UsageError with what it said if it fails."""
@@ -302,7 +323,7 @@ _SEGMENTS = "gso_max_size 16384"
 def real_links(options: Sequence[str]) -> str:
     """In words, the links that `Lab.options` describe."""
     _, rate, *others = options
-    told = {"--slow-rank": "rank", "--rate-at": "from step"}
+    told = {"--per-node": "each shared by", "--slow-rank": "rank", "--rate-at": "from step"}
     pairs = zip(others[::2], others[1::2], strict=True)
     parts = [f"{told[name]} {value.replace(':', ' ', 1)}" for name, value in pairs]
     return ", ".join([f"real links of {rate.replace(',', ' and ')}", *parts])

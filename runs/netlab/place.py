@@ -34,6 +34,7 @@ def enter_lab(rank: int, workers: int) -> None:
     die_with_parent()
     lab.enter(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    os.environ.update(lab.as_torchrun(rank))
     _place = Place(lab, rank)
     _place.watch()
 
@@ -106,7 +107,8 @@ class Place:
         from adaptive.replicas import ATTRIBUTE
         from adaptive.session import Session
 
-        session = getattr(getattr(self.model, ATTRIBUTE, None), "exchanging", None)
+        exchanging = getattr(getattr(self.model, ATTRIBUTE, None), "exchanging", None)
+        session = getattr(exchanging, "session", exchanging)
         return float(session.summary().bytes_sent) if isinstance(session, Session) else None
 
     def counted(self, reported: float | None) -> dict[str, Any]:

@@ -91,6 +91,24 @@ def test_a_script_of_the_users_own(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_workers_of_a_node_exchange_inside_it(start: Start, tmp_path: Path) -> None:
+    """Two nodes of two workers: with two levels the node sends what is reported of it."""
+    text = write_text_file(tmp_path)
+    counted = {}
+    for exchange in ("auto", "all_gather"):
+        folder = tmp_path / exchange
+        options = ["--data", text, "--steps", "6", "--cf", "10", "--exchange", exchange]
+        words = ["--rate", "100mbit", "--per-node", "2", "--", "train", *options]
+        run = start(*python_m("netlab"), *words, "--log-dir", folder)
+        assert run.end() == 0, run.err
+        assert "real links of 100mbit, each shared by 2" in run.out
+        counted[exchange] = json.loads((folder / "result.json").read_text())["netlab"]
+    levels, flat = counted["auto"], counted["all_gather"]
+    assert levels["data_bytes"] == pytest.approx(levels["reported_bytes"], rel=0.05)
+    assert levels["interface_bytes"] < flat["interface_bytes"] / 2
+
+
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_over_the_same_links(start: Start, tmp_path: Path) -> None:
     """What delays frames is there until the workers have done their last step."""
     text, folder = write_text_file(tmp_path), tmp_path / "log"

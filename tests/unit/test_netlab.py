@@ -58,7 +58,7 @@ def test_the_lab_has_a_place_for_each_worker(
 
 
 def test_rates_change_where_links_are_not_slow() -> None:
-    changing = Lab("100mbit,2ms", 3, ("1:10mbit,1ms",), ("200:1gbit", "50:20mbit"))
+    changing = Lab("100mbit,2ms", 3, 1, ("1:10mbit,1ms",), ("200:1gbit", "50:20mbit"))
     rates = {step: [link.rate for link in changing.links(step)] for step in (0, 49, 50, 199, 200)}
     assert rates[0] == rates[49] == [1e8, 1e7, 1e8]
     assert rates[50] == rates[199] == [2e7, 1e7, 2e7]
@@ -74,10 +74,19 @@ def test_options_make_the_same_lab_again() -> None:
     assert "1gbit and 5ms, rank 0 10mbit, from step 3 20mbit" in str(first)
 
 
+def test_workers_of_a_node_share_a_link() -> None:
+    lab = Lab("1gbit", 6, 2, slow_rank=("3:10mbit",))
+    assert [link.rate for link in lab.links()] == [1e9, 1e7, 1e9]
+    assert "1gbit, each shared by 2, rank 3 10mbit" in str(lab)
+    told = [lab.as_torchrun(rank) for rank in range(6)]
+    assert {each["LOCAL_WORLD_SIZE"] for each in told} == {"2"}
+    assert [each["LOCAL_RANK"] for each in told] == ["0", "1"] * 3
+
+
 def test_child_processes_learn_of_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(labs.VARIABLE, "null")
     assert Lab.of_environment() is None
-    opened = Lab("1gbit", 2, ("1:10mbit",), ("5:1mbit",), holder=7, inside=(8, 9), switch=3)
+    opened = Lab("1gbit", 2, 1, ("1:10mbit",), ("5:1mbit",), holder=7, inside=(8, 9), switch=3)
     opened.tell()
     assert Lab.of_environment() == opened
 
@@ -107,6 +116,7 @@ def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rate", "1gbit", "--slow-rank", "2:1mbit", "--", "train"], ["ranks 0 to 1"]),
         (["--rate", "1gbit", "--slow-rank", "1mbit", "--", "train"], ["must be RANK:RATE"]),
         (["--rate", "1gbit", "--rate-at", "5:1mbit,1ms", "--", "train"], ["a rate alone"]),
+        (["--rate", "1gbit", "--per-node", "2", "--workers", "3", "--", "train"], ["divide", "3"]),
     ],
 )
 def test_wrong_options_are_one_line(capfd: Any, words: list[str], parts: list[str]) -> None:
