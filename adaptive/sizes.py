@@ -13,6 +13,7 @@ from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import hook_bytes, reduce_wire_bytes
+from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
@@ -157,6 +158,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: str) -> Context:
         assumed=assumed,
         unknown=frozenset(hooks.keys() - assumed.keys()),
         wire_bytes=sizes.wire_bytes,
+        link=lambda: link_of(settings.network.spec, sizes.choice.link),
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
@@ -188,6 +190,11 @@ def _check_rungs(settings: Settings, context: Context) -> None:
             )
 
 
+def link_of(spec: LinkSpec | None, measured: LinkCost) -> tuple[float, float]:
+    """`Context.link` of an emulated link, or of one that was measured."""
+    return (0.0, 1 / measured.beta) if spec is None else (spec.latency, 8 / spec.bits_per_second)
+
+
 def are_updates(memory: str, local_steps: tuple[int, ...]) -> bool:
     """`Context.updates`, by the name of the memory."""
     return memory == UpdateMemory.name or local_steps != (1,)
@@ -212,6 +219,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         dense_bytes=sizes.wire_bytes(DENSE),
         supported=supported,
         wire_bytes={cf: sizes.wire_bytes(cf) for cf in supported.values()},
+        link=context.link(),
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
         overlap=context.overlap,

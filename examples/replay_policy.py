@@ -29,6 +29,7 @@ def context_of(header: Header) -> Context:
         lambda cf: header.supported.get(cf, cf),
         assumed=header.assumed,
         wire_bytes=lambda cf: header.wire_bytes.get(cf, header.dense_bytes / cf),
+        link=lambda: header.link,
         layers=header.layers,
         local_steps=header.local_steps,
         overlap=header.overlap,

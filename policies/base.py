@@ -52,6 +52,9 @@ class Context:
     updates: bool = False
     # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
+    # The link as it was when the run began: its latency in seconds, and seconds for each byte of
+    # wire_bytes. 0: not known.
+    link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
     # Shape, by name and in the model's order, of each layer (parameter) that may have its own CF.
     # Empty if the layers are not known or must all have the same CF.
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -13,6 +13,15 @@ as long as a hundred compressed steps. Nor at a large CF: the first gradients ar
 would wait in the residual until a later, smaller CF sends them all at once, which sets training
 back. From a large CF the policy comes down in strides, and measures the network anew at each.
 
+A CF that was not sent on this network is visited: where its steps turn out to promise less than the
+CF that it was left for, the policy returns after STRIDE_STEPS steps. What was measured stays known
+until the network changes, so the same promise is not believed twice. Visits that end so may cost
+VISITS of a run's time.
+
+Assumed gains of rungs are alike, so of two rungs that take the same time the one with fewer bytes
+wins as soon as the network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits
+with error feedback lose no quality that runs have shown (docs/results.md).
+
 While dense is sent, gains are not measured in every step, since measuring costs most where there is
 nothing to gain. Step times are measured in every step, so a slower network is seen at once.
 
@@ -48,7 +57,7 @@ from policies.base import (
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import require, saved
 from policies.step_time import STRIDE_STEPS, StepTime
-from policies.words import costs, named, progress
+from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
@@ -69,9 +78,15 @@ less quality than the largest CFs (docs/defaults.md)."""
 FOREIGN = 3
 """Reports arrive late: this many after a switch are about gradients from before it."""
 
-WATCHED, RESTING = 50, 200
+WATCHED, RESTING = 50, 450
 """While dense is sent, gains are measured for WATCHED steps, then not for RESTING steps, and so
 on."""
+
+VISITS = 0.02
+"""The share of a run's steps that visits may have cost when the next one to a smaller CF begins."""
+
+MANY_TIMES = 1e3
+"""A visit costs at most so many steps for each of its own."""
 
 UP = 2.0
 """A larger CF must be better by this many standard errors of its T_comp."""
@@ -88,7 +103,7 @@ class Goodput(DeclaredPolicy):
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
         in addition to UP standard errors. A smaller CF need only promise more.
     cooldown: steps between two switches, >= 1 (STRIDE_STEPS on the way to a CF that sends many more
-        bytes).
+        bytes, and for the end of a visit).
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
         and give more quality in as many steps. None: 0.5, of updates
@@ -113,8 +128,11 @@ class Goodput(DeclaredPolicy):
     _least: float = saved(DENSE)  # CF, with local steps: that at which they began
     _cosines: Averages = saved(Averages(GAIN_WEIGHT))  # of two ranks, by local steps
     _filling: int = saved(0)  # the step from which on shadow residuals have been filling
-    # On the way in strides to a CF with many more bytes: the CF where that way began.
+    # On a visit, or on the way in strides to a CF with many more bytes: the CF where that began.
     _came_from: float | None = saved(None)
+    _striding: bool = saved(False)
+    _lost: float = saved(0.0)  # by visits on this network, in steps at the CF that was left
+    _network: int = saved(0)  # changes of the network that were seen
     _reason: str = saved("")
     _gains: Averages = saved(Averages(GAIN_WEIGHT))  # error-fed gains in steady state
     _time: StepTime = saved()
@@ -126,7 +144,8 @@ class Goodput(DeclaredPolicy):
         ladder = context.ladder(self.step_size)
         self._assumed = context.assumed
         self._candidates = tuple(sorted({*ladder, *context.assumed}))
-        self._time = StepTime(context.wire_bytes, context.overlap, watched=True)
+        self._context = context
+        self._time = self._new_time()
         weight = WEIGHT_OF_UPDATES if context.updates else WEIGHT
         self._signal = SignalGain(weight) if self.gain == "signal" else None
         self._updates = context.updates
@@ -141,6 +160,8 @@ class Goodput(DeclaredPolicy):
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
+        if self._time.changes != self._network:
+            self._network, self._lost = self._time.changes, 0.0
         for cf, gain in report.steady_gain.items():
             self._gains.add(cf, gain)
         turn = self._turn
@@ -168,7 +189,15 @@ class Goodput(DeclaredPolicy):
         """Steps at the present CF before another is considered."""
         if self._since == self._steps:  # only the first CF has been sent yet
             return self.opening
-        return self.cooldown if self._came_from is None else min(STRIDE_STEPS, self.cooldown)
+        early = self._striding or self._was_a_mistake(self.t_comp())
+        return min(STRIDE_STEPS, self.cooldown) if early else self.cooldown
+
+    def _was_a_mistake(self, promised: Mapping[float, float]) -> bool:
+        """Whether the CF that a visit or a way in strides has left promises more than this one."""
+        origin = self._came_from
+        if origin is None or origin not in self._time.timed():
+            return False
+        return promised.get(origin, 0.0) > promised.get(self._send, 0.0)
 
     def candidates(self) -> tuple[float, ...]:
         return self._candidates
@@ -216,12 +245,19 @@ class Goodput(DeclaredPolicy):
         return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
-        """candidate: the CF with the largest T_comp. t_sys, t_comp: of the CF sent, in steps/s.
-        exploring: 1 until another CF is first considered. local_steps: where the policy chooses
-        them. With signal gain, the numbers of `SignalGain.status` follow."""
+        """candidate: the CF with the largest T_comp. more, asked: by which share it promises more
+        than the CF sent, and by which it must, to be sent. t_sys, t_comp: of the CF sent, in
+        steps/s. power: of the gain in t_comp. exploring: 1 until another CF is first considered.
+        local_steps: where the policy chooses them. With signal gain, the numbers of
+        `SignalGain.status` follow."""
         seconds, promised = self._time.seconds(self._send), self.t_comp()
+        best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._send)
+        here = promised.get(self._send) or nan
         return {
-            "candidate": max(promised, key=lambda cf: (promised[cf], -cf), default=nan),
+            "candidate": best if promised else nan,
+            "more": promised.get(best, nan) / here - 1,
+            "asked": 0.0 if best == self._send else self._needed(best, promised) / here - 1,
+            "power": self._power,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": promised.get(self._send, nan),
             "exploring": float(self._since == self._steps < self.opening),
@@ -259,7 +295,7 @@ class Goodput(DeclaredPolicy):
         why += gained
         self._reason = "; ".join(filter(None, (why, self._reason)))
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
-        self._local_steps, self._since, self._came_from = goal, 0, None
+        self._local_steps, self._since = goal, 0
         self._filling = self._steps
         if self._signal is not None:
             self._signal.rescale()  # what the ranks exchange now is of another number of steps
@@ -269,19 +305,28 @@ class Goodput(DeclaredPolicy):
         return "dense is right: no CF promises more progress a second" if sends_dense else ""
 
     def _beside(self, cf: float, promised: Mapping[float, float]) -> str:
-        """What another CF promises beside the CF in use, in words: time, bytes and gain."""
+        """What another CF promises beside the CF in use, in words: the numbers that make up T_comp,
+        the bytes, and by how much more it had to promise."""
         here, steps = self._send, self._local_steps if len(self._numbers) > 1 else None
-        told = "promises progress, where nothing is known of " + named(here)
-        if here in promised:
-            ratio = promised[cf] / promised[here]
-            told = f"promises {progress(ratio, named(here))}"
         now, then = self._time.seconds(here, steps), self._time.seconds(cf, steps)
-        if now is None or then is None:
-            return told
+        if here not in promised or now is None or then is None:
+            return "promises progress, where nothing is known of " + named(here)
+        told = f"promises {progress(promised[cf] / promised[here], named(here))}"
         unit = "a round" if self._local_steps > 1 else "a step"
-        saved = 1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan)
-        gains = [f"{self.gain_at(each) or nan:.2f}" for each in (cf, here)]
-        return f"{told} ({costs(then, now, saved, unit)}, gain {gains[0]} instead of {gains[1]})"
+        sent = bytes_in_words(1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan))
+        gains = [self.gain_at(each) or nan for each in (cf, here)]
+        gain, other = (f"{each:.3f}" for each in gains)
+        if self._power != 1:
+            gain, other = (f"{g:.2f}^{self._power:g} = {g**self._power:.3f}" for g in gains)
+        asked = self._needed(cf, promised) / promised[here] - 1
+        if cf == self._came_from:
+            rule = "a visit that promises less ends"
+        elif asked > 0:
+            rule = f"{percent(asked)} more was asked"
+        else:
+            rule = "of a smaller CF no more is asked"
+        seconds = f"{seconds_in_words(then, 3)} {unit} instead of {seconds_in_words(now, 3)}"
+        return f"{told} ({seconds}, {sent}, gain {gain} instead of {other}; {rule})"
 
     def _check_loaded(self) -> None:
         known = self._local_steps in self._numbers
@@ -289,10 +334,14 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """Stay at the CF in use for a cooldown, and measure the step times anew."""
-        self._time = StepTime(self._time.nbytes, self._time.overlap, watched=True)
-        self._since, self._came_from = 0, None
+        self._time, self._network = self._new_time(), 0
+        self._since, self._came_from, self._striding = 0, None, False
         if self._signal is not None:
             self._signal.rescale()
+
+    def _new_time(self) -> StepTime:
+        known, share = self._context, WATCHED / (WATCHED + RESTING)
+        return StepTime(known.wire_bytes, known.overlap, share, known.assumed.keys(), known.link)
 
     def gain_at(self, cf: float) -> float | None:
         if cf == DENSE:
@@ -307,25 +356,36 @@ class Goodput(DeclaredPolicy):
     def _consider(self) -> None:
         """Move to the CF that promises most, if that is enough more than the CF in use. Else
         consider other numbers of local steps."""
-        promised = self.t_comp()
-        here = promised.get(self._send, 0.0)
-        origin, self._came_from = self._came_from, None
+        promised, origin = self.t_comp(), self._came_from
         # A CF that promises most and is too uncertain does not stand in the way of another.
-        others = [cf for cf in promised if cf != self._send]
+        others = [cf for cf in promised if cf != self._send and self._may_visit(cf)]
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
-        if origin is not None and promised.get(origin, 0.0) > here:
-            better.append(origin)  # the strides have shown that leaving it was a mistake
+        if origin is not None and self._was_a_mistake(promised):
+            better.append(origin)
+            here, there = self._time.seconds(self._send), self._time.seconds(origin)
+            times = min(MANY_TIMES, (here or 0.0) / (there or nan))
+            lost = self._since * times * (1 - promised.get(self._send, 0.0) / promised[origin])
+            self._lost += lost if self._send < origin else 0.0
         if not better:
+            self._came_from, self._striding = None, False
             self._choose_local_steps()
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
         why = f"{named(best)} {self._beside(best, promised)}"
         goal = self._time.within_reach(best, self._send, (DENSE, *self._candidates))
         if goal != best:
-            self._came_from = self._send if origin is None else origin
             why = f"on the way to {named(best)}: {why}"
         self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
+        start = origin if self._striding and best != origin else self._send
+        self._striding = goal != best
+        self._came_from = None if goal in self._time.timed() else start
         self._send, self._since = goal, 0
+
+    def _may_visit(self, cf: float) -> bool:
+        """Whether a CF may be sent: it sends fewer bytes, was sent on this network, or visits have
+        not lost too much time."""
+        known = cf in self._time.timed() or self._time.nbytes(cf) <= self._time.nbytes(self._send)
+        return known or self._lost <= VISITS * self._steps
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
         """T_comp that another CF must exceed.

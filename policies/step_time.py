@@ -2,16 +2,20 @@
 
     seconds = work + compressing and decoding + exposed time that no local step hides
 
-Work is forward, backward, the optimizer and waiting for slower ranks. It is the same at any CF, and
-is done once for each local step. The exposed time is the network wait of the rank that waits least,
-if nothing hid it. It grows with the bytes sent. A report gives all three, so one CF that was run is
-enough to predict the others. A change of the network shows at the CF in use. Then the exposed times
+Work is forward, backward, the optimizer and waiting for slower ranks, and is done once for each
+local step. A CF that was run has its own: an exchange takes the processor's time from backward. The
+exposed time is the network wait of the rank that waits least, if nothing hid it. It grows with the
+bytes sent. A report gives all three, so one CF that was run is enough to predict the others.
+
+A prediction promises no more than the link allows: a step cannot send its bytes faster than the
+link can, and backward hides at most its own time of that. What was measured at a CF replaces every
+prediction, until the network has changed. A change shows at the CF in use. Then the exposed times
 of the other CFs are forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite, nan
 from statistics import median_low
@@ -29,6 +33,9 @@ WEIGHT = 0.2
 PAUSE = 3.0
 """A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
 A second such step in a row counts, because the median lags behind a network that became slow."""
+
+BACKWARD = 2 / 3
+"""Backward's share of a step's work, at most. It hides no more than that of an exchange."""
 
 NOISE_SHARE = 0.1
 """Differences of exposed times below this share of the work are noise of the machine."""
@@ -60,16 +67,21 @@ def overlapped(overlap: int | None, steps: int) -> int:
 class StepTime(Stateful):
     """A model of the step time at any CF.
 
-    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: gains are measured in
-    dense steps, too, and the time of that belongs to a dense step. Else a dense step measures
-    nothing once dense is sent for good."""
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: the share of dense steps
+    in which gains are measured, once dense is sent for good. rungs: CFs whose coding says nothing
+    of other CFs. link: see `Context`."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
-    watched: bool = False
+    watched: float = 0.0
+    rungs: Collection[float] = ()
+    link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
     changes: int = saved(0)  # how often the network has become another one
-    _work: Averages = saved(Averages(WEIGHT))  # the same at any CF: all of it is added to DENSE
+    _faster: bool = saved(False)  # one of these changes made it faster: `link` is no bound
+    _work: dict[float, float] = saved({})  # by CF that was run, as it would be now
+    _stay: Averages = saved(Averages(WEIGHT))  # work at the CF in use, since it is in use
+    _left: float | None = saved(None)  # the CF in use before
     _compress: Averages = saved(Averages(WEIGHT))
     _decode: Averages = saved(Averages(WEIGHT))
     _pauses: int = saved(0)  # steps in a row that took far longer than their median
@@ -81,6 +93,9 @@ class StepTime(Stateful):
     _same: int = saved(0)  # steps at the CF in use on the network as it is now
     _doubted: bool = saved(False)  # whether the other CFs were already forgotten on this network
     _cf: float | None = saved(None)  # in use
+    # Exposed time and work of the CF in use, when it was in use before.
+    _before: float | None = saved(None)
+    _work_before: float | None = saved(None)
     _steps: int = saved(1)  # of each rank, for each exchange
 
     def observe(self, report: StepReport) -> None:
@@ -95,7 +110,11 @@ class StepTime(Stateful):
         if self._pauses == 1:
             return
         self._steps = report.timed_steps
-        self._work.add(DENSE, self._work_of_one(seconds, exposed, coding))
+        if cf != self._cf:
+            self._left, self._cf = self._cf, cf
+            self._before, self._work_before = self._typical.get(cf), self._work.get(cf)
+            self._recent, self._same, self._stay = [], 0, Averages(WEIGHT)
+        self._observe_work(cf, self._work_of_one(seconds, exposed, coding))
         self._compress.add(cf, compress)
         self._decode.add(cf, coding - compress)
         self._observe_exposed(cf, exposed)
@@ -103,68 +122,75 @@ class StepTime(Stateful):
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
         """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
         last report) and one exchange. None before the first report."""
-        if not self._work.cfs():
-            return None
-        return self._step(self.exposed(cf), self.coding(cf), steps)
+        return self._step(cf, self.exposed(cf), self.coding(cf), steps) if self._work else None
 
     @property
     def work(self) -> float | None:
-        """Seconds of a step without network and compression; None before the first step."""
-        return self._work.value(DENSE)
+        """Seconds of a step at the CF in use without network and compression; None before the first
+        step."""
+        return None if self._cf is None else self._work[self._cf]
 
     def without_coding(self, cf: float, steps: int) -> float:
         """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
         first step."""
-        return self._step(self.exposed(cf), steps=steps) if self._work.cfs() else 0.0
+        return self._step(cf, self.exposed(cf), steps=steps) if self._work else 0.0
 
     def measured(self, cf: float) -> float | None:
         """As `seconds`, with the exposed time measured when `cf` was last run, even if the network
         has changed since. None: never run."""
         exposed = self._last.get(cf)
-        return None if exposed is None else self._step(exposed, self.coding(cf))
-
-    def without_compression(self) -> dict[float, float]:
-        """Seconds of a step less compressing and decoding, by CF that was run, as `measured`."""
-        return {cf: self._step(exposed) for cf, exposed in self._last.items()}
+        return None if exposed is None else self._step(cf, exposed, self.coding(cf))
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
         None before the first step."""
-        if not self._work.cfs():
+        if not self._work:
             return None
         fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
-        return self._step(self._latency(), fastest)
+        return self._step(inf, self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds of compressing, decoding and measuring gains at `cf`. Dense has at most the last,
-        and only if `watched`.
+        """Seconds of compressing, decoding and measuring gains at `cf`; of dense only the last, in
+        the share of steps that is `watched`.
 
-        A CF that was not run is predicted by the two nearest: on the line through them if it sends
-        fewer bytes than both. Else it compresses for as long as the nearest, and decodes in
-        proportion to the bytes."""
-        if cf == DENSE and not (self.watched and DENSE in self._compress.cfs()):
+        A CF that was not run takes as long as the nearest that was, and decodes in proportion to
+        the bytes. Fewer bytes than those of two CFs are on the line through both."""
+        run = self._compress.cfs()
+        if cf in run:
+            share = self.watched if cf == DENSE else 1.0
+            return share * (self._compress[cf] + self._decode[cf])
+        coded = {other: self._compress[other] + self._decode[other] for other in run}
+        coded.pop(DENSE, None)
+        alike = {other: time for other, time in coded.items() if other not in self.rungs}
+        if cf == DENSE or not coded:
             return 0.0
-        if cf in self._compress.cfs():
-            return self._compress[cf] + self._decode[cf]
         wanted = self.nbytes(cf)
-        near = self._nearest((other for other in self._compress.cfs() if other != DENSE), wanted)
-        if not near:
-            return 0.0
-        if len(near) > 1 and wanted < min(map(self.nbytes, near)):
-            return self._predicted({other: self.coding(other) for other in near}, wanted)
-        decode = self._predicted({near[0]: self._decode[near[0]]}, wanted)
-        return self._compress[near[0]] + decode
+        if cf not in self.rungs and alike:
+            if len(alike) > 1 and wanted < min(map(self.nbytes, alike)):
+                return self._predicted(alike, wanted)
+            coded = alike
+        near = self._nearest(coded, wanted)[0]
+        return self._compress[near] + self._predicted({near: self._decode[near]}, wanted)
 
     def exposed(self, cf: float) -> float:
         """Seconds that a step at `cf` waits for the network, 0 before the first step. A CF that was
         not run is predicted from the network's time alone, because delays of a busy machine do not
-        grow with bytes."""
+        grow with bytes, and never below what the link allows."""
         known = self._typical.get(cf)
-        return self._predicted(self._network, self.nbytes(cf)) if known is None else known
+        if known is not None or not self._work:
+            return known or 0.0
+        predicted = self._predicted(self._network, self.nbytes(cf))
+        # Steps that were faster than the link is said to be show a faster one.
+        hidden, shown = BACKWARD * self._work_at(cf), 0.0 if self._faster else 1.0
+        for other, time in self._network.items():
+            shown = min(shown, (time + hidden) / (self._link_seconds(other) or inf) or 1.0)
+        return max(predicted, shown * self._link_seconds(cf) - hidden)
 
-    def sending(self, cf: float) -> float:
-        """The part of the exposed time that grows with the bytes: all but latency."""
-        return max(0.0, self.exposed(cf) - self._latency())
+    def _link_seconds(self, cf: float) -> float:
+        """Seconds that the link needed for these bytes when the run began; 0 if unknown."""
+        latency, seconds_a_byte = self.link()
+        seconds = latency + self.nbytes(cf) * seconds_a_byte
+        return seconds if isfinite(seconds) else 0.0
 
     def timed(self) -> tuple[float, ...]:
         """The CFs that were run on the network as it is now."""
@@ -186,10 +212,30 @@ class StepTime(Stateful):
 
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
 
-    def _step(self, exposed: float, coding: float = 0.0, steps: int | None = None) -> float:
+    def _step(
+        self, cf: float, exposed: float, coding: float = 0.0, steps: int | None = None
+    ) -> float:
         """Seconds of `steps` local steps (None: as many as in the last report) and one exchange."""
-        work, steps = self._work[DENSE], self._steps if steps is None else steps
+        work, steps = self._work_at(cf), self._steps if steps is None else steps
         return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
+
+    def _work_at(self, cf: float) -> float:
+        """Seconds of one local step's work: of the CF, or of the nearest that was run."""
+        wanted = 0.0 if cf == inf else self.nbytes(cf)
+        return self._work[cf if cf in self._work else self._nearest(self._work, wanted)[0]]
+
+    def _observe_work(self, cf: float, work: float) -> None:
+        """Take in the work of a step. What changes while a CF is in use changes at all CFs. Between
+        two stays at a CF it changes in even steps, so half of that was there at the CF between."""
+        self._stay.add(cf, work)
+        now, steps, returned = self._stay[cf], self._stay.steps(cf), self._work_before is not None
+        if returned and steps < RECENT:
+            return  # too few to tell what has changed meanwhile
+        moved = now - self._work.get(cf, now)
+        for other in self._work if returned or steps > RECENT else ():
+            half = 0.5 if steps == RECENT and other == self._left else 1.0
+            self._work[other] = max(0.0, self._work[other] + half * moved)
+        self._work[cf] = now
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
         """Seconds of one local step's work, from the times of a report."""
@@ -222,14 +268,13 @@ class StepTime(Stateful):
         return max(0.0, predicted) if isfinite(predicted) else y
 
     def _observe_exposed(self, cf: float, exposed: float) -> None:
-        if cf != self._cf:
-            self._cf, self._recent, self._same = cf, [], 0
         self._recent = [*self._recent, exposed][-MANY:]
         self._same += 1
-        if self._has_changed(cf):
+        if moved := self._moved(cf):
             # One or two of the last steps may still have been delayed by the network as it was.
             self._typical, self._network, self._same = {}, {}, RECENT - 2
-            self._doubted = False
+            self._doubted, self._before = False, None
+            self._faster = self._faster or moved < 0
             self.changes += 1
         elif not self._doubted and self._is_doubtful(cf):
             self._typical, self._network = {}, {}
@@ -243,42 +288,47 @@ class StepTime(Stateful):
         # Single steps may have waited for nothing: the second fastest of a few, the third of more.
         self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
-    def _has_changed(self, cf: float) -> bool:
-        """Whether the last steps at the CF in use show another network.
+    def _moved(self, cf: float) -> int:
+        """Whether the last steps at the CF in use show a slower network (1), a faster one (-1), or
+        the same (0).
 
-        The first RECENT steps are compared with other CFs: more bytes do not take less time. Later
-        steps are compared with earlier steps at the same CF."""
+        The first RECENT steps are compared with the last stay at this CF, and with other CFs: more
+        bytes do not take less time. Later steps are compared with earlier steps of this stay."""
         if self._same < RECENT:
-            return False
+            return 0
         if self._same == RECENT:
-            nbytes = self.nbytes(cf)
+            nbytes, before = self.nbytes(cf), [] if self._before is None else [self._before]
             fewer = [t for other, t in self._typical.items() if self.nbytes(other) < nbytes]
             more = [t for other, t in self._network.items() if self.nbytes(other) > nbytes]
-            return self._are_beyond(RECENT, 0, max(fewer, default=0.0), min(more, default=inf))
+            low, high = max(before + fewer, default=0.0), min(before + more, default=inf)
+            return self._beyond(RECENT, 0, low, high)
         old = self._typical[cf]
-        long = self._same >= MANY and self._are_beyond(MANY, EXCEPTIONS, old, old)
-        return long or self._are_beyond(RECENT, 0, old, old)
+        long = self._beyond(MANY, EXCEPTIONS, old, old) if self._same >= MANY else 0
+        return long or self._beyond(RECENT, 0, old, old)
 
     def _is_doubtful(self, cf: float) -> bool:
-        """Whether the CF in use waits less than the other CFs predict. Then the network was slow
-        for a few steps when those were run, or backward hides this exchange."""
+        """Whether the CF in use, which was not run before, waits less than the other CFs predict.
+        Then the network was slow for a few steps when those were run, or backward hides this
+        exchange."""
         others = {other: time for other, time in self._typical.items() if other != cf}
-        if not others or self._same != 2 * RECENT:
+        if not others or self._same != 2 * RECENT or self._before is not None:
             return False
-        return self._are_beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf)
+        return self._beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf) != 0
 
-    def _are_beyond(self, steps: int, exceptions: int, low: float, high: float) -> bool:
-        """Whether the last steps, but for some exceptions, all waited clearly longer than `high` or
-        all clearly less than `low`."""
-        times, least = sorted(self._recent[-steps:]), NOISE_SHARE * self._work[DENSE]
+    def _beyond(self, steps: int, exceptions: int, low: float, high: float) -> int:
+        """1 if the last steps, but for some exceptions, all waited clearly longer than `high`, -1
+        if all clearly less than `low`, else 0."""
+        assert self._cf is not None
+        times, least = sorted(self._recent[-steps:]), NOISE_SHARE * self._work[self._cf]
         slower = times[exceptions] + least > CHANGED * (high + least)
-        return slower or times[-1 - exceptions] + least < (low + least) / CHANGED
+        faster = times[-1 - exceptions] + least < (low + least) / CHANGED
+        return 1 if slower else -1 if faster else 0
 
     def _check_loaded(self) -> None:
         alike = self._typical.keys() == self._network.keys()
         alike = alike and self._compress.cfs() == self._decode.cfs()
-        in_use = self._cf is None or self._cf in self._typical
+        in_use = self._cf is None or (self._cf in self._typical and self._cf in self._work)
         enough = len(self._recent) >= min(self._same, MANY)
-        timed = bool(self._work.cfs()) or not (self._last or self._typical)
+        timed = self._last.keys() | self._typical.keys() <= self._work.keys()
         whole = alike and in_use and enough and timed and self._steps >= 1
         require(whole, "the times of steps contradict each other")

@@ -29,7 +29,7 @@ class Header:
     their own.
     dense_bytes: bytes that a rank puts on the wire in a dense step, in the parameters' precision.
     supported: by CF that the policy may send, the nearest CF that the compressor can do.
-    wire_bytes: by supported CF, the bytes of a step without statistics.
+    wire_bytes: by supported CF, the bytes of a step without statistics. link: see `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
     during an exchange; None: half of them. gossip: ranks exchange parameters with neighbours.
     network: an emulated or modelled link, in words; "" for the real network.
@@ -45,6 +45,7 @@ class Header:
     dense_bytes: float
     supported: Mapping[float, float]
     wire_bytes: Mapping[float, float]
+    link: tuple[float, float] = (0.0, 0.0)
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     assumed: Mapping[float, float] = field(default_factory=dict)
     local_steps: tuple[int, ...] = (1,)

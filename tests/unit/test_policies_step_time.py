@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adaptive.exchange.link import LinkSpec
 from policies.base import DENSE, StepReport
-from policies.step_time import StepTime
+from policies.step_time import BACKWARD, StepTime
 from runs.modelled_clock import ModelledClock
 
 WORK = 0.05
@@ -293,7 +293,7 @@ def _run_timed(*steps: tuple[float, float, float]) -> StepTime:
 def test_nothing_is_known_before_the_first_step() -> None:
     model = StepTime(lambda cf: 1e6 / cf)
     assert model.seconds(10.0) is model.measured(10.0) is model.bound() is None
-    assert (model.timed(), model.without_compression()) == ((), {})
+    assert model.timed() == ()
 
 
 @pytest.mark.parametrize("part", ["seconds", "exchange_seconds", "compress_seconds", "timed_cf"])
@@ -313,15 +313,12 @@ def test_a_cf_that_was_run_keeps_its_time_when_the_network_changes() -> None:
     assert model.measured(DENSE) == pytest.approx(WORK + 1.0)  # compression only measured others
     assert model.measured(10.0) == pytest.approx(WORK + 0.51)
     assert model.measured(20.0) is None
-    assert model.without_compression() == pytest.approx({DENSE: WORK + 1.0, 10.0: WORK + 0.5})
 
 
-def test_latency_is_no_part_of_sending() -> None:
+def test_the_bound_has_nothing_on_the_wire_and_the_fastest_compression() -> None:
     model = _run_timed((DENSE, 1.1, 0.0))
-    assert (model.sending(DENSE), model.bound()) == (pytest.approx(1.1), pytest.approx(WORK))
+    assert model.bound() == pytest.approx(WORK)
     model = _run_timed((DENSE, 1.1, 0.0), (10.0, 0.2, 0.04), (20.0, 0.15, 0.03))
-    for cf in (DENSE, 10.0, 40.0):
-        assert model.sending(cf) == pytest.approx(1 / cf)
     assert model.bound() == pytest.approx(WORK + 0.1 + 0.03)
 
 
@@ -340,3 +337,74 @@ def test_the_bytes_grow_in_strides(goal: float, here: float, sent: float) -> Non
     assert StepTime(lambda cf: 1e6 / cf).within_reach(goal, here, cfs) == sent
     assert StepTime(lambda cf: nan).within_reach(goal, here, cfs) == sent
     assert _run_timed((DENSE, 1.0, 0.0)).within_reach(goal, here, cfs) == goal
+
+
+# What a prediction may promise
+
+
+@settings(max_examples=40)
+@given(st.floats(0.0, 3.0), st.sampled_from([1.0, 2.0, 10.0]), st.booleans())
+def test_no_prediction_is_faster_than_the_link(rate: float, cf: float, exposes: bool) -> None:
+    """Whether CF 20 shows the link or backward hides all of it."""
+    hidden = BACKWARD * WORK
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, rate / 1e6))
+    _run(model, 20.0, [rate / 20 if exposes else max(0.0, rate / 20 - hidden)] * 10)
+    seconds = model.seconds(cf)
+    assert seconds is not None
+    assert seconds >= max(WORK, rate / cf) - 1e-9
+    assert seconds <= WORK + rate / cf + 1e-9
+
+
+def test_steps_that_are_faster_than_the_link_is_said_to_be_are_believed() -> None:
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 1e-5))
+    _run(model, 10.0, [0.2] * 10)
+    seconds = model.seconds(1.0)
+    assert seconds is not None
+    assert WORK + 2.0 <= seconds <= WORK + 2.0 + 10 * BACKWARD * WORK
+
+
+def test_a_network_that_became_faster_is_not_bound_by_what_it_was() -> None:
+    for after, bound in ((0.0, 0.0), (3.0, 10.0)):
+        model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 1e-5))
+        _run(model, 10.0, [1.0] * 10 + [after] * 10)
+        assert model.changes == 1
+        assert model.seconds(1.0) >= bound
+
+
+def test_what_was_measured_is_remembered_as_long_as_the_network_is_the_same() -> None:
+    """Backward hides the exchange at CF 4, so that nothing but the visit tells what dense takes."""
+    model = _model([0.001] * 10, cf=4.0)
+    _run(model, DENSE, [0.3] * 5)
+    for _ in range(3):
+        _run(model, 4.0, [0.001] * 30)
+        assert model.seconds(DENSE) == pytest.approx(WORK + 0.3)
+        _run(model, 20.0, [0.0] * 12)
+        assert model.seconds(DENSE) == pytest.approx(WORK + 0.3)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.002, -0.001])
+def test_work_that_an_exchange_takes_from_backward_belongs_to_its_cf(drift: float) -> None:
+    """Also where the machine becomes slower, or faster, in the meantime."""
+    model, now, stolen = StepTime(lambda cf: 1e6 / cf), 0.1, {4.0: 0.0, DENSE: 0.05}
+    for cf, steps in ((4.0, 20), (DENSE, 10), (4.0, 20)):
+        for step in range(steps):
+            now += drift
+            whole = now + stolen[cf]
+            times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
+            model.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=0.0, **times))
+    dense, here = model.seconds(DENSE), model.seconds(4.0)
+    assert dense is not None
+    assert here is not None
+    assert dense - here == pytest.approx(0.05, abs=4 * abs(drift) + 1e-9)
+
+
+def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
+    model = StepTime(lambda cf: 1e6 / cf, rungs=(4.0, 8.0))
+    for cf, coding in ((8.0, 0.03), (10.0, 0.02)):
+        whole = WORK + coding
+        times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
+        for step in range(5):
+            model.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=coding, **times))
+    assert [model.coding(cf) for cf in (20.0, 1000.0)] == pytest.approx([0.02, 0.02])
+    assert model.coding(8.0) == pytest.approx(0.03)
+    assert model.coding(4.0) == pytest.approx(0.03)
