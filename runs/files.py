@@ -19,8 +19,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runs.stages import counted
-
 log = logging.getLogger("runs")
 
 LONGEST = 16 * 2**20
@@ -28,8 +26,6 @@ LONGEST = 16 * 2**20
 
 LARGEST = 64 * 2**20
 """Bytes of a file of JSON that is read as a whole."""
-
-_CHUNK = 2**20
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -139,19 +135,11 @@ class Damage:
             log.warning("%s", self.text)
 
 
-def json_lines(
-    path: Path, damage: Damage, told: bool = False
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, damage: Damage) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and JSON objects of a file of such lines; what is no JSON object is left out:
-    damage takes it in. told: say how far it is, in a long file. OSError for a file that cannot be
-    read."""
+    damage takes it in. OSError for a file that cannot be read."""
     with open_regular(path) as file:
-        lines: Iterator[bytes] = _lines(file)
-        if told:
-            total = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
-            file.seek(0)
-            lines = counted(lines, total, f"reading {path}", "lines")
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(file), start=1):
             if not line.strip():
                 continue
             try:

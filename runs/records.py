@@ -137,7 +137,7 @@ def read_records(path: Path) -> Recorded:
     pending: set[int] = set()  # steps of the events since the last step's record
     gc.disable()  # millions of new objects: looking for cycles takes most of the time
     try:
-        for line, value in json_lines(path, damage, told=True):
+        for line, value in json_lines(path, damage):
             try:
                 record = _record(value)
             except ValueError as error:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from textwrap import indent
 from typing import Any, TextIO
 
@@ -132,7 +130,12 @@ def save_result(
     """Write result.json; returns the result, what the user should know, and what
     could not be saved: the last checkpoint, or the result itself."""
     notes = list(logbook.notes)
-    recorded = _read(config.folder / TIMELINE_FILE, notes)
+    recorded, timeline = Recorded([], []), config.folder / TIMELINE_FILE
+    try:
+        recorded = read_records(timeline) if timeline.exists() else recorded
+    except (OSError, ValueError) as error:  # no reason to lose the result
+        notes.append(f"no CF history: {error}")
+    notes += [recorded.damage] if recorded.damage else []
     exchanges = outcome.summary.steps
     if config.policy != "off" and len(recorded.steps) < exchanges:
         notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {exchanges} steps")
@@ -148,19 +151,6 @@ def save_result(
     return result, notes, unsaved
 
 
-def _read(timeline: Path, notes: list[str]) -> Recorded:
-    """What the run has left on record; a file that somebody has spoilt is no reason to lose the
-    result."""
-    try:
-        recorded = read_records(timeline) if timeline.exists() else Recorded([], [])
-    except (OSError, ValueError) as error:
-        notes.append(f"no CF history: {error}")
-        return Recorded([], [])
-    if recorded.damage:
-        notes.append(recorded.damage)
-    return recorded
-
-
 def make_result(
     config: TrainConfig,
     outcome: Outcome,
@@ -173,6 +163,12 @@ def make_result(
     of_rounds = local_steps(recorded.steps)
     whole = sum(of_rounds) + max(of_rounds, default=1) > outcome.steps_done  # nothing was dropped
     modelled = seconds_by_clock(config, recorded) if whole else None
+    of_some = {  # what some tasks have, and some options bring, beside the quality
+        "beside": {name: known(value) for name, value in outcome.beside.items()},
+        "test": known(outcome.test),
+        "best_step": outcome.best_step,
+        "stopped_early": outcome.stopped_early,
+    }
     return {
         "title": title(config),
         "headline": None if config.policy == "off" else outcome.summary.headline,
@@ -183,7 +179,7 @@ def make_result(
         "quality_name": task.quality_name,
         "higher_is_better": task.higher_is_better,
         "quality": known(outcome.quality),
-        **_measured(outcome),
+        **{name: value for name, value in of_some.items() if value not in (None, {}, "")},
         "evaluations": [{"step": step, "quality": known(value)} for step, value in evaluations],
         "train_loss": known(outcome.loss),
         "seconds": outcome.seconds,
@@ -205,17 +201,6 @@ def make_result(
             "processor": platform.machine(),
         },
     }
-
-
-def _measured(outcome: Outcome) -> dict[str, Any]:
-    """What some tasks have, and some options bring, beside the quality."""
-    found = {
-        "beside": {name: known(value) for name, value in outcome.beside.items()},
-        "test": known(outcome.test),
-        "best_step": outcome.best_step,
-        "stopped_early": outcome.stopped_early,
-    }
-    return {name: value for name, value in found.items() if value not in (None, {}, "")}
 
 
 def ending(
@@ -251,7 +236,8 @@ def ending(
         rows.append(("the interface has sent", told(outcome.netlab)))
     spent = result["step_milliseconds"]
     if spent:
-        rows.append((f"ms of a {unit}, medians", _parts(spent)))
+        told_parts = [f"{name} {number_text(value, 3)}" for name, value in spent.items()]
+        rows.append((f"ms of a {unit}, medians", ", ".join(told_parts)))
     parts: list[RenderableType] = ["", strong(title(config)), table(("", ""), rows, (0, 1), 2)]
     if result["cf_history"]:
         note = f" ({emulated(config)})" if config.link else ""
@@ -272,15 +258,6 @@ def ending(
     elif result["headline"]:
         parts += [strong(result["headline"])]
     return parts
-
-
-def _parts(spent: Mapping[str, float]) -> str:
-    """Milliseconds by name; the network's are a part of the exchange's."""
-    told = {name: f"{name} {number_text(value, 3)}" for name, value in spent.items()}
-    network = told.pop("network", "")
-    if network and "exchange" in told:
-        told["exchange"] += f" ({network})"
-    return ", ".join(told.values())
 
 
 def _history(history: list[dict[str, Any]]) -> Table:

@@ -25,28 +25,20 @@ _LOG_FROM = 3.0
 """Values whose largest is so many times the least are drawn on a logarithmic axis."""
 
 _STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize", "axes.titlesize"), 8),
     "text.parse_math": False,  # a user's names are none
     "figure.dpi": 130,
     "savefig.dpi": "figure",
     "figure.titlesize": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
     "axes.labelsize": 9,
-    "axes.titlesize": 8,
     "axes.titlelocation": "right",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.xmargin": 0.01,
     "grid.color": "#dddddd",
     "grid.linewidth": 0.6,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
 }
@@ -85,16 +77,13 @@ def picture(
 
 def log_axis(axis: Any, values: Iterable[float]) -> None:
     """Make an axis logarithmic if its values spread, with numbers as people write them."""
-    known = [value for value in values if isfinite(value)]
-    if known and 0 < _LOG_FROM * min(known) < max(known):
-        few = max(known) < 10 * min(known)  # of 1, 2 and 5 perhaps one alone would be inside
-        _logarithmic(axis, (1, 1.5, *range(2, 10)) if few else (1, 2, 5))
-
-
-def _logarithmic(axis: Any, ticks: tuple[float, ...] = (1, 2, 5)) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+    known = [value for value in values if isfinite(value)]
+    if not known or not 0 < _LOG_FROM * min(known) < max(known):
+        return
+    few = max(known) < 10 * min(known)  # of 1, 2 and 5 perhaps one alone would be inside
     axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=ticks))
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, *range(2, 10)) if few else (1, 2, 5)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())

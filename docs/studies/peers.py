@@ -26,7 +26,6 @@ from docs.studies.rules import FP32, PEERS, Replica, Rule
 from runs.build import build_task, check, learning_rate, lr_factor, make_optimizers
 from runs.config import TrainConfig
 from runs.parser import UsageError
-from runs.stages import counted
 from runs.tasks import Task
 
 
@@ -71,7 +70,7 @@ def train(config: TrainConfig, rule: Rule, task: Task) -> Reached:
     """Train by a rule, rank after rank; batches, learning rates and quality are those of
     `runs.train`."""
     dense = FP32 * sum(p.numel() for p in rule.replicas[0].parameters)
-    for step in counted(range(config.steps), config.steps, type(rule).__name__, "steps"):
+    for step in range(config.steps):
         for rank, replica in enumerate(rule.replicas):
             for group in replica.optimizer.param_groups:
                 group["lr"] = task.lr * lr_factor(config, step)

@@ -3,7 +3,6 @@ every compressor against a copy of the tensor."""
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isqrt
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from adaptive.bucket import Unit, compress_levels, record_levels, strided_sample
 from adaptive.statistics.vector import Tally
@@ -89,28 +87,6 @@ def _topk_rows(grad: Tensor, rounds: int) -> list[Row]:
     return rows
 
 
-def _level_rows(grad: Tensor, rounds: int) -> list[Row]:
-    """Multi-level compression (GraVAC, section 3.2): a floor and a candidate, each from the whole
-    tensor, against the candidate from what the floor has kept."""
-    floor, candidate, rows = 10.0, 100.0, []
-    for name in LEVELS:
-        compressor, spec = make_compressor(name), Spec.of(grad, floor, KEY)
-
-        def apart(how: Compressor = compressor, spec: Spec = spec) -> None:
-            how.compress(grad, spec)
-            how.compress(grad, spec.at(candidate))
-
-        def in_levels(how: Compressor = compressor, spec: Spec = spec) -> None:
-            how.smaller(how.compress(grad, spec), candidate / floor)
-
-        times = interleaved({"apart": apart, "in levels": in_levels}, rounds)
-        ratio = median_ratio(times["apart"], times["in levels"])
-        what = f"{name} CF {floor:g} and {candidate:g}: apart / in levels"
-        rows.append(Row(what, ratio, "", describe(times)))
-    return rows
-
-
-LEVELS = ("topk", "dgc", "redsync", "randomk")
 CF = 100.0
 GOALS = {
     **dict.fromkeys(("topk", "dgc", "redsync", "sidco", "threshold", "adacomp"), "<= 5"),
@@ -120,13 +96,12 @@ CODED = ("topk+bf16", "topk+int8", "topk+int4", "topk+qsgd")
 
 
 def bench_compressors(asked: Benching) -> list[Row]:
-    """Top-k against the textbook, multi-level compression against two compressions, then each
-    compressor in copies and by its largest allocation."""
+    """Top-k against the textbook, then each compressor in copies."""
     torch.set_num_threads(1)
     numel = asked.numel
     side = isqrt(numel)
     grad = _gradient(numel, asked.seed)
-    rows = [*_topk_rows(grad, asked.rounds), *_level_rows(grad, asked.rounds)]
+    rows = _topk_rows(grad, asked.rounds)
     for name in (*compressor_names(), *CODED):
         if name == "none":
             continue
@@ -136,9 +111,8 @@ def bench_compressors(asked: Benching) -> list[Row]:
         copy = partial(torch.zeros(numel).copy_, grad)
         times = interleaved({name: step, "copy": copy}, asked.rounds)
         ratio = median_ratio(times[name], times["copy"])
-        allocated = _largest_allocation(step) / (4 * numel)
-        detail = f"{describe(times)}, largest allocation {allocated:.3f} of the gradient"
-        rows.append(Row(f"{name} CF {cf:g}: step / copy", ratio, GOALS.get(name, ""), detail))
+        what = f"{name} CF {cf:g}: step / copy"
+        rows.append(Row(what, ratio, GOALS.get(name, ""), describe(times)))
     return rows
 
 
@@ -170,14 +144,3 @@ def in_rounds(
         for residual, payload in zip(residuals, own, strict=True):
             compressor.add_to(residual, payload, -1.0)
         return list(stop.value)
-
-
-def _largest_allocation(step: Callable[[], object]) -> int:
-    """Bytes of the largest block that a torch operation makes in a step, or of all that NumPy holds
-    at its peak, whichever is more."""
-    tracemalloc.start()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
-        peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return max(peak, *(event.self_cpu_memory_usage for event in seen.events() or ()))

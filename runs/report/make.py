@@ -22,7 +22,6 @@ from runs.report.run import Run
 from runs.report.source import NoStepError, Place, find_places, read_run
 from runs.report.table import Column, columns, make_text, reading, row_as_json, shown
 from runs.report.verdict import headline_lines, headlines
-from runs.stages import counted
 from runs.tables import faint, show, strong
 
 PAGE_FILE = "report.html"
@@ -113,7 +112,7 @@ def make_page(
 def _read(places: Sequence[Place], notes: list[str]) -> list[Run]:
     """All runs; one that has not begun is a note among others, and an error alone."""
     runs: list[Run] = []
-    for place in counted(places, len(places), "reading", "runs"):
+    for place in places:
         try:
             runs.append(read_run(place))
         except NoStepError:

@@ -65,7 +65,7 @@ OPTIONS = {
     "policy": options(PolicyArguments),
     "output": options(
         Keeping,
-        without=("checkpoint_every",),
+        without=("checkpoint_every", "json"),
         told={
             "log_dir": "where the files go (logs/tune-TASK-OPTIONS)",
             "eval_every": "measure quality on held-out data every N steps (a 10th of them)",

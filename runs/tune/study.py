@@ -3,13 +3,11 @@ answer. All else that there is to see of a study Optuna shows."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
 from collections import Counter
 from math import isfinite
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -50,47 +48,38 @@ class TrialFailedError(Exception):
 
 
 def tune(given: dict[str, Any]) -> int:
-    """The study, and its report; returns the exit code."""
+    """The study, and what it has found; returns the exit code."""
     if "RANK" in os.environ:
         raise UsageError("tune starts its own workers; accepted: without torchrun")
     given = dict(given)
     trials, anyway = given.pop("trials", 30), given.pop("anyway", False)
-    as_json, storage = bool(given.pop("json", False)), given.pop("storage", None)
-    sampler = given.pop("sampler", "tpe")
+    storage, sampler = given.pop("storage", None), given.pop("sampler", "tpe")
     tuning = make_tuning(given)
     config = tuning.config({})
     check(config)
     check_writable(tuning.folder)
-    out = sys.stderr if as_json else sys.stdout
     study = open_study(tuning, storage, sampler)
     begun = f", {_done(study)} of them done already" if _done(study) else ""
-    print(
-        f"{title(config)}, {config.steps} steps",
-        f"searching {space_text(tuning.space)} for {' and '.join(tuning.labels)}",
-        f"{trials} trials{begun}, files in {tuning.folder}",
-        sep="\n",
-        file=out,
-        flush=True,
-    )
+    print(f"{title(config)}, {config.steps} steps")
+    print(f"searching {space_text(tuning.space)} for {' and '.join(tuning.labels)}")
+    print(f"{trials} trials{begun}, files in {tuning.folder}", flush=True)
     code, why = 0, ""
     try:
         if not study.get_trials(deepcopy=False, states=DONE) and trials > 1:
-            _optimize(study, tuning, 1, trials, out)
-        why = "" if anyway else _nothing_to_tune(study, tuning)
+            _optimize(study, tuning, 1, trials)
+        why = "" if anyway else nothing_to_tune(study, tuning)
         if not why:
-            _optimize(study, tuning, trials - _done(study), trials, out)
+            _optimize(study, tuning, trials - _done(study), trials)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    result, text = make_report(tuning, study, why)
+    answer, *more = findings(tuning, study, why)
+    print("", answer, *more, sep="\n")
     if storage is None:
-        text += f"\nlook at it: optuna-dashboard sqlite:///{tuning.folder / 'study.db'}"
-    print(f"\n{text}", file=out, flush=True)
-    if as_json:
-        print(json.dumps(result, allow_nan=False), flush=True)
+        print(f"look at it: optuna-dashboard sqlite:///{tuning.folder / 'study.db'}", flush=True)
     if code == INTERRUPTED:
         print(GOES_ON, file=sys.stderr)
-    elif not result["front"]:
-        print(f"error: {result['answer']}", file=sys.stderr)
+    elif not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        print(f"error: {answer}", file=sys.stderr)
         code = 1
     return code
 
@@ -148,18 +137,14 @@ def _defaults(tuning: Tuning) -> dict[str, Any]:
     return found
 
 
-def _nothing_to_tune(study: optuna.Study, tuning: Tuning) -> str:
-    """Why nothing that is searched can make a run faster, or ""."""
+def nothing_to_tune(study: optuna.Study, tuning: Tuning) -> str:
+    """Why nothing that is searched can make a run faster, or "". The first trial tells, by the
+    steps that were sent dense: how long they took, and how much of it they waited for the
+    network."""
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if not complete or set(tuning.space) - {*BY_POLICY["gravac"], *BY_POLICY["goodput"]}:
         return ""
-    return nothing_to_tune(tuning.config({}, complete[0].number).folder)
-
-
-def nothing_to_tune(folder: Path) -> str:
-    """Why no CF can make the run in a folder faster, or "". It goes by the steps that were sent
-    dense: how long they took, and how much of it they waited for the network."""
-    run = read_folder(folder, "--log-dir")
+    run = read_folder(tuning.config({}, complete[0].number).folder, "--log-dir")
     reports = [record.report for record in run.records]
     dense = [r for r in reports if r.timed_cf == DENSE and r.seconds > 0 and r.wait_seconds >= 0]
     if not dense:
@@ -175,12 +160,12 @@ def nothing_to_tune(folder: Path) -> str:
     )
 
 
-def _optimize(study: optuna.Study, tuning: Tuning, count: int, trials: int, out: Any) -> None:
+def _optimize(study: optuna.Study, tuning: Tuning, count: int, trials: int) -> None:
     """So many more trials of this process, until all processes have made what is wanted."""
 
     def told(study: optuna.Study, trial: FrozenTrial) -> None:
         text = _outcome(tuning, trial)
-        print(f"trial {trial.number}: {text}; {_settings(tuning, trial)}", file=out)
+        print(f"trial {trial.number}: {text}; {_settings(tuning, trial)}", flush=True)
 
     if count > 0:
         study.optimize(
@@ -243,52 +228,36 @@ def _done(study: optuna.Study) -> int:
 # -- in words --------------------------------------------------------------------------------------
 
 
-def make_report(tuning: Tuning, study: optuna.Study, why: str) -> tuple[dict[str, Any], str]:
-    """What the study has found, as JSON-like values, and to be read. why: there is nothing to
-    tune."""
+def findings(tuning: Tuning, study: optuna.Study, why: str) -> list[str]:
+    """Lines, the answer first. why: there is nothing to tune."""
     trials = study.get_trials(deepcopy=False)
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    upward = tuning.directions[0] == "maximize"
-    front = sorted(study.best_trials, key=lambda t: t.values[0], reverse=upward) if complete else []
     states = Counter(trial.state.name.lower() for trial in trials)
     count = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+    if not complete:
+        failed = [_outcome(tuning, t) for t in trials if t.state == TrialState.FAIL]
+        last = f"; the last: {failed[-1]}" if failed else ""
+        return [f"no trial is complete ({count or 'none begun'}){last}"]
+    upward = tuning.directions[0] == "maximize"
+    front = sorted(study.best_trials, key=lambda trial: trial.values[0], reverse=upward)
+    best = front[0]
+    command = tuning.config(tuning.chosen(best.params), best.number).command
+    more = [f"trials: {count}", f"the command: {command}"]
+    if why:
+        return [why, *more]
+    if len(complete) > 1 and len({tuple(trial.values) for trial in complete}) == 1:
+        return [f"the settings made no difference: {tuning.told(best.values)} in all", *more]
     rows = [
         [f"{t.number}", *(f"{value:.4g}" for value in t.values), _settings(tuning, t)]
         for t in front[:SHOWN]
     ]
-    if not front:
-        failed = [_outcome(tuning, t) for t in trials if t.state == TrialState.FAIL]
-        last = f"; the last: {failed[-1]}" if failed else ""
-        answer = f"no trial is complete ({count or 'none begun'}){last}"
-    elif len(complete) > 1 and len({tuple(trial.values) for trial in complete}) == 1:
-        answer = f"the settings made no difference: {tuning.told(complete[0].values)} in all"
-    else:
-        answer = f"{rows[0][-1]} (trial {rows[0][0]}): {tuning.told(front[0].values)}"
-    lines = [why or answer, f"trials: {count}"]
-    if front and not why:
-        heads = ["trial", *tuning.labels, "settings"]
-        lines += [
-            "Pareto front:" if len(tuning.names) > 1 else "the best:",
-            text_of(table(heads, rows, left=(len(heads) - 1,), indent=2)),
-        ]
-    commands = [tuning.config(tuning.chosen(t.params), t.number).command for t in front]
-    if commands:
-        lines.append(f"the command: {commands[0]}")
-    result = {
-        "answer": why or answer,
-        "nothing_to_tune": bool(why),
-        "objectives": tuning.labels,
-        "front": [
-            {
-                "number": trial.number,
-                "settings": tuning.chosen(trial.params),
-                "values": trial.values,
-            }
-            for trial in front
-        ],
-        "command": commands[0] if commands else None,
-    }
-    return result, "\n".join(lines)
+    heads = ["trial", *tuning.labels, "settings"]
+    return [
+        f"{_settings(tuning, best)} (trial {best.number}): {tuning.told(best.values)}",
+        "Pareto front:" if len(tuning.names) > 1 else "the best:",
+        text_of(table(heads, rows, left=(len(heads) - 1,), indent=2)),
+        *more,
+    ]
 
 
 def _outcome(tuning: Tuning, trial: FrozenTrial) -> str:

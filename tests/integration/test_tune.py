@@ -52,22 +52,18 @@ def test_a_study_goes_on_after_failures_and_after_ctrl_c(
     assert "Traceback" not in first.err
     assert "the same command goes on" in first.err
 
-    assert main(["tune", *_words(folder, **given), "--json"]) == 0
-    captured = capfd.readouterr()
-    result = json.loads(captured.out)
+    assert main(["tune", *_words(folder, **given)]) == 0
+    assert "optuna-dashboard sqlite:///" in capfd.readouterr().out
     trials = _study(folder).trials
     assert [trial.state.name for trial in trials].count("COMPLETE") == 2
     assert trials[0].user_attrs["reason"] == "interrupted"
     assert [trial.params["lr"] for trial in trials] == [1.0, 1e30, 0.5, 1.0]
     failed = [trial.user_attrs["reason"] for trial in trials if trial.state.name == "FAIL"]
     assert any(reason.startswith("diverged: ") for reason in failed)
-    for trial in result["front"]:
-        run = folder / "runs" / f"trial{trial['number']}"
-        saved = json.loads((run / "result.json").read_text())
-        assert saved["quality"] == trial["values"][0]
-        assert saved["config"]["lr"] == trial["settings"]["lr"]
-    assert result["front"]
-    assert "optuna-dashboard sqlite:///" in captured.err
+    for trial in _study(folder).best_trials:
+        saved = json.loads((folder / "runs" / f"trial{trial.number}" / "result.json").read_text())
+        assert saved["quality"] == trial.values[0]
+        assert saved["config"]["lr"] == trial.params["lr"]
 
 
 @pytest.mark.long
@@ -106,7 +102,7 @@ def test_trials_that_all_fail_end_with_an_error(
         return [7.0, 1.0]
 
     monkeypatch.setattr("runs.tune.study._trained", found)
-    monkeypatch.setattr("runs.tune.study.nothing_to_tune", lambda _: "")
+    monkeypatch.setattr("runs.tune.study.nothing_to_tune", lambda *_: "")
     words = _words(tmp_path / "study", data=text, trials=3)
     assert main(["tune", *words]) == (1 if failing else 0)
     out, err = capfd.readouterr()
@@ -125,7 +121,7 @@ def test_it_says_first_that_there_is_nothing_to_tune(
         return [7.0, 1.0]
 
     monkeypatch.setattr("runs.tune.study._trained", found)
-    monkeypatch.setattr("runs.tune.study.nothing_to_tune", lambda _: "nothing to tune: why")
+    monkeypatch.setattr("runs.tune.study.nothing_to_tune", lambda *_: "nothing to tune: why")
     words = _words(tmp_path / "study", data=text, trials=4)
     assert main(["tune", *words]) == 0
     assert trained == [0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from adaptive import StepRecord
 from runs.config import TrainConfig
 from runs.expression import policy_name
 from runs.parser import UsageError
-from runs.tune.study import make_report, nothing_to_tune, open_study
+from runs.tune.study import findings, nothing_to_tune, open_study
 from runs.tune.tuning import BY_POLICY, Tuning, make_space, make_tuning, usual
 from tests.unit.made_runs import made, record
 
@@ -116,6 +115,13 @@ def _waiting(step: int, cf: float, seconds: float) -> StepRecord:
     return replace(one, report=replace(one.report, exchange_seconds=seconds))
 
 
+def _studied(folder: Path) -> optuna.Study:
+    """A study with a trial that is complete."""
+    study = optuna.create_study(directions=["minimize", "minimize"])
+    study.add_trial(create_trial(values=[7.0, 1.0]))
+    return study
+
+
 @pytest.mark.parametrize(("waited", "nothing"), [(0.001, True), (0.2, False)])
 def test_there_is_nothing_to_tune_where_dense_steps_do_not_wait(
     waited: float, nothing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +129,7 @@ def test_there_is_nothing_to_tune_where_dense_steps_do_not_wait(
     steps = [_waiting(i, 1.0, waited) for i in range(9)]
     steps += [_waiting(i, 10.0, 0.0) for i in range(9, 12)]
     monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: made("run", steps))
-    why = nothing_to_tune(tmp_path)
+    why = nothing_to_tune(_studied(tmp_path), _tuning(tmp_path))
     assert bool(why) == nothing
     assert not nothing or "75% of the steps were sent dense" in why
 
@@ -133,7 +139,7 @@ def test_a_run_without_dense_steps_does_not_tell(
 ) -> None:
     steps = [_waiting(i, 10.0, 0.0) for i in range(9)]
     monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: made("run", steps))
-    assert nothing_to_tune(tmp_path) == ""
+    assert nothing_to_tune(_studied(tmp_path), _tuning(tmp_path)) == ""
 
 
 # -- the study -----------------------------------------------------------------------------------
@@ -184,29 +190,28 @@ def test_a_storage_that_does_not_open_keeps_its_password_to_itself(tmp_path: Pat
     assert "secret" not in str(refused.value)
 
 
-def test_the_report_names_the_best_and_what_failed(tmp_path: Path) -> None:
+def test_the_findings_name_the_best_and_what_failed(tmp_path: Path) -> None:
     tuning = _tuning(tmp_path, search=["lr=0.1..1"])
     study = optuna.create_study(directions=tuning.directions)
     failed = {"state": TrialState.FAIL, "user_attrs": {"reason": "diverged"}}
     study.add_trial(create_trial(**failed))
-    result, text = make_report(tuning, study, "")
-    assert result["front"] == []
-    assert "no trial is complete (1 fail); the last: failed: diverged" in text
+    assert findings(tuning, study, "") == [
+        "no trial is complete (1 fail); the last: failed: diverged"
+    ]
     for i in range(9):
         lr = 0.1 + i / 10
         study.add_trial(
-            create_trial(values=[1 + lr, 2e6 - lr], params={"lr": lr}, distributions=tuning.space)
+            create_trial(values=[1 + lr, 2 - lr], params={"lr": lr}, distributions=tuning.space)
         )
-    result, text = make_report(tuning, study, "")
-    assert len(result["front"]) == 9
-    assert "--lr 0.1" in result["command"]
-    assert text.startswith(result["answer"])
-    assert "1 fail" in text
-    assert json.loads(json.dumps(result)) == result
+    answer, *_, count, command = findings(tuning, study, "")
+    assert answer.startswith("lr 0.1 (trial 1): held-out perplexity 1.1")
+    assert count == "trials: 9 complete, 1 fail"
+    assert "--lr 0.1" in command
+    assert findings(tuning, study, "nothing to tune: why")[0] == "nothing to tune: why"
 
 
 def test_settings_that_made_no_difference_are_said_to_be_so(tmp_path: Path) -> None:
     tuning = _tuning(tmp_path, search=["lr=0.1..1"])
     study = optuna.create_study(directions=tuning.directions)
-    study.add_trials([create_trial(values=[7.0, 2e6]) for _ in range(3)])
-    assert "made no difference" in make_report(tuning, study, "")[1]
+    study.add_trials([create_trial(values=[7.0, 2.0]) for _ in range(3)])
+    assert "made no difference" in findings(tuning, study, "")[0]
