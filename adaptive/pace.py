@@ -128,6 +128,8 @@ class Pace(Stateful):
 
     def _check_loaded(self) -> None:
         require(min(vars(self).values()) >= 0, "'pace' must have no negative number")
+        known = (self.dense > 0) == (self.compared > 0) and (self.steps > 0 or not self.seconds)
+        require(known, "the seconds and the steps of 'pace' contradict each other")
 
     def since(self, before: Pace) -> Pace:
         """The pace of the steps after those of `before`."""

@@ -13,7 +13,7 @@ from adaptive.exchange.collectives import Traffic
 from adaptive.pace import Pace
 from adaptive.timeline.records import StepRecord
 from policies import DENSE
-from policies.state import Stateful
+from policies.state import Stateful, require
 from policies.words import bytes_in_words, named, seconds_in_words, two_times_in_words
 
 _SAVED = {"saved": True}
@@ -104,6 +104,16 @@ class Summary(Stateful):
             steps, total = self.gains.get(cf, (0, 0.0))
             self.gains[cf] = (steps + 1, total + gain)
 
+    def _check_loaded(self) -> None:
+        counts = [self.steps, *self.steps_at_cf.values(), *(n for n, _ in self.gains.values())]
+        counted = sum(self.steps_at_cf.values()) == self.steps and min(counts) >= 0
+        counted = counted and all(n > 0 for n, _ in self.gains.values())
+        require(
+            counted and self.local_steps >= self.steps, "the numbers of steps contradict each other"
+        )
+        sums = (self.switches, self.bytes_sent, self.payload_bytes, self.dense_bytes)
+        require(min(sums) >= 0, "totals must not be negative")
+
     def __str__(self) -> str:
         return f"{self.headline}\n{self.table()}"
 
@@ -116,7 +126,7 @@ class Summary(Stateful):
             gain = f"{gains[cf]:.4f}" if cf in gains else "-"
             rows.append(f"{name:>10} {steps:>8} {steps / max(1, self.steps):>7.1%} {gain:>10}")
         rounds = self.local_steps > self.steps
-        unit = f"rounds of {self.local_steps / self.steps:.3g} steps" if rounds else "steps"
+        unit = f"rounds of {self.local_steps / max(1, self.steps):.3g} steps" if rounds else "steps"
         rows.append(f"{self.steps} {unit}, {self.switches} switches, {named(self.cf)} in use")
         against = f" ({self.fp32_wire_factor:.1f} against fp32)" if self.element_bytes != 4 else ""
         rows.append(
@@ -164,7 +174,7 @@ def headline(
     how = "measured" if pace.is_measured else "modelled"
     texts = two_times_in_words(seconds, dense)
     instead = f"{texts[0]} a step instead of a {how} {texts[1]}" if texts else here
-    times = max(pace.speedup, 1 / pace.speedup) if isfinite(dense) else nan
+    times = max(pace.speedup, 1 / pace.speedup) if pace.speedup > 0 else nan
     factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
     if gossip and not quality:
         told = f"gossip: {bytes_in_words(saved_share, 'a dense all-reduce')}"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.pace import NOT_TIMED, Contrast, DenseStep, DenseTimer, Pace
-from adaptive.summary import headline
+from adaptive.summary import Summary, headline
 from policies import DENSE, StepReport
 from policies.step_time import LAST
 from runs.modelled_clock import ModelledClock
@@ -86,6 +86,31 @@ def test_what_is_saved_goes_on_and_parts_make_the_whole():
     rest = whole.since(half)
     assert rest.steps == 45
     assert rest.seconds + half.seconds == pytest.approx(whole.seconds)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"dense": 0.0}, {"compared": 0.0}, {"steps": 0}, {"seconds": -1.0}], ids=str
+)
+def test_totals_that_contradict_each_other_are_refused(damage):
+    pace = Pace()
+    pace.add(0.5, dense=DenseStep(1.0))
+    with pytest.raises(ValueError, match="pace"):
+        Pace().load_state_dict({**pace.state_dict(), **damage})
+    assert headline(replace(pace, **damage), 0.5)  # and no arithmetic fails
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"gains": [[10.0, [0, 0.5]]]}, {"steps": 3}, {"local_steps": 0}, {"bytes_sent": -1.0}],
+)
+def test_a_damaged_summary_is_refused(damage):
+    state = {**Summary().state_dict(), "steps": 2, "local_steps": 2, "bytes_sent": 1.0}
+    state |= {"steps_at_cf": [[10.0, 2]], "gains": [[10.0, [2, 0.5]]]}
+    whole = Summary()
+    whole.load_state_dict(state)
+    assert str(whole)
+    with pytest.raises(ValueError, match="state"):
+        Summary().load_state_dict({**state, **damage})
 
 
 # -- steps of the same stretch of time -----------------------------------------------------------
