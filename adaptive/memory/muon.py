@@ -4,6 +4,12 @@ Muon replaces each matrix's momentum by the nearest matrix with orthogonal rows 
 elements of its updates are as large as the shape of the matrix makes them, and those of AdamW are
 near 0.2 (Liu and others 2025, section 2.2). Compression compares elements of both with each other.
 So an update of Muon is told in the learning rate that AdamW would need for steps of that size.
+
+Every rank's update is of that size, however much of its momentum is noise. Noise differs between
+ranks, so the mean of their updates is smaller than Muon's update by the mean gradient. With q the
+signal's share of a gradient's energy and k the noise's share that is left in the momentum,
+r = q / (q + k (1 - q)) is the correlation of two ranks' momenta. The norm of the mean of N updates
+is then sqrt((1 + (N - 1) r) / N) of one.
 """
 
 from __future__ import annotations
@@ -16,6 +22,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.handover import Group, steps_as
+from adaptive.parameters import local
+
+TINY = 1e-30
+"""Added to energies, so that none is zero."""
 
 ADAMW_SIZE = 0.2
 """Root mean square of AdamW's updates, by which Muon's "match_rms_adamw" is scaled."""
@@ -37,6 +47,37 @@ def rate_scale(group: Group, shape: Sequence[int]) -> float:
     }
     ratio = adjusted.get(group.get("adjust_lr_fn") or "original", 1.0)
     return ratio / adjusted["match_rms_adamw"]
+
+
+def enlargements(optimizer: Optimizer, steps: int, ranks: int) -> dict[Tensor, Tensor]:
+    """By what to multiply this rank's updates, so that the ranks' mean is as large as Muon's update
+    by the mean gradient: by parameter, 0-dim, in [1, sqrt(N)]. To be called after a step.
+
+    steps: how many gradients are in the momenta."""
+    found: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        stepped = [p for p in group["params"] if p.grad is not None and optimizer.state.get(p)]
+        if not stepped:
+            continue
+        momenta = [local(optimizer.state[p]["momentum_buffer"]) for p in stepped]
+        of_gradients = _energies([local(p.grad) for p in stepped])  # (parameters,)
+        beta: float = group["momentum"]
+        of_noise = (1 - beta) / (1 + beta)  # in the momentum
+        bias = max(1 - beta**steps, 1 - beta)
+        part = _energies(momenta).div_(bias**2).div_(of_gradients.clamp_(min=TINY))
+        signal = part.sub_(of_noise).div_(1 - of_noise).clamp_(0.0, 1.0)
+        if group["nesterov"]:  # in (1 - beta) gradient + beta momentum
+            of_noise = (1 - beta) ** 2 * ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
+        alike = signal / (signal + (1 - signal).mul_(of_noise)).clamp_(min=TINY)
+        scales = alike.mul_(ranks - 1).add_(1).reciprocal_().mul_(ranks).sqrt_()
+        found |= zip(stepped, scales.unbind(), strict=True)
+    return found
+
+
+def _energies(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared norms, in float32."""
+    norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float32)
+    return torch.stack(norms).square_()
 
 
 def normalized(grad: Tensor) -> Tensor:

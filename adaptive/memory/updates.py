@@ -10,7 +10,8 @@ optimizer makes the step. In a compressed step, with `lr` the learning rate of t
 1. before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
    ranks; momentum gets a share of its lag, for this step only. (`lr` of Muon: see muon.py.)
 2. after it: d = (b - parameters) / lr, enlarged by the noise in this rank's second moment
-   (moments.py); r += d; the largest elements c of r are sent, r -= c.
+   (moments.py; of Muon in its momentum, muon.py); r += d; the largest elements c of r are sent,
+   r -= c.
 3. parameters = b - lr * mean of c over the ranks, the same on all ranks again.
 
 A dense step is DDP's own: before the first one the ranks agree on what their optimizers keep.
@@ -47,7 +48,7 @@ from adaptive.memory.moments import (
     undelivered,
     with_lag,
 )
-from adaptive.memory.muon import is_muon
+from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.owners import Owners
 from adaptive.optimizer_states import agree_on_states
@@ -61,14 +62,17 @@ class MomentState(saved.Stateful):
     """What has become of the optimizers' moments since the last dense step.
 
     differ: they are each rank's own, and residuals may hold something. share: of its lag that
-    momentum had in the last step, in [0, 1]."""
+    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
 
     differ: bool = saved.saved(False)
     share: float = saved.saved(1.0)
+    muon_steps: int = saved.saved(0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         saved.require(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
+        steps = self.muon_steps
+        saved.require(steps >= 0, f"'muon_steps' must be at least 0, got {steps!r}")
 
 
 class UpdateMemory(Residual):
@@ -104,6 +108,7 @@ class UpdateMemory(Residual):
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._stepped: set[Optimizer] = set()  # since the last backward
+        self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
         self._moments: dict[Chunk, FlatMoments] = {}
         self._aside: dict[Chunk, Tensor] = {}  # first moments before a step without momentum
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
@@ -131,6 +136,7 @@ class UpdateMemory(Residual):
         self.pending = True
         self._share = self._lag(cf)
         self._stepped.clear()
+        self._enlargements.clear()
         if self._outer is None:
             self._before.clear()
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
@@ -159,6 +165,11 @@ class UpdateMemory(Residual):
                     enlarge(part, moments.mean, moments.square, noise, self._ranks)
         if rate is None:
             _multiply(work, chunk.split(work), rates)
+        pairs = zip(chunk.parameters, chunk.split(work), strict=True) if self._enlargements else ()
+        muons = [(piece, p.tensor) for p, piece in pairs if p.tensor in self._enlargements]
+        if muons:
+            factors = [self._enlargements[p] for _, p in muons]
+            torch._foreach_mul_([piece for piece, _ in muons], factors)
         if not self.all_stepped:
             for (of, _), piece in zip(self._of.of_chunk(chunk), chunk.split(work), strict=True):
                 if of not in self._stepped:
@@ -230,6 +241,12 @@ class UpdateMemory(Residual):
     def after_step(self, optimizer: Optimizer) -> None:
         """First moments that were put aside take in the gradients of the step."""
         self._put_back()
+        if is_muon(optimizer):
+            first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
+            self.moments.muon_steps += optimizer is first
+            if self.pending:
+                steps = max(self.moments.muon_steps, 1)
+                self._enlargements |= enlargements(optimizer, steps, self._ranks)
         if self._outer is not optimizer:
             return
         self._outer = None

@@ -127,11 +127,12 @@ def test_ranks_end_with_one_model_however_cfs_switch(ranks: int) -> None:
 
 
 def _adds_up(rank: int, way: str) -> tuple[float, list[float]]:
-    """What is missing of the sum of all ranks' updates, relative to what has moved; and the root
-    mean square of what waits of each matrix."""
+    """What is missing of the sum of all ranks' updates, enlarged by the noise in their momenta,
+    relative to what has moved; and the root mean square of what waits of each matrix."""
     run = Training(way, Fixed(20))
     named = dict(run.model.module.named_parameters())
     twins = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
+    momenta = dict.fromkeys(named, torch.zeros(()))
     settings = {"lr": LR, "weight_decay": 0.0, **WAYS[way]}
     twin = torch.optim.Muon(list(twins.values()), **settings)
     start, sums = run.flat, torch.zeros(())
@@ -140,23 +141,43 @@ def _adds_up(rank: int, way: str) -> tuple[float, list[float]]:
     for step in range(9):
         for name, gradient in local_gradients(run.model, step, rank).items():
             twins[name].grad = gradient.view_as(twins[name])
+            momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
         before = torch.cat([p.detach().flatten() for p in twins.values()])
         twin.step()
-        sums = sums + before - torch.cat([p.detach().flatten() for p in twins.values()])
+        updates = before - torch.cat([p.detach().flatten() for p in twins.values()])
+        sizes = [_enlargement(twins[n].grad, momenta[n], step, twin) for n in named]
+        sums = sums + updates * torch.cat(
+            [torch.full((p.numel(),), size) for p, size in zip(named.values(), sizes, strict=True)]
+        )
         run.model.zero_grad()
         loss_of(run.model, step, rank).backward()
         run.optimizers[0].step()
     memory = run.compressor.state_dict()["memory"]
-    sizes = []
+    waiting = []
     for name, p in named.items():
         rows, columns = p.shape
         size = (max(1, rows / columns) / max(rows, columns)) ** 0.5  # root mean square of a step
         in_adamws = LR if "large" in way else LR * size / 0.2
         waits = memory[name]["residual"] * in_adamws
         sums = sums - torch.nn.functional.pad(waits, _place(named, name))
-        sizes.append(float(memory[name]["residual"].square().mean().sqrt()))
+        waiting.append(float(memory[name]["residual"].square().mean().sqrt()))
     moved = start - run.flat
-    return float((moved - mean(sums)).norm() / moved.norm()), sizes
+    return float((moved - mean(sums)).norm() / moved.norm()), waiting
+
+
+def _enlargement(grad: Tensor, momentum: Tensor, step: int, muon: Optimizer) -> float:
+    """By what an update of one of two ranks is multiplied, after so many before it."""
+    weights = [0.05 * 0.95**i for i in range(1000)]  # of gradients i steps ago, in the momentum
+    k = sum(w**2 for w in weights)
+    bias = 1 - 0.95 ** (step + 1)
+    ratio = float((momentum.norm() / bias / grad.norm()) ** 2)
+    signal = min(max((ratio - k) / (1 - k), 0.0), 1.0)
+    if muon.param_groups[0]["nesterov"]:
+        weights = [0.95 * w for w in weights]
+        weights[0] += 0.05
+        k = sum(w**2 for w in weights)
+    alike = signal / (signal + (1 - signal) * k)
+    return (2 / (1 + alike)) ** 0.5
 
 
 def _place(named: dict[str, nn.Parameter], name: str) -> tuple[int, int]:
