@@ -1,10 +1,13 @@
 """What compressing and decoding take, in nanoseconds an element, for `--coding`.
 
     python docs/studies/coding.py topk+fp32@10 dgc+fp32@1000 qsgd@4.5714
+    python docs/studies/coding.py topk@10+100 dgc@10+100
 
 Processor time of one thread, for one tensor: accumulate, select, pack, take what is sent off the
 residual, and decode one payload for each of two workers. Medians of rounds. "textbook@CF" is top-k
-as papers write it down, by `torch.topk` and a dense copy of what is sent.
+as papers write it down, by `torch.topk` and a dense copy of what is sent. "NAME@FLOOR+CANDIDATE" is
+what compressing at two CFs takes (GraVAC, section 3.2): each from the whole tensor, and in levels,
+the candidate from what the floor has kept.
 """
 
 from __future__ import annotations
@@ -49,6 +52,25 @@ def nanoseconds(spec: str, numel: int, rounds: int, workers: int = 2) -> float:
     return 1e9 * median(spent) / numel
 
 
+def two_levels(spec: str, numel: int, rounds: int) -> tuple[float, float]:
+    """Of NAME@FLOOR+CANDIDATE, for each element: each from the whole tensor, and in levels."""
+    name, _, cfs = spec.partition("@")
+    floor, candidate = map(float, cfs.split("+"))
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    how, at_floor = make_compressor(name), Spec((numel,), floor, key=KEY)
+    apart, in_levels = [], []
+    for _ in range(rounds):
+        began = time.process_time()
+        kept = how.compress(grad, at_floor)
+        compressed = time.process_time()
+        how.compress(grad, at_floor.at(candidate))
+        twice = time.process_time()
+        how.smaller(kept, candidate / floor)
+        apart.append(twice - began)
+        in_levels.append(compressed - began + time.process_time() - twice)
+    return 1e9 * median(apart) / numel, 1e9 * median(in_levels) / numel
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("spec", nargs="+", metavar="NAME@CF")
@@ -57,6 +79,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     for spec in given.spec:
+        if "+" in spec.partition("@")[2]:
+            apart, levels = two_levels(spec, given.numel, given.rounds)
+            ratio = f"{apart / levels:.2f} times"
+            print(f"{spec:20} {apart:8.2f} ns an element apart, {levels:.2f} in levels: {ratio}")
+            continue
         print(f"{spec:20} {nanoseconds(spec, given.numel, given.rounds):8.2f} ns an element")
 
 
