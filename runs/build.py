@@ -9,6 +9,7 @@ from math import cos, pi
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from adaptive import (
@@ -213,6 +214,8 @@ def _muon(
     matrices: Sequence[nn.Parameter], config: TrainConfig, settings: Mapping[str, Any]
 ) -> optim.Optimizer:
     """With the learning rate of an AdamW, whose steps are as large."""
+    if not hasattr(optim, "Muon"):
+        raise UsageError(f"--optimizer muon: needs torch 2.9 or later, this is {torch.__version__}")
     if not matrices:
         raise UsageError("--optimizer muon: needs a matrix that is neither an embedding nor last")
     own = settings if config.momentum is None else {**settings, "momentum": config.momentum}

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs.tune.space import space_text
 
 from runs.build import OPTIMIZERS, build_task, check, learning_rate, lr_factor, make_optimizers
 from runs.config import TrainConfig
 from runs.options import make_config
 from runs.parser import UsageError
 from runs.tasks import Task
-from runs.tune.study import make_tuning
+from runs.tune.tuning import make_tuning, space_text
 
 
 def _config(**options: Any) -> TrainConfig:
@@ -122,6 +121,7 @@ def _with_muon(task: Task, model: torch.nn.Module, **options: Any) -> list[dict[
     return [{**group, "params": [tuple(p.shape) for p in group["params"]]} for group in groups]
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
 def test_muon_has_the_matrices_of_layers_and_adamw_all_the_others(task: Task) -> None:
     layers = (torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 6))
     model = torch.nn.Sequential(torch.nn.Embedding(3, 4), *layers)
