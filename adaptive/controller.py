@@ -377,6 +377,7 @@ class Controller(saved.Stateful):
             recorded |= {"gain": gain, "pace": replace(totals.pace)}
             recorded |= {"sent": totals.bytes_sent, "dense": totals.dense_bytes}
             recorded["dense_steps"] = totals.steps_at_cf.get(DENSE, 0)
+            recorded["inside"] = totals.inside_bytes or nan
             self.recorder.step(report, self.policy, now, **recorded)
 
     def _gain(self, report: StepReport) -> float:

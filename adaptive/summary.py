@@ -30,8 +30,9 @@ class Summary(Stateful):
     dense), in the order of first use. cf: the CF in use. switches: changes of CF.
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
     elements sent, without indices. dense_bytes: bytes that DDP without a hook would have sent, by a
-    dense all-reduce in every local step, in the parameters' precision. element_bytes: mean bytes of
-    an element of the dense gradients: 4 in fp32, 2 in bf16.
+    dense all-reduce in every local step, in the parameters' precision. inside_bytes: with two
+    levels, bytes that a rank sent inside its node; the others are then a node's. element_bytes:
+    mean bytes of an element of the dense gradients: 4 in fp32, 2 in bf16.
     gains: by CF, (number of steps whose gain is known, sum of their gains).
     pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
     network: an emulated or modelled link in words; "" for the real network. gossip: the algorithm,
@@ -46,6 +47,7 @@ class Summary(Stateful):
     payload_bytes: int = field(default=0, metadata=_SAVED)
     floats_sent: float = field(default=0.0, metadata=_SAVED)
     dense_bytes: float = field(default=0.0, metadata=_SAVED)
+    inside_bytes: float = field(default=0.0, metadata=_SAVED)
     verdict: str = ""
     gains: dict[float, tuple[int, float]] = field(default_factory=dict, metadata=_SAVED)
     local_steps: int = field(default=0, metadata=_SAVED)
@@ -96,6 +98,7 @@ class Summary(Stateful):
         self.bytes_sent += traffic.wire
         self.payload_bytes += traffic.payload
         self.floats_sent += traffic.floats
+        self.inside_bytes += traffic.inside
         self.dense_bytes += dense_bytes * local_steps
 
     def add_gain(self, cf: float, gain: float) -> None:
@@ -134,6 +137,9 @@ class Summary(Stateful):
             f"wire factor {self.wire_factor:.1f}{against}"
         )
         rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:,.0f}")
+        if self.inside_bytes:
+            inside = _bytes(self.inside_bytes)
+            rows.append(f"these of a node; inside it each rank sent {inside} more, dense")
         return "\n".join([*rows, *filter(None, (self.gossip, self.verdict))])
 
 

@@ -70,7 +70,8 @@ class StepRecord:
     gain: the gain of the CF sent, of the policy's kind; 1 when dense. It is the policy's average
     where there is one, else the gain of this step.
     Totals since the run began, also across a resumption: pace, sent (bytes that this rank sent),
-    dense (bytes of a dense run), dense_steps (steps that were sent dense).
+    dense (bytes of a dense run), dense_steps (steps that were sent dense), inside (with two levels,
+    where the others are of a node: bytes that this rank sent inside it).
     verdict: the policy's conclusion, "" without one.
     """
 
@@ -88,6 +89,7 @@ class StepRecord:
     down_cf: float = nan
     down_gain: float = nan
     dense_steps: int = 0
+    inside: float = nan
     pace: Pace = field(default_factory=Pace)
     verdict: str = ""
 
@@ -137,6 +139,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "bytes/wire_factor": record.wire_factor,
         "bytes/sent_total": record.sent,
         "bytes/dense_total": record.dense,
+        "bytes/inside_total": record.inside,
         "time/step": report.seconds,
         "time/total": record.pace.all_seconds,
         "gradient/norm": report.grad_norm,

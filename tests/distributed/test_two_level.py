@@ -97,6 +97,9 @@ def test_a_node_is_one_rank(way: str, optimizer: str) -> None:
         told, expected = of_node["summary"], alone["summary"]
         assert told.payload_bytes == expected.payload_bytes
         assert told.floats_sent == expected.floats_sent
+        assert told.inside_bytes > 0
+        assert "inside it each rank sent" in told.table()
+        assert not expected.inside_bytes
         # Statistics are summed over all ranks, and not over nodes.
         assert 0 <= told.bytes_sent - expected.bytes_sent <= 8 * 200 * STEPS
 
