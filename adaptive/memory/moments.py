@@ -105,14 +105,27 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
-    """m / (sqrt(v) + eps) without bias, flat: times beta1 / (1 - beta1) it is what momentum has yet
-    to deliver. share: see `noise_of`. share_of_square: of the second moment that counts, flat, or
-    1."""
-    beta1, beta2 = run.group["betas"]
+    """What a first moment has yet to deliver with all of its lag: beta1 / (1 - beta1) *
+    m / (sqrt(v) + eps), without bias (flat). share: see `noise_of`. share_of_square: of the second
+    moment that counts, flat, or 1."""
+    beta1 = run.group["betas"][0]
     mean = run.mean / _bias(_decay_of_mean(beta1, share), run.step)
+    return mean.div_(_divisor(run, share_of_square)).mul_(beta1 / (1 - beta1))
+
+
+def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> None:
+    """Set the first moment so that with this share of its lag, above 0, it delivers all that waits
+    (flat, overwritten). The rest: see `undelivered`."""
+    beta1 = run.group["betas"][0]
+    scale = _bias(_decay_of_mean(beta1, share), run.step) * (1 - beta1) / beta1 / share
+    run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(scale))
+
+
+def _divisor(run: Run, share_of_square: Any) -> Tensor:
+    """sqrt(v) + eps without bias, flat."""
     square = flat(run.tensors["max_exp_avg_sq" if run.group.get("amsgrad") else "exp_avg_sq"])
-    square = square / _bias(beta2, run.step)
-    return mean.div_(square.mul_(share_of_square).sqrt_().add_(run.group["eps"]))
+    square = square / _bias(run.group["betas"][1], run.step)
+    return square.mul_(share_of_square).sqrt_().add_(run.group["eps"])
 
 
 def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int) -> Tensor:

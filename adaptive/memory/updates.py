@@ -18,6 +18,8 @@ A dense step is DDP's own: before the first one the ranks agree on what their op
 
 Momentum holds updates back, and so does a residual. With both they would be late twice, so in
 compressed steps momentum keeps only a share of its lag, and what it gives up goes to the residual.
+When the CF falls, momentum gets its lag back, and takes all that waits in the residual: it delivers
+over some ten steps what would throw the model far back in one.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from adaptive.memory.flat_moments import FlatMoments
 from adaptive.memory.handover import Group
 from adaptive.memory.moments import (
     Run,
+    deliver,
     enlarge,
     is_adaptive,
     is_decoupled,
@@ -321,15 +324,16 @@ class UpdateMemory(Residual):
     # -- dense steps, and ranks that part --
 
     def settle(self, exchange: Exchange, may_rest: bool = True) -> None:
-        """Before a dense step: the ranks agree on what their optimizers keep (collectives), and all
-        that residuals hold goes, with the ranks' mean, with the next step."""
+        """Before a dense step: the ranks agree on what their optimizers keep (collectives). First
+        moments take what waits in residuals; where an optimizer has none, it goes at once."""
         if not self.moments.differ:
             return
-        share = self.moments.share
-        self._change_share(1.0)
         if self._own:
             for run in self._all_runs():
-                scale_second_moments(run.tensors, mean_share(run, self._ranks, share))
+                of_mean = mean_share(run, self._ranks, self.moments.share)
+                scale_second_moments(run.tensors, of_mean)
+            self._own = False
+        self._change_share(1.0)
         ours = [(p, parameter) for p, parameter in self._parameters.items() if p in self._of]
         states = {parameter: self._state(p) for p, parameter in ours}
         agree_on_states(states, exchange)
@@ -346,7 +350,7 @@ class UpdateMemory(Residual):
             mean = exchange.total(waiting.div_(self._ranks)).wait().clone()
             pieces = zip(chunk.parameters, chunk.split(mean), strict=True)
             self._late |= {parameter.tensor: piece for parameter, piece in pieces}
-        self.moments.differ = self._own = False
+        self.moments.differ = False
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
@@ -419,8 +423,10 @@ class UpdateMemory(Residual):
         self._change_share(share)
 
     def _change_share(self, share: float) -> None:
-        """What momentum had yet to deliver with its share of the lag so far, and with the new one
-        has no longer, goes to the residual, or comes from there."""
+        """What the steps so far have yet to deliver stays the same with another share of the lag.
+
+        With a smaller one the residual takes what momentum no longer delivers. With a larger one
+        momentum takes all, and delivers over steps what a residual would deliver at once."""
         before, self.moments.share = self.moments.share, share
         if before == share:
             return
@@ -430,10 +436,17 @@ class UpdateMemory(Residual):
                 if not beta1:
                     continue
                 of_mean = mean_share(run, self._ranks, before) if self._own else 1.0
-                late = undelivered(run, before, of_mean)
-                late.mul_(beta1 / (1 - beta1) * (before - share))
-                for parameter, piece in chunk.within(late, run.start):
-                    parameter.open_residual().add_(piece)
+                if share < before:
+                    waiting = undelivered(run, before, of_mean).mul_(before - share)
+                    for parameter, piece in chunk.within(waiting, run.start):
+                        parameter.open_residual().add_(piece)
+                    continue
+                waiting = undelivered(run, before, of_mean).mul_(before)
+                for parameter, piece in chunk.within(waiting, run.start):
+                    if parameter.filled and parameter.residual is not None:
+                        piece.add_(parameter.residual)
+                    parameter.filled = False
+                deliver(run, waiting, share, of_mean)
 
     def _runs(self, chunk: Chunk) -> list[Run]:
         """The moments of a chunk's parameters, as far as they have both."""
