@@ -126,11 +126,8 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
     sync = synchronisation(config)
     delay = sync.steps if isinstance(sync, Delayed) else 0
     server = None if config.server is None else ServerSpec.parse(config.server, config.workers)
-    coded = 1e-9 * (config.coding or 0.0) * numel * scale
-    dense = 8 * numel * (config.workers - 1) / config.workers  # of an all-reduce
-    return ModelledClock(
-        config.fixed_clock, link, scale, sync.overlap, delay, server, coded, 0.99 * dense
-    )
+    coded = {cf: 1e-9 * ns * numel * scale for cf, ns in config.coding_by_cf}
+    return ModelledClock(config.fixed_clock, link, scale, sync.overlap, delay, server, coded)
 
 
 def _check_pieces(config: TrainConfig, policy: Policy) -> None:

@@ -32,11 +32,14 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
     policy: by name or as Python writes it (runs/expression.py), "off" is plain DDP without a
     hook. base: None only with policy "off". fixed_clock: of `simulate`, its step seconds.
     simulated: by `simulate`, all workers in one process.
+    coding_by_cf: with fixed_clock, (CF, nanoseconds a gradient element) of compressing and
+    decoding: `coding`, or what was measured on the machine (runs/coding.py).
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     """
 
     simulated: bool = False
     netlab: tuple[str, ...] | None = None
+    coding_by_cf: tuple[tuple[float, float], ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -58,7 +61,9 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
             usual = value in (None, option.default) and not (
                 self.simulated and option.name == "workers"
             )
-            if usual or option.name in ("log_dir", "json", "simulated", "netlab"):
+            if usual or option.name in (
+                *("log_dir", "json", "simulated", "netlab", "coding_by_cf"),
+            ):
                 continue
             name = renamed.get(option.name, option.name)
             words += [f"--{name.replace('_', '-')}", *words_of(value)]

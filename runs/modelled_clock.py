@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf, isfinite, log
+from types import MappingProxyType
 
 from adaptive.exchange.link import LinkSpec, StepClock
+from policies import DENSE
 from policies.step_time import overlapped
 
 
@@ -60,8 +63,8 @@ class ModelledClock(StepClock):
     overlap: the compressor's: so many local steps hide the network's time.
     delay: the compressor's: a round may be under way while all but one of so many steps compute.
     server: that makes the means, instead of the ranks; `link` is then a worker's to the server.
-    coded: seconds of compressing and decoding in a step that sends fewer than `dense_bytes` bytes
-        of gradients, whatever its CF; 0: compression is free.
+    coded: seconds of compressing and decoding by CF; a CF that is not there takes as long as the
+        nearest. Empty: compression is free.
     """
 
     def __init__(
@@ -72,8 +75,7 @@ class ModelledClock(StepClock):
         overlap: int | None = None,
         delay: int = 0,
         server: ServerSpec | None = None,
-        coded: float = 0.0,
-        dense_bytes: float = inf,
+        coded: Mapping[float, float] = MappingProxyType({}),
     ) -> None:
         if not (isfinite(compute) and compute > 0):
             raise ValueError(f"compute must be a finite number of seconds > 0, got {compute!r}")
@@ -85,7 +87,7 @@ class ModelledClock(StepClock):
         self.overlap = overlap
         self.delay = delay
         self.server = server
-        self.coded, self.dense_bytes = coded, dense_bytes
+        self.coded = coded
         self.network = "" if link is None else f"modelled {link} link"
 
     def exchange(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
@@ -112,26 +114,32 @@ class ModelledClock(StepClock):
         workers = self.server.workers
         return sum(8 * nbytes * max(1 / rate, 1 / own_rate / workers) for nbytes, rate in total)
 
-    def exposed(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
+    def exposed(
+        self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0, cf: float = DENSE
+    ) -> float:
         """What of that policies are told: with a delay what is not hidden, else all of it."""
         if self.delay:
-            coding = self.coding(wire_bytes, statistics)
-            return self.step(wire_bytes, statistics, 1, down) - self.compute - coding
+            own = self.compute + self.coding(cf)
+            return self.step(wire_bytes, statistics, 1, down, cf) - own
         return self.exchange(wire_bytes, statistics, down)
 
-    def coding(self, wire_bytes: float, statistics: float = 0.0) -> float:
-        return self.coded if 0 < wire_bytes - statistics < self.dense_bytes else 0.0
+    def coding(self, cf: float) -> float:
+        if cf == DENSE or not self.coded:
+            return 0.0
+        return self.coded[min(self.coded, key=lambda other: abs(log(other / cf)))]
 
     def step(
-        self, wire_bytes: float, statistics: float = 0.0, steps: int = 1, down: float = 0.0
+        self,
+        wire_bytes: float,
+        statistics: float = 0.0,
+        steps: int = 1,
+        down: float = 0.0,
+        cf: float = DENSE,
     ) -> float:
         """Seconds of so many steps, one of which has sent something. With a delay D those of one of
         many: the link carries one round after the other, and a round that leaves when a step ends
         must be there when the step D - 1 later does."""
-        exchange, coding = (
-            self.exchange(wire_bytes, statistics, down),
-            self.coding(wire_bytes, statistics),
-        )
+        exchange, coding = self.exchange(wire_bytes, statistics, down), self.coding(cf)
         if self.delay:
             busy, own = self.sending(wire_bytes, statistics, down), self.compute + coding
             return max(own, busy, (own + exchange) / self.delay)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ HOOK_OPTIONS = (
     *("fixed_clock", "model_mb", "coding", "server"),
 )
 """What makes no sense without the library's hook."""
+
+
+ANY_CF = 10.0
+"""Where a cost of coding stands that is the same at all CFs."""
 
 
 def make_config(given: Mapping[str, Any]) -> TrainConfig:
@@ -61,7 +65,21 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     made.setdefault("log_dir", _new_folder(f"{made.get('task', TrainConfig.task)}-{name}"))
     config = TrainConfig(**made)
     check_optimizer(config)
-    return config
+    return replace(config, coding_by_cf=_coding(config))
+
+
+def _coding(config: TrainConfig) -> tuple[tuple[float, float], ...]:
+    """`TrainConfig.coding_by_cf`."""
+    if config.fixed_clock is None or config.base in (None, "none"):
+        return ()
+    if config.coding is not None:
+        return ((ANY_CF, config.coding),)
+    from runs.coding import measured  # which imports torch
+
+    try:
+        return measured(config.base)
+    except ValueError:  # is told of where the base is used
+        return ()
 
 
 def _of_policy(policy: str) -> dict[str, Any]:

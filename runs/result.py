@@ -94,7 +94,18 @@ def _modelled(config: TrainConfig) -> str:
     server = ""
     if config.server is not None:
         server = f", and a server at {ServerSpec.parse(config.server, config.workers)}"
-    return f"{config.fixed_clock:g} s a step{link}{size}{server}"
+    return f"{config.fixed_clock:g} s a step{link}, {coding_in_words(config)}{size}{server}"
+
+
+def coding_in_words(config: TrainConfig) -> str:
+    """What modelled step times charge for compressing and decoding."""
+    by_cf = dict(config.coding_by_cf)
+    if not any(by_cf.values()):
+        return "coding free"
+    if config.coding is not None:
+        return f"{config.coding:g} ns of coding an element"
+    times = ", ".join(f"{ns:.2g} at CF {cf:.3g}" for cf, ns in by_cf.items())
+    return f"coding as measured on this machine (ns an element: {times})"
 
 
 def make_report(config: TrainConfig, outcome: Outcome, logbook: Logbook, out: TextIO) -> bool:

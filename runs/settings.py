@@ -189,7 +189,7 @@ class Modelling:
     a large LSTM 252)."""
     coding: Annotated[NotNegative | None, metavar("NS")] = None
     """With --fixed-clock: nanoseconds for each gradient element that compressing and decoding take
-    in a compressed step (0: compression is free)."""
+    in a compressed step, 0 for nothing (as measured at some CFs on this machine, once)."""
     server: Annotated[str | None, metavar("RATE[/RATE]")] = None
     """With --fixed-clock, a server makes the means, and its link, e.g. 1gbit or 1gbit/500mbit (up
     and down), carries what all workers send and are sent; --exchange is sharded, or all_reduce

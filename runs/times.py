@@ -55,7 +55,7 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     for record, steps in zip(recorded.steps, local_steps(recorded.steps), strict=True):
         report = record.report
         clock.now += clock.step(
-            report.wire_bytes, report.statistics_bytes, steps, report.down_bytes
+            report.wire_bytes, report.statistics_bytes, steps, report.down_bytes, report.cf
         )
     return clock.now
 

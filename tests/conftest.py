@@ -5,6 +5,7 @@ are interpreted. `make test` leaves a part of the tests to `make long-test`."""
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     # Here, since tests of any folder may import what imports Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What coding takes on this machine is measured once for all tests, and the user's file left alone.
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir(), f"adaptive-tests-{os.getuid()}"))
 
 _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("local", _ANY_SPEED)

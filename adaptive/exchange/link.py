@@ -84,7 +84,7 @@ def new_future(device: torch.device) -> Future[Tensor]:
 
 class StepClock(ABC):
     """A clock, for `AdaptiveCompressor(clock=...)`, that does not run: it is moved on by as long as
-    a step takes, computed from the bytes that the step has sent.
+    a step takes, computed from its CF and the bytes that it has sent.
 
     now: seconds. compute: seconds of forward, backward and optimizer in a step. network: the link
         in words, such as "modelled 10 Mbit/s link"; "" if there is no link.
@@ -101,16 +101,23 @@ class StepClock(ABC):
 
     @abstractmethod
     def step(
-        self, wire_bytes: float, statistics: float = 0.0, steps: int = 1, down: float = 0.0
+        self,
+        wire_bytes: float,
+        statistics: float = 0.0,
+        steps: int = 1,
+        down: float = 0.0,
+        cf: float = 1.0,
     ) -> float:
         """Seconds of so many local steps with one exchange."""
 
-    def coding(self, wire_bytes: float, statistics: float = 0.0) -> float:
-        """Seconds of compressing and decoding in these steps, which `step` counts too."""
+    def coding(self, cf: float) -> float:
+        """Seconds of compressing and decoding at a CF, which `step` counts too."""
         return 0.0
 
     @abstractmethod
-    def exposed(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
+    def exposed(
+        self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0, cf: float = 1.0
+    ) -> float:
         """Seconds of an exchange, as policies are told of them."""
 
 

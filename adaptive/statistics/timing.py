@@ -204,7 +204,8 @@ class Stopwatch:
         clock, running = self.clock, self._running
         if not isinstance(clock, StepClock) or running is None:
             return clock()
-        return clock() + clock.step(running.wire, running.statistics, running.steps, running.down)
+        sent = running.wire, running.statistics, running.steps, running.down
+        return clock() + clock.step(*sent, running.cf)
 
     def start(self, cf: float, steps: int = 1) -> dict[str, float]:
         """Begin a step at `cf` where the last one ended; the next exchange comes after so many
@@ -219,9 +220,9 @@ class Stopwatch:
         seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, StepClock):
             seconds["compute_seconds"] = self.clock.compute * timed.steps
-            seconds["compress_seconds"] = self.clock.coding(timed.wire, timed.statistics)
+            seconds["compress_seconds"] = self.clock.coding(timed.cf)
             seconds["exchange_seconds"] = self.clock.exposed(
-                timed.wire, timed.statistics, timed.down
+                timed.wire, timed.statistics, timed.down, timed.cf
             )
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(seconds["seconds"]):

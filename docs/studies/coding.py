@@ -18,36 +18,25 @@ from statistics import median
 
 import torch
 
-from compressors import RoundsCompressor, make_compressor
+from compressors import make_compressor
 from compressors.base import Spec
-from runs.bench.compressors import KEY, in_rounds, our_step, textbook
+from runs.bench.compressors import KEY, textbook
+from runs.coding import nanoseconds
 
 
-def nanoseconds(spec: str, numel: int, rounds: int, workers: int = 2) -> float:
+def of_contender(spec: str, numel: int, rounds: int, workers: int = 2) -> float:
     """Of a contender NAME@CF, for each element."""
     name, _, cf = spec.partition("@")
-    side = int(numel**0.5)
-    numel, key = side * side, KEY._replace(shape=(side, side))
+    if name != "textbook":
+        return nanoseconds(make_compressor(name), float(cf), numel, rounds, workers)
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator)
-    residual, mean = torch.zeros(numel), torch.zeros(numel)
-    compressor = make_compressor("topk" if name == "textbook" else name)
-    spent = []
+    residual, mean, spent = torch.zeros(numel), torch.zeros(numel), []
     for _ in range(rounds):
         began = time.process_time()
-        if name == "textbook":
-            indices, values, *_ = textbook(residual, grad, float(cf))
-            for _ in range(workers):
-                mean.index_add_(0, indices, values, alpha=1 / workers)
-            payloads = []
-        elif isinstance(compressor, RoundsCompressor):
-            payloads = in_rounds(compressor, [residual.add_(grad)], float(cf), [key])
-        else:
-            wire = torch.empty(compressor.nbytes(Spec((numel,), float(cf))), dtype=torch.uint8)
-            own = our_step(compressor, wire, residual, grad, float(cf))
-            payloads = [own] * workers
-        for payload in payloads:
-            compressor.add_to(mean, payload, 1 / workers)
+        indices, values, *_ = textbook(residual, grad, float(cf))
+        for _ in range(workers):
+            mean.index_add_(0, indices, values, alpha=1 / workers)
         spent.append(time.process_time() - began)
     return 1e9 * median(spent) / numel
 
@@ -84,7 +73,7 @@ def main() -> None:
             ratio = f"{apart / levels:.2f} times"
             print(f"{spec:20} {apart:8.2f} ns an element apart, {levels:.2f} in levels: {ratio}")
             continue
-        print(f"{spec:20} {nanoseconds(spec, given.numel, given.rounds):8.2f} ns an element")
+        print(f"{spec:20} {of_contender(spec, given.numel, given.rounds):8.2f} ns an element")
 
 
 if __name__ == "__main__":

@@ -159,5 +159,5 @@ def speeds(config: TrainConfig) -> str:
     size = f", gradients as large as {config.model_mb:g} MB" if config.model_mb else ""
     return (
         f"speeds are modelled, {config.fixed_clock:g} s of computing a step, each contender's "
-        f"nanoseconds of compression, {emulated(config) or 'no link'}{size}"
+        f"nanoseconds of coding, {emulated(config) or 'no link'}{size}"
     )

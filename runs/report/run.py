@@ -27,7 +27,7 @@ from runs.records import (
     seconds_by_step,
     stretches,
 )
-from runs.result import is_dense, title
+from runs.result import coding_in_words, is_dense, title
 from runs.tasks import TASKS
 from runs.times import one_worker_seconds, scaling_efficiency, step_seconds
 
@@ -309,7 +309,8 @@ class Run:
         if config is not None and config.fixed_clock is not None:
             option = "step-seconds" if config.simulated else "fixed-clock"
             notes.append(
-                f"--{option} {config.fixed_clock:g}: its step times are modelled, not measured"
+                f"--{option} {config.fixed_clock:g}: its step times are modelled, not measured; "
+                f"{coding_in_words(config)}"
             )
         if config is not None and not self.evaluations:
             notes.append("never evaluated: quality is not known")

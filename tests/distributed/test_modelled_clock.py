@@ -59,18 +59,16 @@ def test_a_small_model_stands_for_a_large_one() -> None:
 
 
 def test_compression_takes_what_it_is_said_to_take_and_a_dense_step_none_of_it() -> None:
-    clock = ModelledClock(COMPUTE, LINK, coded=0.05, dense_bytes=1000)
-    assert [clock.coding(*sent) for sent in ((999, 0), (1000, 0), (1100, 101), (50, 50))] == [
-        0.05,
-        0.0,
-        0.05,
-        0.0,
-    ]
-    assert clock.step(500) == pytest.approx(COMPUTE + 0.05 + clock.exchange(500))
-    assert clock.step(1000) == pytest.approx(COMPUTE + clock.exchange(1000))
-    delayed = ModelledClock(COMPUTE, LINK, delay=4, coded=0.05, dense_bytes=1000)
-    assert delayed.step(10) == pytest.approx(COMPUTE + 0.05)
-    assert delayed.exposed(10) == pytest.approx(0.0)
+    coded = {2.0: 0.01, 10.0: 0.05, 100.0: 0.03}
+    clock = ModelledClock(COMPUTE, LINK, coded=coded)
+    found = [clock.coding(cf) for cf in (1.0, 2.0, 4.0, 20.0, 40.0, 1000.0)]
+    assert found == [0.0, 0.01, 0.01, 0.05, 0.03, 0.03]
+    assert clock.step(500, cf=10.0) == pytest.approx(COMPUTE + 0.05 + clock.exchange(500))
+    assert clock.step(500) == pytest.approx(COMPUTE + clock.exchange(500))
+    delayed = ModelledClock(COMPUTE, LINK, delay=4, coded=coded)
+    assert delayed.step(10, cf=10.0) == pytest.approx(COMPUTE + 0.05)
+    assert delayed.exposed(10, cf=10.0) == pytest.approx(0.0)
+    assert ModelledClock(COMPUTE, LINK).coding(10.0) == 0.0
 
 
 def test_the_same_run_goes_the_same_way_also_when_it_was_saved_in_the_middle() -> None:

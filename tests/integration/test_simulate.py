@@ -45,7 +45,7 @@ def _states(folder: Path) -> list[dict[str, Any]]:
 def test_it_does_what_train_does_to_the_bit(text: Path, tmp_path: Path, capsys: Any) -> None:
     ours, theirs = tmp_path / "simulated", tmp_path / "real"
     common = ("--workers", "2", "--steps", "16", "--checkpoint-every", "16", "--eval-every", "8")
-    common += ("--model-mb", "8", "--policy", "GraVAC(window=3)")
+    common += ("--model-mb", "8", "--policy", "GraVAC(window=3)", "--coding", "5")
     train = ("--data", str(text), *SHORT, *common, "--fixed-clock", "0.02")
     assert main(["train", *train, "--log-dir", str(theirs)]) == 0
     capsys.readouterr()
@@ -60,7 +60,7 @@ def test_it_does_what_train_does_to_the_bit(text: Path, tmp_path: Path, capsys: 
         assert results[0][key] == results[1][key]
     assert len(results[0]["cf_history"]) > 1
     assert "2 simulated workers" in said.out
-    assert "modelled: 0.02 s a step and what 100 Mbit/s take for its bytes, as if" in said.out
+    assert "modelled: 0.02 s a step and what 100 Mbit/s take for its bytes, 5 ns of" in said.out
     assert any(ours.glob("events.out.tfevents.*"))
     recorded = read_records(ours / "timeline.jsonl")
     assert recorded.header is not None
@@ -69,6 +69,7 @@ def test_it_does_what_train_does_to_the_bit(text: Path, tmp_path: Path, capsys: 
     for report in (record.report for record in recorded.steps):
         gradients = report.wire_bytes - report.statistics_bytes
         seconds += 0.02 + (scale * gradients + report.statistics_bytes) * 8 / 1e8
+        seconds += 5e-9 * 2e6 * (report.cf != 1)
     assert results[0]["modelled_seconds"] == pytest.approx(seconds)
 
 
