@@ -95,6 +95,12 @@ class Averager:
         self.use_memory()
 
     @property
+    def narrow(self) -> torch.dtype | None:
+        """The precision in which a step that is not compressed is summed; None: as it is."""
+        rung = self.settings.base.at(self.controller.plan.send)
+        return rung.sum_dtype if rung.sent_as_dense else None
+
+    @property
     def compresses(self) -> bool:
         """This step is compressed by us: neither dense, in whatever precision, nor sent by a
         foreign hook."""
@@ -175,9 +181,7 @@ class Averager:
             send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
             return self.reducer.dense(step, flat, parameters, send)
         if not self.compresses:
-            rung = self.settings.base.at(plan.send)
-            narrow = rung.sum_dtype if rung.sent_as_dense else None
-            return self.reducer.dense(step, flat, parameters, narrow=narrow)
+            return self.reducer.dense(step, flat, parameters, narrow=self.narrow)
         nbytes = self.sizes.bucket_nbytes(cfs)
         strategy = strategy_of(self.choice.pick(nbytes, plan.send))
         return self.reducer.compressed(step, flat, parameters, strategy, bucket.index())

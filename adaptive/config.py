@@ -300,6 +300,11 @@ class Settings:
                 f"exchange={self.server!r}: needs a base that compresses, got "
                 f"base={self.base.name!r}"
             )
+        if self.server.down_cf == "auto" and len(self.sync.numbers) > 1:
+            raise ValueError(
+                f"exchange={self.server!r}: needs a number of local steps that is fixed, got "
+                f"sync={self.sync!r}"
+            )
         policies = _policies_in(self.policy)
         by_norms = self.policy.layerwise or any(isinstance(each, Accordion) for each in policies)
         if self.server.down_cf == "auto" and by_norms:

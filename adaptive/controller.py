@@ -128,10 +128,9 @@ class Controller(saved.Stateful):
         sent = () if as_dense else (plan.send,)
         compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
-        if self.means is not None:
-            up = plan.send if plan.send in compressed else None
-            if why := self.means.begin_step(self.step, up):
-                self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
+        compresses = plan.send in compressed
+        if self.means is not None and (why := self.means.begin_step(self.step, compresses)):
+            self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
 
     def note(self, reason: str) -> None:
@@ -369,9 +368,11 @@ class Controller(saved.Stateful):
             if step > 0:  # whose report is of the step before
                 totals.pace.add(report.median_seconds, report.timed_steps, dense)
             if not self.forced_dense:
-                self.policy.observe(report)
-                if self.means is not None and down_cfs[0] is not None:
-                    recorded |= self.means.observe(report, agreed, down_cfs[0], down_cfs[1])
+                of_gradients = report
+                if self.means is not None:
+                    of_gradients = self.means.report_of_gradients(report, down_cfs[1])
+                    recorded |= self.means.observe(report, agreed, *down_cfs)
+                self.policy.observe(of_gradients)
             gain = self._gain(report)
             totals.add_gain(report.cf, gain)
             recorded |= {"gain": gain, "pace": replace(totals.pace)}

@@ -2,7 +2,8 @@
 
 GraVAC's authors name this as future work. In the sharded exchange the rank that owns a shard
 compresses the mean of the ranks' payloads a second time. A second instance of the run's policy
-chooses the CF of that. Each way is judged by what it loses itself.
+chooses the CF of that. Each way is judged by what it loses itself, and by its own share of the time
+that a step waits for the network. So a switch of one way is no other network for the other.
 """
 
 from __future__ import annotations
@@ -24,24 +25,23 @@ from policies.words import named
 class MeansPolicy(Stateful):
     """A policy at work on the means. Its steps are those that compress gradients.
 
-    policy: a second instance of the run's policy, not started. means: the exchange's. known_gains:
-    CFs whose gains are assumed and not measured."""
+    policy: a second instance of the run's policy, not started. means: the exchange's. wire_bytes:
+    of a step, by the CF of gradients and that of means. known_gains: CFs whose gains are assumed
+    and not measured."""
 
     _fields = declare(policy=Policy)
 
     policy: Policy
     means: Means
+    wire_bytes: Callable[[float, float], float]
     known_gains: Collection[float] = ()
 
     cf: float = saved(DENSE)  # of the means
-    _up: float = saved(DENSE)  # of the gradients
     _switch: tuple[int, str] = saved((0, ""))  # the step of the last switch, and why
 
-    def start(self, context: Context, wire_bytes: Callable[[float, float], float]) -> None:
-        """context: of the run's policy. wire_bytes: of a step, by the CF of gradients and that of
-        means. ValueError if the policy's settings do not fit."""
+    def start(self, context: Context) -> None:
+        """context: of the run's policy. ValueError if the policy's settings do not fit."""
         assumed = {cf: gain for cf, gain in context.assumed.items() if cf in self.known_gains}
-        self._up = context.cf_range[0]
         self.policy.start(
             replace(
                 context,
@@ -49,36 +49,59 @@ class MeansPolicy(Stateful):
                 unknown=frozenset(),
                 local_steps=(1,),
                 layers={},
-                wire_bytes=lambda cf: wire_bytes(self._up, cf),
+                wire_bytes=self._one_way,
             )
         )
         self.cf = self.means.cf = self.policy.plan().send
 
-    def begin_step(self, step: int, up: float | None) -> str:
+    def _one_way(self, cf: float) -> float:
+        """Bytes of one way of a sharded exchange."""
+        return self.wire_bytes(cf, cf) / 2
+
+    def bytes_of_gradients(self, cf: float) -> float:
+        """Bytes of a step at this CF of gradients, but for those of means as they are now."""
+        return self.wire_bytes(cf, self.cf) - self._one_way(self.cf)
+
+    def report_of_gradients(self, report: StepReport, cf_before: float | None) -> StepReport:
+        """The report for the policy of gradients: the wait is that for bytes of gradients.
+
+        cf_before: see `observe`."""
+        cf = self.cf if cf_before is None else cf_before
+        return _with_wait(report, 1 - self._share(report, cf))
+
+    def _share(self, report: StepReport, cf: float) -> float:
+        """The share that means at this CF have in the bytes of the step that the times are of."""
+        known = isfinite(report.timed_cf)
+        total = self.wire_bytes(report.timed_cf, cf) if known else 0.0
+        return self._one_way(cf) / total if total else 0.0
+
+    def begin_step(self, step: int, compresses: bool) -> str:
         """Plan the means of a step. Returns why their CF changes, "" if it does not.
 
-        up: the CF of gradients; None: no means are compressed in this step."""
+        compresses: means are compressed in this step."""
         self.means.measured = ()
-        if up is None:
+        if not compresses:
             return ""
         plan = self.policy.plan()
         wanted = {plan.send, *plan.probe}
         if self.policy.shadow and not plan.skip_gains:
             wanted |= {*self.policy.candidates()}
         switches = plan.send != self.cf
-        self._up, self.cf, self.means.cf = up, plan.send, plan.send
+        self.cf = self.means.cf = plan.send
         self.means.measured = tuple(sorted(wanted - {DENSE, *self.known_gains}))
         if switches:
             self._switch = step, plan.reason
         return plan.reason if switches else ""
 
     def observe(
-        self, report: StepReport, agreed: Statistics, cf: float, cf_before: float | None
+        self, report: StepReport, agreed: Statistics, cf: float | None, cf_before: float | None
     ) -> dict[str, float]:
         """Take in a step. Returns what is recorded of its means.
 
         report: of the gradients. agreed: the ranks' statistics. cf, cf_before: the CF of the means
         in this step and in the step before; None: there were none."""
+        if cf is None:
+            return {}
         total = nan if agreed.nonfinite else agreed.mean_total
         levels = zip(agreed.tally.mean_cfs, agreed.mean_kept, agreed.mean_error, strict=True)
         found = {
@@ -86,6 +109,8 @@ class MeansPolicy(Stateful):
             for level, kept, error in levels
         }
         gains = {level: measured.gain("error_fed") for level, measured in found.items()}
+        if cf_before is not None:
+            report = _with_wait(report, self._share(report, cf_before))
         report = replace(
             report,
             cf=cf,
@@ -108,6 +133,15 @@ class MeansPolicy(Stateful):
     def explain(self) -> str:
         step, reason = self._switch
         return f"means come back at {named(self.cf)} since step {step}" + (reason and f": {reason}")
+
+
+def _with_wait(report: StepReport, share: float) -> StepReport:
+    """The report with a share of its wait. The rest of that counts as work."""
+    return replace(
+        report,
+        exchange_seconds=share * report.exchange_seconds,
+        network_seconds=share * report.network_seconds,
+    )
 
 
 def another(policy: Policy) -> Policy:

@@ -168,10 +168,11 @@ class Session:
         self._means: MeansPolicy | None = None
         if settings.server.down_cf == "auto" and base.name != "none":
             second = another(settings.policy)
-            self._means = MeansPolicy(second, self._choice.means, base.known_gains)
-        context = start_policy(settings, self._sizes, self._memory.now.name)
+            of_both = self._sizes.wire_bytes
+            self._means = MeansPolicy(second, self._choice.means, of_both, base.known_gains)
+        context = start_policy(settings, self._sizes, self._memory.now.name, self._means)
         if self._means is not None:
-            self._means.start(context, self._sizes.wire_bytes)
+            self._means.start(context)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *base.known_gains}

@@ -15,6 +15,7 @@ from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import hook_bytes, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
+from adaptive.means_policy import MeansPolicy
 from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
@@ -135,10 +136,12 @@ class Sizes:
         return Piece(self.granularity.compressor.at(cf), shape, cf)
 
 
-def start_policy(settings: Settings, sizes: Sizes, memory: str) -> Context:
+def start_policy(
+    settings: Settings, sizes: Sizes, memory: str, means: MeansPolicy | None = None
+) -> Context:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. memory: the name of the one in use. ValueError if the settings do not go
-    together or do not fit the model."""
+    what it was told. memory: the name of the one in use. means: chooses the CF of means. ValueError
+    if the settings do not go together or do not fit the model."""
     hooks, (low, high) = settings.hooks, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
     if ends[1] == DENSE < high and not hooks:
@@ -157,7 +160,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: str) -> Context:
         supported=sizes.supported,
         assumed=assumed,
         unknown=frozenset(hooks.keys() - assumed.keys()),
-        wire_bytes=sizes.wire_bytes,
+        wire_bytes=sizes.wire_bytes if means is None else means.bytes_of_gradients,
         link=lambda: link_of(settings.network.spec, sizes.choice.link),
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,

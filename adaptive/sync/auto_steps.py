@@ -44,7 +44,6 @@ from adaptive.sync.own_step import OwnStepSync
 from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if
-from policies import DENSE
 from policies.state import require
 from policies.step_time import overlapped
 
@@ -148,10 +147,10 @@ class AutoStepsSync(OwnStepSync):
             here = chunk.here("sent at")
             done = torch.sub(self._anchors[chunk], here, out=chunk.room("done"))
             all_nan_if_too_large(done)
-            if send == DENSE:
-                mean = reducer.dense(step, done, chunk.parameters)
-            else:
+            if averager.compresses:
                 mean = reducer.compressed(step, done, chunk.parameters, strategy, i)
+            else:
+                mean = reducer.dense(step, done, chunk.parameters, narrow=averager.narrow)
             self._arriving[chunk] = _Arriving(mean.then(arrived), here)
 
     # -- rounds of several steps --

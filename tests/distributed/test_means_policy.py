@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import (
@@ -157,31 +156,48 @@ def test_gains_are_those_of_the_means(ranks: int) -> None:
                     assert of_step.get(10.0, 0.5) < 1
 
 
-def _sent(rank: int) -> list[tuple[float, float]]:
-    """Of each step, bytes sent and bytes that the policy of means was promised."""
+def _told(rank: int) -> dict[str, Any]:
+    """What both policies were told of bytes and waits, where both ways change their CFs."""
     model = DDP(small_net(torch.float32))
+    own = Scripted([10.0, 50.0, 50.0, 1.0])
     compressor = AdaptiveCompressor(
-        "topk+fp32", (4, 100), policy=Scripted([10.0, 50.0]), exchange=ParameterServer("auto")
+        "topk+fp32",
+        (4, 100),
+        policy=own,
+        exchange=ParameterServer("auto"),
+        network=Network(clock=ModelledClock(1e-3, LinkSpec.parse("1mbit"), scale=1000.0)),
     ).attach(model)
-    controller = compressor.running().controller
-    means, promised = controller.means, []
+    means = compressor.running().controller.means
     assert means is not None
     policy = means.policy
     assert isinstance(policy, Scripted)
-    policy.cfs = [5.0, 5.0, 20.0]
-    for step in range(7):
+    policy.cfs = [5.0, 20.0]
+    promised = []
+    for step in range(24):
         loss_of(model, step, rank).backward()
-        promised.append(policy.context.wire_bytes(means.cf))
+        promised.append((own.context.wire_bytes(1.0), policy.context.wire_bytes(means.cf)))
     compressor.flush()
-    sent = [r.wire_bytes - r.statistics_bytes for r in policy.reports]
-    dist.barrier()
-    return list(zip(sent, promised, strict=True))
+    waits: dict[str, dict[float, list[float]]] = {"up": {}, "down": {}}
+    for way, reports in (("up", own.reports[2:]), ("down", policy.reports[2:])):
+        for report in reports:
+            if report.timed_cf == report.timed_cf:
+                waits[way].setdefault(report.timed_cf, []).append(report.exchange_seconds)
+    sent = [r.down_bytes - r.statistics_bytes / 2 for r in policy.reports]
+    compressed = [bytes_ for step, (_, bytes_) in enumerate(promised) if step % 4 != 3]
+    return {"waits": waits, "sent": sent, "promised": compressed, "dense": promised}
 
 
-def test_the_policy_knows_what_means_cost() -> None:
-    for found in run_ranks(2, _sent):
-        for sent, promised in found[1:]:  # the first backward has another layout
+def test_each_policy_is_told_of_its_own_way() -> None:
+    """Bytes are what was promised, and waits do not depend on the CF of the other way."""
+    for found in run_ranks(2, _told):
+        for sent, promised in zip(found["sent"][1:], found["promised"][1:], strict=True):
             assert sent == pytest.approx(promised, rel=0.05)
+        assert found["waits"]["up"].keys() == {1.0, 10.0, 50.0}
+        assert found["waits"]["down"].keys() == {5.0, 20.0}
+        for way, by_cf in found["waits"].items():
+            for cf, waits in by_cf.items():
+                if cf > 1:  # a dense step takes the place of means at any CF
+                    assert waits == pytest.approx([waits[0]] * len(waits), rel=0.05), (way, cf)
 
 
 def _resumed(rank: int, path: str, policy: str) -> tuple[bool, bool]:

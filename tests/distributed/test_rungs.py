@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves
 
-from adaptive import AdaptiveCompressor, Ladder, LinkSpec, Network
+from adaptive import AdaptiveCompressor, Ladder, LinkSpec, LocalSteps, MemoryTimeline, Network
 from compressors.kernels import blocks
 from compressors.ladder import GAIN
 from runs.modelled_clock import ModelledClock
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, loss_of, small_net
+from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 from tests.distributed.test_device_path import ByStep
 from tests.distributed.test_updates import MAKE, Training, differs
 
@@ -132,6 +132,34 @@ def test_bfloat16_is_summed_as_by_pytorchs_hook() -> None:
         assert not any(found["residual"])
         assert found["sent"][1:] == [found["dense"] / 2] * (len(found["sent"]) - 1)
         assert not any(found["measured"][1:])
+
+
+def _in_rounds(rank: int) -> tuple[float, list[tuple[float, int]]]:
+    """Rounds of several steps, at a rung that is sent as dense, too: how far the ranks' mean models
+    are apart, and what was sent."""
+    base = Ladder({2: "bf16", 8: "int4"}, "topk+int4")
+    policy = Scripted([20.0, 2.0, 2.0, 8.0, 1.0], local_steps=[1, 2, 4])
+    model, timeline = DDP(small_net(torch.float32)), MemoryTimeline()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    compressor = AdaptiveCompressor(
+        base, policy=policy, sync=LocalSteps("auto"), timeline=timeline
+    ).attach(model, optimizer=optimizer)
+    for step in range(40):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    with compressor.averaged():
+        flat = flat_parameters(model)
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, flat)
+    sent = [(each.report.cf, each.local_steps) for each in timeline.steps]
+    return differs(everyones), sent
+
+
+def test_a_rung_that_is_sent_as_dense_goes_with_rounds_of_several_steps() -> None:
+    found = run_ranks(2, _in_rounds)
+    assert [apart for apart, _ in found] == [0.0, 0.0]
+    assert {(2.0, 2), (2.0, 4)} <= {*found[0][1]}
 
 
 def _with_adamw(rank: int, exchange: str, path: str) -> dict[str, float]:

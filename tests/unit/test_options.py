@@ -67,6 +67,10 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
         ({"sync": lambda: Delayed(0)}, ["steps", "0", ">= 1"]),
         ({"exchange": lambda: ParameterServer(down_cf=0.5)}, ["down_cf", "0.5", ">= 1"]),
         (
+            {"exchange": ParameterServer("auto"), "sync": LocalSteps("auto")},
+            ["exchange", "down_cf='auto'", "local steps that is fixed", "got sync=LocalSteps"],
+        ),
+        (
             {"exchange": ParameterServer("auto"), "policy": "accordion"},
             ["exchange", "down_cf='auto'", "'goodput'", "down_cf=None", "got policy 'accordion'"],
         ),
