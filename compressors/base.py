@@ -19,6 +19,7 @@ from compressors.kernels.blocks import (
     either,
     energies,
 )
+from compressors.kernels.blocks import InvalidPayload as InvalidPayload
 
 MAX_NUMEL = 2**31 - 1
 """Elements of the largest tensor: its positions fit 32 bits."""
@@ -74,10 +75,6 @@ class Spec(NamedTuple):
     def at(self, cf: float) -> Spec:
         """The spec with another compression factor."""
         return self._replace(cf=cf)
-
-
-class InvalidPayload(ValueError):  # noqa: N818
-    """This error says that no compressor can have sent the received bytes (size, indices)."""
 
 
 @dataclass(frozen=True)

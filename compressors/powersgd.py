@@ -27,8 +27,8 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Payload, Spec, check_cf
-from compressors.kernels import squared_norms
-from compressors.kernels.blocks import Flag, energies, fill_if, is_host
+from compressors.kernels import kernels_for, squared_norms
+from compressors.kernels.blocks import Flag, energies, fill_if
 from compressors.rounds import (
     Report,
     Rounds,
@@ -298,9 +298,6 @@ def _own(
     return [part.payload(*each) for part, *each in zip(parts, ps, qs, rests, of, strict=True)]
 
 
-_WIDE = 8  # rows up to which the host works in double; beyond, that would cost too much
-
-
 def orthonormal_rows(rows: Tensor) -> Tensor:
     """Orthonormal rows (r, n) whose first j span what the first j of `rows` span, for every j.
 
@@ -309,11 +306,4 @@ def orthonormal_rows(rows: Tensor) -> Tensor:
 
     rows: (r, n) with r <= n. A row that is zero, or depends on the ones before it, becomes some
     unit vector orthogonal to the others. NaN only if `rows` is not finite."""
-    if not rows.numel():
-        return rows
-    wide = rows.double() if len(rows) <= _WIDE or not is_host(rows.device) else rows
-    if wide.dtype == rows.dtype:  # then squares could overflow or vanish
-        largest = wide.abs().amax(1, keepdim=True)
-        wide = wide / torch.where(largest > 0, largest, 1.0)
-    columns = torch.linalg.qr(wide.t()).Q
-    return columns.t().to(rows.dtype, memory_format=torch.contiguous_format)
+    return kernels_for(rows).orthonormal_rows(rows) if rows.numel() else rows

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload, Spec
-from compressors.kernels import blocks, fuses
+from compressors.kernels import blocks, kernels_for
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Coding,
@@ -121,14 +121,13 @@ class Quantizer(Compressor):
         """Decode payloads of the same CF into `out`, or onto what is there, by one of Triton's
         kernels; False where it cannot, and nothing is done."""
         coding = self.form(payloads[0].cf).coding if payloads else None
-        if coding is None or as_zeros is True or not fuses(out):
+        fused = kernels_for(out).fused(out)
+        if coding is None or as_zeros is True or fused is None:
             return False
         if any(payload.dtype != out.dtype for payload in payloads):
             return False
-        from compressors.kernels.triton import codec as triton_codec
-
-        coded = triton_codec.coded([payload.parts for payload in payloads], out.numel(), coding)
-        triton_codec.write_values(out, coded, scale, add, as_zeros)
+        coded = fused.coded([payload.parts for payload in payloads], out.numel(), coding)
+        fused.write_values(out, coded, scale, add, as_zeros)
         return True
 
 
@@ -320,13 +319,12 @@ class Natural(OneFormat):
         return decoded
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
-        if not fuses(x, add):
+        fused = kernels_for(x).fused(x, add)
+        if fused is None:
             return None
-        from compressors.kernels.triton import codec as triton_codec
-
         random = torch.empty_like(x, dtype=torch.int32)
         values.fill_random16(random, self.seed, key, 0)
-        return triton_codec.encode_natural(x, add, random, decode)
+        return fused.encode_natural(x, add, random, decode)
 
     def _codes(self, x: Tensor, random: Tensor, offsets: Tensor) -> Tensor:
         """Codes, still as wide as the elements, for rows that have an offset each, which is filled

@@ -11,14 +11,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressors import base
 from compressors.base import Compressor, Key, Payload, Spec
-from compressors.kernels import fuses, kernels_for, squared_norm, squared_norms
+from compressors.kernels import kernels_for, squared_norm, squared_norms
 from compressors.kernels.blocks import (
     Coding,
     Flag,
@@ -28,9 +28,6 @@ from compressors.kernels.blocks import (
 )
 from compressors.wire.indices import choose_format
 from compressors.wire.values import ValueFormat, make_values
-
-if TYPE_CHECKING:
-    from compressors.kernels.triton.codec import Coded
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,11 @@ class Sparsifier(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
-        if self._fuses(out, [payload]):
-            from compressors.kernels.triton import sparse as triton_sparse
-
+        fused = self._fused(out, [payload])
+        if fused is not None:
             indices = payload.parts[0]
-            coded = self._coded([payload], indices.numel())
-            triton_sparse.add_sparse(out.detach(), indices, coded, scale)
+            coded = self._coded(fused, [payload], indices.numel())
+            fused.add_sparse(out.detach(), indices, coded, scale)
             return
         indices, values = payload.parts[0], self._decoded(payload)
         if not self.exact_count:  # slots that hold nothing add 0 somewhere
@@ -148,15 +144,13 @@ class Sparsifier(Compressor):
     ) -> None:
         for payload in payloads:
             base.check_out(out, payload)
-        if as_zeros is True or not payloads or not self._fuses(out, payloads):
+        fused = self._fused(out, payloads)
+        if as_zeros is True or fused is None:
             super().mean_of(out, payloads, scale, as_zeros)
             return
-        from compressors.kernels.triton import codec as triton_codec
-        from compressors.kernels.triton import sparse as triton_sparse
-
-        indices = triton_codec.as_rows([payload.parts[0] for payload in payloads])
-        coded = self._coded(payloads, indices.shape[1])
-        triton_sparse.write_sparse_mean(out.detach(), indices, coded, scale, as_zeros)
+        indices = fused.as_rows([payload.parts[0] for payload in payloads])
+        coded = self._coded(fused, payloads, indices.shape[1])
+        fused.write_sparse_mean(out.detach(), indices, coded, scale, as_zeros)
 
     def floats(self, spec: Spec) -> float:
         return float(spec.num_kept)
@@ -203,15 +197,13 @@ class Sparsifier(Compressor):
         indices, values, total = chosen
         count, missing = values.numel(), max(0, spec.num_kept - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
-        fused = (
-            self.values.fused(slots.detach(), None, spec.key) if isinstance(total, Tensor) else None
-        )
+        unknown = not isinstance(total, Tensor)  # of a payload that was received
+        fused = None if unknown else self.values.fused(slots.detach(), None, spec.key)
         coded, decoded = self.values.encode(slots, spec.key) if fused is None else fused[:2]
         sent = None if self.values.lossless or decoded is None else decoded[:count]
-        if fused is not None and isinstance(total, Tensor):
-            from compressors.kernels.triton import sparse as triton_sparse
-
-            of = triton_sparse.sum_energies(total, fused.norms, count < spec.numel)
+        if fused is not None:
+            sums = kernels_for(values).fused(values)
+            of = sums.sum_energies(total, fused.norms, count < spec.numel)
         else:
             norms = squared_norms([values] if sent is None else [values, sent, values - sent])
             inner, *rest = kernels_for(norms).numbers(norms)
@@ -220,27 +212,26 @@ class Sparsifier(Compressor):
             of = energies(total, energy, coding_error + left_out, indices)
         return self._sparse((indices, *coded), spec, energies=of, exact=values, sent=sent)
 
-    def _fuses(self, out: Tensor, payloads: Sequence[Payload]) -> bool:
-        """Whether Triton's kernels can decode payloads into `out`: float32, of the same CF."""
-        return fuses(out) and all(
+    def _fused(self, out: Tensor, payloads: Sequence[Payload]) -> Any:
+        """The kernels that decode payloads of the same CF into `out`; None if they cannot."""
+        alike = all(
             payload.dtype == out.dtype
-            and payload.parts[0].dtype == torch.int32
             and payload.parts[0].numel() == payloads[0].parts[0].numel() > 0
             for payload in payloads
         )
+        indices = [payload.parts[0] for payload in payloads]
+        return kernels_for(out).fused(out, *indices) if payloads and alike else None
 
-    def _coded(self, payloads: Sequence[Payload], count: int) -> Coded:
+    def _coded(self, fused: Any, payloads: Sequence[Payload], count: int) -> Any:
         """The values of payloads as kernels decode them: `count` of each, in full if they are known
         so."""
-        from compressors.kernels.triton import codec as triton_codec
-
         known = self.values.coding
         sent = [payload.sent for payload in payloads if isinstance(payload, SparsePayload)]
         if known is None or any(values is not None for values in sent):
             decoded = [(self._decoded(payload),) for payload in payloads]
-            return triton_codec.coded(decoded, count, Coding("floats"))
+            return fused.coded(decoded, count, Coding("floats"))
         parts = [payload.parts[1:] for payload in payloads]
-        return triton_codec.coded(parts, payloads[0].spec.num_kept, known)
+        return fused.coded(parts, payloads[0].spec.num_kept, known)
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""

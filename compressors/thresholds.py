@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compressors.base import Key
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected
+from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected, ThresholdSearch
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
 
@@ -150,14 +150,13 @@ class SIDCo(ThresholdSparsifier):
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 8)).double()
         wanted = k / tensor.numel() * sample.numel()
-        numbers = kernels_for(sample).native(sample)
-        xp = np if isinstance(numbers, np.ndarray) else torch
+        kernels = kernels_for(sample)
         with np.errstate(all="ignore"):
-            found = fitted_threshold(xp, numbers, wanted, self.distribution)
-        return found if isinstance(found, Tensor) else float(found)
+            found = fitted_threshold(kernels.xp, kernels.native(sample), wanted, self.distribution)
+        return kernels.scalar(found)
 
 
-# `xp` is NumPy on the host and torch on a device.
+# `xp` is NumPy on the host and torch on a device: `Kernels.xp`.
 
 
 def fitted_threshold(xp: Any, x: Any, wanted: float, distribution: str) -> Any:
@@ -239,13 +238,7 @@ class RedSync(Sparsifier):
         kernels = kernels_for(tensor)
         if k == tensor.numel():
             return kernels.select_above(tensor, 0.0, k, add)
-        return kernels.select_by_count(tensor, k, add, _search)
-
-
-def _search(magnitudes: Any, mean: Any, k: int) -> Any:
-    """`bisect` for an array, `bisect_at_once` for a tensor."""
-    bisected = bisect if isinstance(magnitudes, np.ndarray) else bisect_at_once
-    return bisected(magnitudes, mean, k)
+        return kernels.select_by_count(tensor, k, add, ThresholdSearch(bisect, bisect_at_once))
 
 
 def bisect(magnitudes: Array, mean: float, k: int) -> float:

@@ -24,7 +24,7 @@ from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 from adaptive.memory.handover import Group, steps_as
 from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.memory.muon import is_muon
-from compressors.kernels import fuses
+from compressors.kernels import kernels_for
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -89,12 +89,9 @@ def enlarge(update: Tensor, mean: Tensor, square: Tensor, noise: Noise, ranks: i
     """Make an update (flat, in place) as large as the mean gradient's second moment would: divide
     each element by the root of that moment's share of this rank's own."""
     tensors = (update, mean, square)
-    if fuses(*tensors):
-        from compressors.kernels.triton import (
-            moments as triton_moments,  # here, as Triton need not be installed
-        )
-
-        triton_moments.enlarge(*tensors, *_weights(noise, ranks), 1 / ranks, LEAST)
+    fused = kernels_for(update).fused(*tensors)
+    if fused is not None:
+        fused.enlarge(*tensors, *_weights(noise, ranks), 1 / ranks, LEAST)
         return
     update.mul_(_mean_share(mean, square, noise, ranks).rsqrt_())
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.kernels import fuses
+from compressors.kernels import kernels_for
 from compressors.kernels.blocks import Array, on_host
 
 BELOW = 0.8
@@ -99,15 +99,13 @@ def largest(a: Tensor, sections: Sections, above: Array) -> Tensor:
 def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None:
     """`largest`, and the energies of all elements but these and of all elements, (2, rows,
     sections), in one launch of a Triton kernel; None without Triton or for long sections."""
-    if not fuses(a):
+    fused = kernels_for(a).fused(a)
+    if fused is None or sections.longest > fused.LONGEST:
         return None
-    from compressors.kernels.triton import (
-        rows as triton_rows,  # here, as Triton need not be installed
+    split: tuple[Tensor, Tensor] = fused.split_largest(
+        a, sections.ends, sections.longest, sections.kept
     )
-
-    if sections.longest > triton_rows.LONGEST:
-        return None
-    return triton_rows.split_largest(a, sections.ends, sections.longest, sections.kept)
+    return split
 
 
 def _partitioned(a: Array, wanted: Sequence[int], above: Array) -> Array:

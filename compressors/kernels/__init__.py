@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compressors.kernels.blocks import (
     Flag,
+    Numbers,
     Scalar,
     check_same_length,
     is_host,
@@ -24,7 +26,7 @@ from compressors.kernels.blocks import (
 )
 from compressors.kernels.host import Host
 from compressors.kernels.reference import Kernels as Kernels
-from compressors.kernels.triton import Triton, fits
+from compressors.kernels.triton import Triton
 
 HOST, REFERENCE, TRITON = Host(), Kernels(), Triton()
 
@@ -36,14 +38,14 @@ def kernels_for(x: Tensor) -> Kernels:
     return TRITON if takes_triton(x) else REFERENCE
 
 
+def kernels_of(numbers: Numbers) -> Kernels:
+    """The kernels that native numbers are for."""
+    return HOST if isinstance(numbers, np.ndarray) else REFERENCE
+
+
 def kernels_at(device: torch.device) -> Kernels:
     """The kernels for tensors of a device that are yet to be made."""
     return HOST if is_host(device) else REFERENCE
-
-
-def fuses(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether Triton's kernels write or read payloads of float32 `x`, together with `others`."""
-    return kernels_for(x).fused and fits(x, *others)
 
 
 def squared_norm(tensor: Tensor) -> Scalar:

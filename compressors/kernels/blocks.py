@@ -21,6 +21,9 @@ from torch import Tensor
 
 Array = NDArray[Any]
 
+Numbers = Any
+"""Native numbers, for arithmetic on whole numbers: a NumPy array on the host, else a tensor."""
+
 Scalar = float | Tensor
 """A number made from data: a float on the host, a 0-dim float64 tensor on a device."""
 
@@ -34,11 +37,16 @@ force_triton = False
 """Triton's kernels are also for tensors that are treated as a device's: this is how tests run them
 by Triton's interpreter, which needs the environment variable TRITON_INTERPRET=1."""
 
-ThresholdSearch = Callable[[Any, Any, int], Any]
-"""(magnitudes, mean of all magnitudes, k) -> a threshold.
 
-On the host the magnitudes are an array with the k + 1 largest among them, and the others numbers;
-on a device a tensor of the k + 1 largest, descending, and 0-dim tensors."""
+class ThresholdSearch(NamedTuple):
+    """A search for a threshold: (magnitudes, mean of all magnitudes, k) -> the threshold.
+
+    by_counting: magnitudes are an array with the k + 1 largest among them. at_once: a tensor of
+    the k + 1 largest, descending, whose values nobody reads."""
+
+    by_counting: Callable[[Array, float, int], float]
+    at_once: Callable[[Tensor, Tensor, int], Tensor]
+
 
 CACHE_BLOCK = 1 << 17
 """Elements that selection reads at a time: they fit the second-level cache, with some scratch."""
@@ -48,6 +56,10 @@ CODE_BLOCK = 1 << 19
 last-level cache (a quarter of this takes 1.3 to 1.8 times as long). Part of the wire format."""
 
 _local = threading.local()
+
+
+class InvalidPayload(ValueError):  # noqa: N818
+    """This error says that no compressor can have sent the received bytes (size, indices)."""
 
 
 class Selected(NamedTuple):

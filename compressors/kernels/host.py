@@ -14,12 +14,14 @@ one is tried; if more than twice k do, it is raised on the way.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import SFC64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,12 +29,14 @@ from compressors.kernels.blocks import (
     CACHE_BLOCK,
     Array,
     Flag,
+    InvalidPayload,
+    Numbers,
     Scalar,
     Selected,
     ThresholdSearch,
     scratch,
 )
-from compressors.kernels.reference import Kernels
+from compressors.kernels.reference import Kernels, by_householder
 
 _ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
 _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
@@ -45,7 +49,12 @@ _PLAIN_BELOW, _PLAIN_CF = 1 << 13, 4  # for fewer elements, or more of them kept
 _GUESS_BINS_FROM = 1 << 14  # elements, for bins
 _SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column by column
 _BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cache
+_ODD = np.uint16(40503)  # 2**16 over the golden ratio
+_USES = 4  # elements that a random word serves
+_WIDE = 8  # rows up to which they are made orthonormal in double precision
 _CPU = torch.device("cpu")
+
+_local = threading.local()
 
 
 # Norms -------------------------------------------------------------------------------------------
@@ -229,7 +238,7 @@ def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSear
         candidates = _gather(array, k + 1, _array(add), sum_magnitudes=True)
         indices, values = candidates.all()
         magnitude = np.abs(values)
-        threshold = search(magnitude, candidates.magnitudes / array.size, k)
+        threshold = search.by_counting(magnitude, candidates.magnitudes / array.size, k)
         at = np.flatnonzero(magnitude >= array.dtype.type(threshold))
     if at.size > k or not at.size:
         at = largest_positions(values, k)
@@ -397,14 +406,16 @@ def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
 
 
 def find_bits(data: Tensor, count: int) -> Tensor:
-    """Ascending positions of the first `count` bits that are set in `data` (uint8), or of as many
-    as there are; on a device followed by 8 * len(data) up to `count`."""
+    """Ascending positions of the first `count` bits that are set in `data` (uint8), then 8 *
+    len(data) up to `count`."""
     packed = data.numpy()
-    dtype = np.int32 if 8 * packed.size <= 1 << 31 else np.int64
-    parts = [np.empty(0, dtype)]
+    dtype = np.int32 if 8 * packed.size < 1 << 31 else np.int64
+    parts = []
     for start in range(0, packed.size, _BITS_BLOCK // 8):
         block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
         parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
+    missing = max(0, count - sum(part.size for part in parts))
+    parts.append(np.full(missing, 8 * packed.size, dtype))
     return torch.from_numpy(np.concatenate(parts)[:count])
 
 
@@ -419,7 +430,7 @@ class Host(Kernels):
     whose results have their empty places taken off, for other dtypes."""
 
     may_read = True
-    by_blocks = True
+    xp = np
 
     def numbers(self, x: Tensor) -> tuple[Scalar, ...]:
         return tuple(x.tolist())
@@ -427,11 +438,72 @@ class Host(Kernels):
     def flag(self, x: Tensor) -> Flag:
         return bool(x)
 
-    def native(self, x: Tensor) -> Any:
+    def scalar(self, number: Any) -> Scalar:
+        return float(number)
+
+    def native(self, x: Tensor) -> Numbers:
         return x.detach().numpy()
+
+    def wide(self, numbers: Numbers) -> Numbers:
+        return numbers.astype(np.int32)
+
+    def ranks(self, numbers: Numbers, below: int) -> Numbers:
+        return np.arange(numbers.size, dtype=np.int32 if below <= 1 << 31 else np.int64)
+
+    def fold(self, digits: Numbers, base: int, runs: int, out: Numbers) -> None:
+        count, length = digits.shape[-1], out.shape[-1]
+        if digits.dtype != np.uint8 or count < runs * length:
+            filled = _spare("digits", digits, runs * length)
+            filled[..., :count] = digits  # upper bits are dropped
+            filled[..., count:] = 0
+            digits = filled
+        np.copyto(out, digits[..., (runs - 1) * length :])
+        for i in reversed(range(runs - 1)):
+            out *= base
+            out += digits[..., i * length : (i + 1) * length]
+
+    def unfold(self, folded: Numbers, base: int, runs: int, use: str) -> Numbers:
+        if runs == 1:
+            return folded
+        length = folded.shape[-1]
+        digits = _spare(use, folded, runs * length)
+        for i in range(runs):
+            digit = digits[..., i * length : (i + 1) * length]
+            np.floor_divide(folded, base**i, out=digit)
+            if base == 3:
+                digit -= digit // 3 * 3  # much faster than a remainder
+            elif i < runs - 1:
+                digit &= base - 1
+        return digits
+
+    def received(
+        self, indices: Numbers, numel: int, exact: bool, invalid: Flag
+    ) -> tuple[Tensor, Flag]:
+        if invalid:
+            raise InvalidPayload(f"payload must hold indices that ascend within [0, {numel})")
+        if not exact:
+            indices = indices[: np.searchsorted(indices, numel)]
+        return torch.from_numpy(indices.astype(np.int32, copy=False)), False
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float64
+
+    def fill_random16(self, out: Tensor, digest: bytes) -> None:
+        """As drawing is slow, each random word serves four elements, a quarter of the length of
+        `out` apart: as it is, and times powers of an odd number, which permute the words."""
+        each = -(-out.numel() // _USES)
+        drawn = np.asarray(_random_bits(digest).random_raw(-(-each // 4)))
+        words, array = drawn.view(np.uint16)[:each], out.numpy()
+        for at in range(0, array.size, each or 1):
+            piece = array[at : at + each]
+            np.copyto(piece, words[: piece.size])
+            np.multiply(words, _ODD, out=words)
+
+    def orthonormal_rows(self, rows: Tensor) -> Tensor:
+        """Double precision would cost too much for many rows."""
+        if len(rows) <= _WIDE:
+            return super().orthonormal_rows(rows)
+        return by_householder(rows, rows.dtype)
 
     def squared_norm(self, x: Tensor) -> Scalar:
         return squared_norm(x) if _is_fast(x) else _PLAIN.squared_norm(x)
@@ -544,6 +616,24 @@ class Host(Kernels):
     def unpack_bits(self, packed: Tensor, out: Tensor) -> None:
         bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
         out.copy_(torch.from_numpy(bits))
+
+
+def _random_bits(digest: bytes) -> SFC64:
+    """This thread's generator, set to the state `digest`. (A new one takes as long as drawing.)"""
+    if not hasattr(_local, "bits"):
+        _local.bits = SFC64(0)
+    bits: SFC64 = _local.bits
+    words = np.append(np.frombuffer(digest, np.uint64), np.uint64(1))  # the last one is a counter
+    bits.state = {
+        "bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0,
+    }  # fmt: skip
+    return bits
+
+
+def _spare(use: str, like: Array, size: int) -> Array:
+    """(..., size) uint8 of working memory, with the leading dimensions of `like`."""
+    shape = (*like.shape[:-1], size)
+    return scratch(use, prod(shape), torch.uint8, _CPU).numpy().reshape(shape)
 
 
 def _starts(counts: Array) -> Array:

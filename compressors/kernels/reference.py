@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from math import ceil
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressors.kernels.blocks import Array, Flag, Scalar, Selected, ThresholdSearch
+from compressors.kernels.blocks import (
+    Array,
+    Flag,
+    Numbers,
+    Scalar,
+    Selected,
+    ThresholdSearch,
+    fill_up,
+)
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
@@ -30,13 +39,16 @@ class Kernels:
 
     may_read: the values of a tensor may be read, since no device has to finish first. Then wrong
         bytes raise an error there and then, and results have no empty places.
-    by_blocks: long tensors are worked on block by block, since a block stays in the cache.
-    fused: Triton's kernels write and read whole payloads.
+    xp: the module of the functions for native numbers.
     """
 
     may_read = False
-    by_blocks = False
-    fused = False
+    xp: ModuleType = torch
+
+    def fused(self, *tensors: Tensor | None) -> Any:
+        """The kernels that write and read whole payloads in a few launches
+        (`compressors.kernels.triton.fused`), if they know all these tensors; else None."""
+        return None
 
     # Numbers of a few elements
 
@@ -48,19 +60,66 @@ class Kernels:
         """A truth (0-dim, bool)."""
         return x
 
+    def scalar(self, number: Any) -> Scalar:
+        """A native number."""
+        return number
+
     def any_nan(self, x: Tensor) -> Flag:
         """Whether an element is NaN."""
         return self.flag(x.isnan().any())
 
-    def native(self, x: Tensor) -> Any:
-        """What arithmetic on integers is fastest with: a tensor, or a NumPy array of its memory."""
+    # Native numbers: a tensor, or a NumPy array of its memory, which starts an operation on a few
+    # elements five times as fast
+
+    def native(self, x: Tensor) -> Numbers:
+        """What arithmetic on whole numbers is fastest with."""
         return x.detach()
+
+    def wide(self, numbers: Numbers) -> Numbers:
+        """The numbers as int32."""
+        return numbers.int()
+
+    def ranks(self, numbers: Numbers, below: int) -> Numbers:
+        """0, 1, ... for as many numbers. below: what arithmetic with these stays under."""
+        return torch.arange(numbers.numel(), device=numbers.device)
+
+    def fold(self, digits: Numbers, base: int, runs: int, out: Numbers) -> None:
+        """out (..., length; uint8) = sum over i of base**i * the i-th run of `length` digits (...,
+        at most runs * length), after which there are zeros."""
+        digits = fill_up(digits.to(torch.uint8), runs * out.shape[-1]).unflatten(-1, (runs, -1))
+        if runs > 1:
+            digits = digits * _powers(base, runs, digits.device)
+        torch.sum(digits, -2, dtype=torch.uint8, out=out)
+
+    def unfold(self, folded: Numbers, base: int, runs: int, use: str) -> Numbers:
+        """The digits (..., runs * length; uint8) that `fold` made `folded` of. On the host they are
+        valid until the next call for the same `use`."""
+        if runs == 1:
+            return folded
+        return (folded.unsqueeze(-2) // _powers(base, runs, folded.device) % base).flatten(-2)
+
+    def received(
+        self, indices: Numbers, numel: int, exact: bool, invalid: Flag
+    ) -> tuple[Tensor, Flag]:
+        """Decoded indices (int32), and whether they are invalid. exact: no place is empty. On the
+        host invalid ones raise InvalidPayload, and empty places are taken off."""
+        return indices.clip(max=numel - exact).int(), invalid
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which many numbers of `dtype` are added up in a fixed order."""
         return dtype
 
+    def fill_random16(self, out: Tensor, digest: bytes) -> None:
+        """Fill `out` with whole numbers, uniform from 0 to 65535: a function of the digest (24
+        bytes)."""
+        out.random_(0, 1 << 16, generator=seeded(out.device, digest))
+
     # Norms
+
+    def orthonormal_rows(self, rows: Tensor) -> Tensor:
+        """Orthonormal rows (r, n) whose first j span what the first j of `rows` span, for every j,
+        by Householder reflections. r <= n. NaN only if `rows` is not finite."""
+        return by_householder(rows.double(), rows.dtype)
 
     def squared_norm(self, x: Tensor) -> Scalar:
         """||x||^2."""
@@ -128,7 +187,7 @@ class Kernels:
         there as in the whole tensor."""
         total, magnitude = self._added(x, add), x.abs()
         most = magnitude.topk(min(k + 1, x.numel())).values
-        threshold = search(most, magnitude.mean(dtype=torch.float64), k)
+        threshold = search.at_once(most, magnitude.mean(dtype=torch.float64), k)
         return self._largest_except(x, magnitude, magnitude < threshold, k, total)
 
     def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
@@ -228,7 +287,7 @@ class Kernels:
 
     def find_bits(self, data: Tensor, count: int) -> Tensor:
         """Ascending positions of the first `count` bits that are set in `data` (uint8); places for
-        which there is none hold positions past the end."""
+        which there is none hold 8 * len(data)."""
         rank = torch.arange(count, dtype=torch.int32, device=data.device)
         found = _bits(data).cumsum(0, dtype=torch.int32)
         return torch.searchsorted(found, rank, right=True, out_int32=8 * data.numel() < 2**31)
@@ -246,6 +305,29 @@ class Kernels:
     def unpack_bits(self, packed: Tensor, out: Tensor) -> None:
         """Fill flat `out` (floating point) with the bits, as 1 and 0."""
         out.copy_(_bits(packed)[: out.numel()])
+
+
+def by_householder(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.dtype == dtype:  # then squares could overflow or vanish
+        largest = rows.abs().amax(1, keepdim=True)
+        rows = rows / torch.where(largest > 0, largest, 1.0)
+    columns = torch.linalg.qr(rows.t()).Q
+    return columns.t().to(dtype, memory_format=torch.contiguous_format)
+
+
+def seeded(device: torch.device, digest: bytes) -> torch.Generator | None:
+    """A generator on a device, seeded by a digest; None for meta tensors."""
+    if device.type == "meta":
+        return None
+    bits = int.from_bytes(digest[:8], "little", signed=True)
+    return torch.Generator(device).manual_seed(bits)
+
+
+@cache
+def _powers(base: int, runs: int, device: torch.device) -> Tensor:
+    """What the digits of a byte are multiplied by: (runs, 1), uint8."""
+    powers = [[base**i] for i in range(runs)]
+    return torch.tensor(powers, dtype=torch.uint8).to(device)
 
 
 def _bits(packed: Tensor) -> Tensor:

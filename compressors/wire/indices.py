@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from compressors.base import InvalidPayload
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import Flag
-from compressors.wire.packing import Numbers, numbers_nbytes, pack_numbers, unpack_numbers
+from compressors.kernels.blocks import Flag, either
+from compressors.wire.packing import numbers_nbytes, pack_numbers, unpack_numbers
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class IndexFormat:
         bits, at = out[: self._map_nbytes(numel, capacity)], kernels_for(indices).native(indices)
         kernels = kernels_for(out)
         present = None if exact else kernels.filled(indices, numel)
-        positions = at if self.low is None else (at >> self.low) + _ranks(at, bits)
+        positions = at if self.low is None else (at >> self.low) + kernels.ranks(at, 8 * len(bits))
         kernels.set_bits(torch.as_tensor(positions), present, bits)
         if self.low:
             slots = at & ((1 << self.low) - 1)
@@ -83,14 +82,11 @@ class IndexFormat:
             raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
         size = self.nbytes(numel, capacity) + sum(part.nbytes for part in values)
         fits = out.numel() == size and out.dtype == torch.uint8 and out.is_contiguous()
-        if not (
-            fits and kernels_for(out).fused and kernels_for(indices).fused and len(values) <= 2
-        ):
+        fused = kernels_for(out).fused(out, indices)
+        if fused is None or not fits or len(values) > 2:
             return False
-        from compressors.kernels.triton import sparse as triton_sparse
-
         map_nbytes, at = self._map_nbytes(numel, capacity), indices.detach().contiguous()
-        triton_sparse.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values)
+        fused.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values)
         return True
 
     def decode(
@@ -109,67 +105,39 @@ class IndexFormat:
                 f"indices must be {nbytes} bytes (ranks, bytes; uint8), "
                 f"got {data.dtype} of shape {tuple(data.shape)}"
             )
-        if not (capacity and len(data) and data.stride(1) == 1 and kernels_for(data).fused):
+        fused = kernels_for(data).fused(data)
+        if fused is None or not capacity or not len(data) or data.stride(1) != 1:
             return [self._decode(row, numel, capacity, exact) for row in data]
-        from compressors.kernels.triton import sparse as triton_sparse
-
         map_nbytes = self._map_nbytes(numel, capacity)
-        indices, invalid = triton_sparse.read_indices(
-            data, numel, capacity, self.low, map_nbytes, exact
-        )
+        indices, invalid = fused.read_indices(data, numel, capacity, self.low, map_nbytes, exact)
         return [(row, invalid) for row in indices.unbind()]
 
     def _decode(self, data: Tensor, numel: int, capacity: int, exact: bool) -> tuple[Tensor, Flag]:
-        size = self._map_nbytes(numel, capacity)
-        if kernels_for(data).may_read:
-            return self._decode_on_host(data[:size], data[size:], numel, capacity, exact), False
-        return self._decode_on_device(data[:size], data[size:], numel, capacity, exact)
-
-    def _decode_on_host(
-        self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
-    ) -> Tensor:
-        low, at = self.low or 0, kernels_for(bits).find_bits(bits, capacity + 1).numpy()
-        if at.size > capacity or (exact and at.size < capacity):
-            wanted = f"{'' if exact else 'at most '}{capacity}"
-            found = f"got {at.size}" if at.size <= capacity else "got more"
-            raise InvalidPayload(f"payload must hold {wanted} indices, {found}")
-        if self.low is not None:
-            at -= _ranks(at, bits)
-        if at.size and int(at[-1]) << low >= numel:  # the last one is the largest
-            raise InvalidPayload(f"payload must not point beyond the last of {numel} elements")
-        if low:
-            slots, follows = unpack_numbers(packed.numpy(), 1 << low, capacity)
-            if follows or slots[at.size :].any():
-                raise InvalidPayload("payload must be zero where it holds nothing")
-            at <<= low
-            at |= slots[: at.size]
-        if at.size and (at[-1] >= numel or not (at[1:] > at[:-1]).all()):
-            raise InvalidPayload(f"indices must ascend within [0, {numel}), got {at[0]}...{at[-1]}")
-        return torch.from_numpy(at.astype(np.int32, copy=False))
-
-    def _decode_on_device(
-        self, bits: Tensor, packed: Tensor, numel: int, capacity: int, exact: bool
-    ) -> tuple[Tensor, Flag]:
-        """One more index than there can be is decoded. Those that are not present, or beyond the
-        last element, become `numel` plus the bits in their slots; the last one has no slot. Each
-        must be below the next one if it is present, else not above it: then the last one, `numel`,
-        bounds all, and slots that hold nothing have no bits."""
-        positions = kernels_for(bits).find_bits(bits, capacity + 1)
-        present = positions < 8 * bits.numel()
+        """One more index than there can be is decoded, and counts as `numel`. Each must be below
+        the next one: the last one bounds all. Unless `exact`, those that are not present, or beyond
+        the last element, become `numel` plus the bits in their slots, and must not be above the
+        next one: slots that hold nothing have no bits."""
+        kernels, size = kernels_for(data), self._map_nbytes(numel, capacity)
+        positions = kernels.native(kernels.find_bits(data[:size], capacity + 1))
         follows: Flag = False
-        if self.low is None:
-            indices = positions.clamp(max=numel)
+        indices = positions
+        if self.low is not None:
+            ranks = kernels.ranks(positions, 8 * size << self.low)
+            indices = positions - ranks << self.low
+        present = positions < 8 * size
+        excess = present[-1]
+        if exact:
+            indices[-1] = numel
         else:
-            high = positions - _ranks(positions, bits)
-            indices = (high << self.low).clamp_(max=numel)
+            indices = indices.clip(max=numel)
         if self.low:
+            packed = kernels.native(data[size:])
             slots, follows = unpack_numbers(packed, 1 << self.low, capacity)
-            indices[:-1].add_(slots)
+            indices[:-1] += slots
         these, following = indices[:-1], indices[1:]
         wrong = these >= following if exact else these + present[:-1] > following
-        invalid = wrong.any() | present[-1]
-        decoded = these.clamp(max=numel - exact).int()
-        return decoded, invalid if follows is False else invalid | follows
+        invalid = either(wrong.any() | excess, follows)
+        return kernels.received(these, numel, exact, invalid)
 
     def _map_nbytes(self, numel: int, capacity: int) -> int:
         nbits = numel if self.low is None else capacity + -(-numel >> self.low)
@@ -188,10 +156,3 @@ def choose_format(numel: int, capacity: int) -> IndexFormat:
 
     Among equally small ones the first of `FORMATS`. A pure function, the same on all ranks."""
     return min(FORMATS, key=lambda form: form.nbytes(numel, capacity))
-
-
-def _ranks(positions: Numbers, bits: Tensor) -> Numbers:
-    """0, 1, ... for as many `positions` in `bits`."""
-    if isinstance(positions, Tensor):
-        return torch.arange(positions.numel(), device=positions.device)
-    return np.arange(positions.size, dtype=np.int32 if 8 * bits.numel() <= 1 << 31 else np.int64)

@@ -7,7 +7,6 @@ block on the host, where a block stays in the cache. On a device the whole tenso
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import SFC64
 from torch import Tensor
 
 from compressors.base import Key, Spec
-from compressors.kernels import fuses, kernels_for
+from compressors.kernels import kernels_for
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Array,
@@ -38,6 +36,7 @@ from compressors.kernels.blocks import (
     widened,
 )
 from compressors.kernels.blocks import energies as sum_of
+from compressors.kernels.reference import seeded
 from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
 
 STEP = 2.0**-16
@@ -47,12 +46,8 @@ WIDER = 1 + 2.0**-20
 """Scales are larger by this factor: rounding errors must not put a value past the last level."""
 
 _BUCKETS = [8 << i for i in range(CODE_BLOCK.bit_length() - 3)]
-_ODD = np.uint16(40503)  # 2**16 over the golden ratio
-_USES = 4  # elements that a random word serves
 
 _FUSED_BUCKET = 4096  # elements of the largest bucket that a program of a Triton kernel holds
-
-_local = threading.local()
 
 Layout = tuple[tuple[int, torch.dtype], ...]
 """(elements, dtype) of each part of a payload."""
@@ -182,13 +177,9 @@ class BlockFormat(ValueFormat):
         """Decode a block into `out` (float32 or float64) from its slices of the parts."""
 
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        spec = Spec.of(values, key=key)
-        if self.shared or kernels_for(values).by_blocks or not values.numel():
-            parts, _ = encode_sum(self, values, None, spec, energies=False)
-            return parts, self.decode(parts, spec.numel, spec.dtype)
-        parts = self._empty(values, spec)
-        decoded = self.code(values.detach().to(widened(spec.dtype)), 0, key, parts, NO_CUT)
-        return parts, decoded.to(spec.dtype)
+        decoded = fresh(values.numel(), values.dtype, values.device)
+        parts, _ = encode_sum(self, values, None, Spec.of(values, key=key), decoded)
+        return parts, decoded
 
     def _empty(self, x: Tensor, spec: Spec) -> Parts:
         """Memory for the parts that `x` becomes."""
@@ -238,12 +229,12 @@ class BlockFormat(ValueFormat):
 
 
 def encode_sum(
-    form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, energies: bool = True
+    form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, decoded: Tensor | None = None
 ) -> tuple[Parts, Tensor | None]:
-    """x += add in place (if given), then encode x. Returns the parts and `Payload.energies`, if
-    these are wanted."""
+    """x += add in place (if given), then encode x. Returns the parts and, unless what they decode
+    to is wanted in `decoded`, `Payload.energies`."""
     x, add = x.detach(), None if add is None else add.detach()
-    fused = form.fused(x, add, spec.key, decode=False)
+    fused = None if decoded is not None else form.fused(x, add, spec.key, decode=False)
     if fused is not None:
         return fused.parts, fused.norms.sum(0)
     parts = form._empty(x, spec)
@@ -263,11 +254,13 @@ def encode_sum(
             block = x[start:stop] if add is None else x[start:stop].add_(add[start:stop])
             block = block.to(widened(x.dtype))
             slices, cut = form._slices(parts, spec.segments, start, stop - start, x.dtype)
-            decoded = form.code(block, start, spec.key, slices, cut)
-            if energies:
-                kept = norm(decoded)  # before it is overwritten
-                norms.append((norm(block), kept, norm(torch.sub(block, decoded, out=decoded))))
-    if not energies:
+            sent = form.code(block, start, spec.key, slices, cut)
+            if decoded is not None:
+                decoded[start:stop] = sent
+                continue
+            kept = norm(sent)  # before it is overwritten
+            norms.append((norm(block), kept, norm(torch.sub(block, sent, out=sent))))
+    if decoded is not None:
         return parts, None
     total, kept, lost = map(sum_scalars, zip(*norms, strict=True)) if norms else (0.0, 0.0, 0.0)
     return parts, sum_of(total, kept, lost, x)
@@ -297,11 +290,8 @@ class Full(ValueFormat):
         return parts[0]
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
-        if not fuses(x, add):
-            return None
-        from compressors.kernels.triton import codec as triton_codec
-
-        return triton_codec.encode_floats(x, add, x.dtype, inf, decode)
+        fused = kernels_for(x).fused(x, add)
+        return fused and fused.encode_floats(x, add, x.dtype, inf, decode)
 
 
 class Half(BlockFormat):
@@ -331,11 +321,8 @@ class Half(BlockFormat):
         out.copy_(parts[0])
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
-        if not fuses(x, add):
-            return None
-        from compressors.kernels.triton import codec as triton_codec
-
-        return triton_codec.encode_floats(x, add, self.half, self.limit, decode)
+        fused = kernels_for(x).fused(x, add)
+        return fused and fused.encode_floats(x, add, self.half, self.limit, decode)
 
 
 class Levels(BlockFormat):
@@ -409,17 +396,16 @@ class Levels(BlockFormat):
             values.mul_(scale)
 
     def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
-        if self.norm != "max" or self.bucket > _FUSED_BUCKET or not fuses(x, add):
+        fused = kernels_for(x).fused(x, add)
+        if self.norm != "max" or self.bucket > _FUSED_BUCKET or fused is None:
             return None
-        from compressors.kernels.triton import codec as triton_codec
-
         random = None
         if self.seed is not None:
             random = torch.empty_like(x)
             fill_random16(random, self.seed, key, 0)
             random.mul_(STEP)
         _, (nbytes, _) = self.layout(x.numel(), x.dtype)
-        return triton_codec.encode_levels(
+        return fused.encode_levels(
             x, add, self.bits, self.bucket, float(self._steps), nbytes, random, decode
         )
 
@@ -500,43 +486,18 @@ def check_bucket(bucket: int) -> None:
 
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:
     """Fill a block with whole numbers, uniform from 0 to 65535: a function of `seed`, `key` and
-    `start`. As drawing is slow, on the host each random word serves four elements, a quarter of the
-    length of `out` apart: as it is, and times powers of an odd number, which permute the words."""
-    if not kernels_for(out).by_blocks:
-        out.random_(0, 1 << 16, generator=generator(out.device, seed, key))
-        return
-    each = -(-out.numel() // _USES)
-    drawn = np.asarray(_seeded(_digest(seed, key, start)).random_raw(-(-each // 4)))
-    words, array = drawn.view(np.uint16)[:each], out.numpy()
-    for at in range(0, array.size, each or 1):
-        piece = array[at : at + each]
-        np.copyto(piece, words[: piece.size])
-        np.multiply(words, _ODD, out=words)
+    `start`."""
+    kernels_for(out).fill_random16(out, _digest(seed, key, start))
 
 
 def generator(device: torch.device, seed: int, key: Key) -> torch.Generator | None:
     """A generator on a device with the seeds of `fill_random16`; None for meta tensors."""
-    if device.type == "meta":
-        return None
-    bits = int.from_bytes(_digest(seed, key, 0)[:8], "little", signed=True)
-    return torch.Generator(device).manual_seed(bits)
+    return seeded(device, _digest(seed, key, 0))
 
 
 def _digest(seed: int, key: Key, start: int) -> bytes:
     of = (seed, key.name, key.step, key.rank, start)
     return blake2b(repr(of).encode(), digest_size=24).digest()
-
-
-def _seeded(digest: bytes) -> SFC64:
-    """This thread's generator, set to the state `digest`. (A new one takes as long as drawing.)"""
-    if not hasattr(_local, "bits"):
-        _local.bits = SFC64(0)
-    bits: SFC64 = _local.bits
-    words = np.append(np.frombuffer(digest, np.uint64), np.uint64(1))  # the last one is a counter
-    bits.state = {
-        "bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0,
-    }  # fmt: skip
-    return bits
 
 
 _formats: dict[str, ValueFormat] = {

@@ -24,6 +24,7 @@ from tests.unit.triton_compile import Kernel, assembly
 
 pytest.importorskip("triton", minversion="3.3")
 
+from compressors.kernels.triton import fused
 from compressors.kernels.triton import rows as triton_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +64,7 @@ def test_only_what_one_program_can_read_is_split_at_once(monkeypatch: Any) -> No
     with triton_path():
         assert split_at_once(a, sections) is not None
         assert split_at_once(a.double(), sections) is None
-        monkeypatch.setattr(triton_rows, "LONGEST", 19)
+        monkeypatch.setattr(fused, "LONGEST", 19)
         assert split_at_once(a, sections) is None
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from compressors import DGC, Compressor, Key, RedSync, TopK
 from compressors.base import Spec
-from compressors.kernels import fits, host
-from compressors.kernels.blocks import Selected
+from compressors.kernels import host
+from compressors.kernels.blocks import Selected, ThresholdSearch
+from compressors.kernels.triton import fits
 from compressors.thresholds import bisect, bisect_at_once
 from tests.unit.device_path import Launches, count_operations, meta, triton_path
 from tests.unit.samples import norm2, normal
@@ -165,9 +166,10 @@ def test_where_lists_overflow_the_chunks_are_read(name: str) -> None:
 @given(numel=st.integers(3, 200), cf=st.floats(1.1, 50), seed=st.integers(0, 99), sizes=sizes)
 def test_by_count_as_on_the_host(numel: int, cf: float, seed: int, sizes: Sizes) -> None:
     x, add, k = normal(numel, seed=seed), normal(numel, seed=seed + 1), max(1, int(numel / cf))
-    expected = host.select_by_count(x.clone(), k, add, bisect)
+    search = ThresholdSearch(bisect, bisect_at_once)
+    expected = host.select_by_count(x.clone(), k, add, search)
     held = given_to(x)
-    found = triton_select.select_by_count(held, k, given_to(add), bisect_at_once, sizes)
+    found = triton_select.select_by_count(held, k, given_to(add), search, sizes)
     check(found, (x + add).numpy(), k, expected.indices.numpy())
 
 

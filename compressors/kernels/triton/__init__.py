@@ -6,6 +6,8 @@ imported by whoever has a tensor for them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,14 @@ class Triton(Kernels):
     """Norms and selections take fewer passes over a tensor in Triton. What it does not know, and
     tensors of a single element, are left to the reference."""
 
-    fused = True
+    def fused(self, *tensors: Tensor | None) -> Any:
+        given = [x for x in tensors if x is not None]
+        floats = [x for x in given if x.is_floating_point()]
+        if not all(map(takes_triton, given)) or (floats and not fits(*floats)):
+            return None
+        from compressors.kernels.triton import fused
+
+        return fused
 
     def any_nan(self, x: Tensor) -> Flag:
         if not fits(x):

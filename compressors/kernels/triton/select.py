@@ -97,7 +97,7 @@ def select_by_count(
 ) -> Selected:
     found = _selected(x, None, min(k + 1, x.numel()), add, sizes)
     most = found.values.abs().sort(descending=True).values
-    threshold = search(most, x.abs().mean(dtype=torch.float64), k)
+    threshold = search.at_once(most, x.abs().mean(dtype=torch.float64), k)
     chosen = select_above(found.values, threshold, k, None, sizes)
     # The last one is of slots that hold nothing.
     indices = torch.nn.functional.pad(found.indices, (0, 1), value=x.numel())

@@ -1,0 +1,37 @@
+"""What kernels do in a few launches for a whole payload, or a whole step of an optimizer: the loops
+that `Triton.fused` gives."""
+
+from compressors.kernels.triton.codec import (
+    as_rows,
+    coded,
+    encode_floats,
+    encode_levels,
+    encode_natural,
+    write_values,
+)
+from compressors.kernels.triton.moments import enlarge
+from compressors.kernels.triton.rows import LONGEST, split_largest
+from compressors.kernels.triton.sparse import (
+    add_sparse,
+    read_indices,
+    sum_energies,
+    write_sparse,
+    write_sparse_mean,
+)
+
+__all__ = [
+    "LONGEST",
+    "add_sparse",
+    "as_rows",
+    "coded",
+    "encode_floats",
+    "encode_levels",
+    "encode_natural",
+    "enlarge",
+    "read_indices",
+    "split_largest",
+    "sum_energies",
+    "write_sparse",
+    "write_sparse_mean",
+    "write_values",
+]
