@@ -170,7 +170,9 @@ class Bucket:
         pieces = grads if one_by_one else [self.work]
         energies = squared_norms(pieces)
         kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
-        overflows = kernels.may_read and not energies.sum() <= torch.finfo(self.work.dtype).max
+        overflows = kernels.look(
+            lambda: not energies.sum() <= torch.finfo(self.work.dtype).max, None
+        )
         if overflows and all_finite(self.work):
             self.work.clamp_(-largest, largest)
             energies = squared_norms(pieces)
@@ -178,7 +180,7 @@ class Bucket:
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
-        if not kernels.may_read:  # nobody knows whether there is anything to cut
+        if overflows is None:  # nobody knows whether there is anything to cut
             self.work.clamp_(-largest, largest)
         known = kernels.numbers(energies) if one_by_one else ()
         start = 0
@@ -206,9 +208,7 @@ def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor
     """Scale gradients whose norm is larger down to `clip_norm`; their squared norms then."""
     too_large = (energies > clip_norm**2) & energies.isfinite()
     factors = torch.where(too_large, clip_norm / energies.sqrt(), 1.0)
-    for i, grad in enumerate(grads):
-        if not kernels_for(grad).may_read or too_large[i]:
-            grad.mul_(factors[i])
+    torch._foreach_mul_(list(grads), list(factors.to(grads[0].dtype)))
     return torch.where(too_large, clip_norm**2, energies)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter, is_dense, storage_of
-from compressors.kernels.blocks import CACHE_BLOCK, is_host
+from compressors.kernels.blocks import CACHE_BLOCK, block_size, lasting
 
 CHUNK = 25 * 2**20
 """Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
@@ -55,12 +55,12 @@ class Chunk:
 
     def room(self, use: str) -> Tensor:
         """A flat tensor for this use, with any values."""
-        found = self.scratch.get(use)
+        first = self.parameters[0]
+        scratch = lasting(self.scratch, first.tensor.device)
+        found = scratch.get(use)
         if found is None:
-            first = self.parameters[0]
             found = torch.empty(self.numel, dtype=first.dtype, device=first.tensor.device)
-            if is_host(found.device):
-                self.scratch[use] = found
+            scratch[use] = found
         return found
 
     def here(self, use: str) -> Tensor:
@@ -79,8 +79,7 @@ class Chunk:
         values = self._read()
         if not self._blocks:
             device = self.parameters[0].tensor.device
-            size = CACHE_BLOCK if is_host(device) else max(self.numel, 1)
-            self._blocks = list(_blocks(values, size))
+            self._blocks = list(_blocks(values, block_size(self.numel, device, CACHE_BLOCK)))
         return self._blocks
 
     def written(self) -> None:

@@ -32,7 +32,6 @@ from adaptive.statistics.vector import Statistics, Tally
 from adaptive.summary import Summary
 from adaptive.timeline.recorder import Recorder
 from adaptive.timeline.records import Event
-from compressors.kernels.blocks import is_host
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
 from policies.words import named
@@ -109,7 +108,7 @@ class Controller(saved.Stateful):
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
         now = self.stopwatch.stop(counts=self.step > 1)
-        self._observe(now, keep=max(self.lag, 0 if is_host(self.device) else 1))
+        self._observe(now, keep=max(self.lag, int(self.tally.on_device)))
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()

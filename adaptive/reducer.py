@@ -54,7 +54,7 @@ from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite
-from compressors.kernels.blocks import Flag, Scalar, either, fill_if, is_host
+from compressors.kernels.blocks import Flag, Scalar, either, fill_if, lasting
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
 """Is told a gradient of a parameter, flat, and whether it is to be passed over as not finite."""
@@ -110,7 +110,7 @@ class Reducer:
         """Exchange the gradients of bucket `index` compressed as `step.cfs` says.
 
         strategy: how payloads become the mean. After the last bucket comes `Pipeline.finish`."""
-        rooms = self._rooms[index] if is_host(buffer.device) else {}  # a device's allocator does
+        rooms = lasting(self._rooms[index], buffer.device)
         bucket = self._open(step, buffer, parameters, rooms)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
         granularity = self.granularity.in_full if strategy.votes else self.granularity

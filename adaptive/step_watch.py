@@ -30,6 +30,7 @@ from adaptive.memory.handover import (
     when_gradients_are_there,
 )
 from adaptive.parameters import is_dense, local
+from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
 
@@ -168,8 +169,8 @@ class StepWatch:
         if not now:
             return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
-        if before.device.type == "cpu" and torch.equal(before, after):
-            return  # as almost always; where looking would wait for a device, nobody looks
+        if kernels_for(before).look(lambda: torch.equal(before, after), False):
+            return  # as almost always
         same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         if self._scale is not None:  # as the scaler is to do, before or in the step
             unscaled = before / self._scale
@@ -292,6 +293,7 @@ def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
 
 def _is_empty(grad: Tensor | None) -> bool:
     """None, or on a CPU, where looking costs little, all zero."""
-    if grad is None or grad.device.type != "cpu":
-        return grad is None
-    return not bool(local(grad).any())
+    if grad is None:
+        return True
+    own = local(grad)
+    return kernels_for(own).look(lambda: not bool(own.any()), False)

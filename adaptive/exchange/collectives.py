@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink, new_future
-from compressors.kernels import kernels_for
 from compressors.kernels.blocks import Flag, fresh
 
 T = TypeVar("T")
@@ -239,11 +238,9 @@ class Exchange:
         ]
         # By the ranks of the default group, in all versions of torch.
         each = [(*call, dist.get_global_rank(self.group, rank)) for *call, rank in calls]
-        if kernels_for(payload).may_read or not each:
-            works = [call(tensor, rank, self.group) for call, tensor, rank in each]
-        else:  # NCCL's would wait for one another
-            batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
-            works = dist.batch_isend_irecv(batch)
+        # One by one NCCL's would wait for one another.
+        batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
+        works = dist.batch_isend_irecv(batch) if batch else []
         nbytes = payload.numel() * len(receivers)
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes

@@ -82,6 +82,11 @@ def new_future(device: torch.device) -> Future[Tensor]:
     return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream beside backward's; None where a device has no streams."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
 class StepClock(ABC):
     """A clock, for `AdaptiveCompressor(clock=...)`, that does not run: it is moved on by as long as
     a step takes, computed from its CF and the bytes that it has sent.
@@ -188,7 +193,7 @@ class EmulatedLink:
         def carry() -> None:
             time.sleep(max(0.0, due - time.monotonic()))
             # Not backward's stream, which would wait for the collective.
-            own = torch.cuda.Stream(device) if device.type == "cuda" else None
+            own = side_stream(device)
             try:
                 with torch.cuda.stream(own) if own is not None else nullcontext():
                     held.set_result(done.wait())

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.link import new_future
+from adaptive.exchange.link import new_future, side_stream
 from adaptive.statistics.timing import Span, Timestamp
 from compressors.kernels import kernels_for
 
@@ -55,7 +55,7 @@ class HookStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = side_stream(device)
         self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
 
     @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from compressors.kernels.blocks import is_host
+from compressors.kernels import kernels_for
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
@@ -25,7 +25,7 @@ Group = Mapping[str, Any]
 def learning_rate(optimizer: Optimizer | None) -> float:
     """Of the first parameter group; nan without an optimizer, or where a device holds it."""
     lr = optimizer.param_groups[0]["lr"] if optimizer else nan
-    return nan if isinstance(lr, Tensor) and not is_host(lr.device) else float(lr)
+    return kernels_for(lr).look(lambda: float(lr), nan) if isinstance(lr, Tensor) else float(lr)
 
 
 def loss_scale(scaler: GradScaler | None, device: torch.device) -> Tensor | None:

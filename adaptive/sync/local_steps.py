@@ -45,7 +45,7 @@ from adaptive.sync.base import Synchroniser
 from adaptive.sync.options import LocalSteps
 from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite, kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, either, fill_if, is_host
+from compressors.kernels.blocks import Flag, either, fill_if, lasting
 from policies.state import require
 from policies.step_time import overlapped
 
@@ -210,13 +210,12 @@ class LocalStepsSync(Synchroniser):
 
     def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
         """Flat tensors of bucket `index` as one, in the same buffer every time."""
-        room = self._rooms.get((index, what))
+        rooms = lasting(self._rooms, tensors[0].device)
+        room = rooms.get((index, what))
         if room is not None and room.numel() == sum(tensor.numel() for tensor in tensors):
             return torch.cat(tensors, out=room)
-        room = torch.cat(tensors)
-        if is_host(room.device):  # a device's allocator keeps it
-            self._rooms[index, what] = room
-        return room
+        rooms[index, what] = torch.cat(tensors)
+        return rooms[index, what]
 
     def _under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int

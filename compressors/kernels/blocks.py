@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
+
+Use = TypeVar("Use")
 
 Numbers = Any
 """Native numbers, for arithmetic on whole numbers: a NumPy array on the host, else a tensor."""
@@ -231,9 +233,20 @@ def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 
 
+def lasting(rooms: dict[Use, Tensor], device: torch.device) -> dict[Use, Tensor]:
+    """`rooms`: working memory by its use, which the next step finds again. On a device an empty
+    dictionary: its allocator keeps memory."""
+    return rooms if is_host(device) else {}
+
+
+def block_size(numel: int, device: torch.device, size: int = CODE_BLOCK) -> int:
+    """Elements that are worked on at a time: `size`, and on a device all."""
+    return size if is_host(device) else max(numel, 1)
+
+
 def block_bounds(x: Tensor, size: int = CODE_BLOCK) -> Iterator[tuple[int, int]]:
     """(start, stop) of each block of `size` elements of flat `x`; on a device one for all."""
-    size = size if is_host(x.device) else max(x.numel(), 1)
+    size = block_size(x.numel(), x.device, size)
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
 

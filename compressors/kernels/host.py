@@ -36,7 +36,7 @@ from compressors.kernels.blocks import (
     ThresholdSearch,
     scratch,
 )
-from compressors.kernels.reference import Kernels, by_householder
+from compressors.kernels.reference import Found, Kernels, by_householder
 
 _ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
 _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
@@ -437,6 +437,9 @@ class Host(Kernels):
 
     def flag(self, x: Tensor) -> Flag:
         return bool(x)
+
+    def look(self, at: Callable[[], Found], otherwise: Found) -> Found:
+        return at()
 
     def scalar(self, number: Any) -> Scalar:
         return float(number)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from math import ceil
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from compressors.kernels.blocks import (
     ThresholdSearch,
     fill_up,
 )
+
+Found = TypeVar("Found")
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
@@ -59,6 +61,11 @@ class Kernels:
     def flag(self, x: Tensor) -> Flag:
         """A truth (0-dim, bool)."""
         return x
+
+    def look(self, at: Callable[[], Found], otherwise: Found) -> Found:
+        """What is found by reading values of a tensor; `otherwise` if a device would have to finish
+        first."""
+        return otherwise
 
     def scalar(self, number: Any) -> Scalar:
         """A native number."""
