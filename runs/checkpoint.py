@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -34,13 +33,7 @@ from runs.records import make
 _ACCEPTED = "accepted: the folder of a run that was interrupted or had --checkpoint-every"
 
 _CONTENTS = ("step", "model", "optimizers", "compressor", "rng")
-"""What a rank's file holds, beside the entry that says of which run and step it is."""
-
-_FREE = (
-    *("log_dir", "data", "workers", "steps", "threads", "eval_every", "checkpoint_every", "json"),
-    *("simulated", "command"),
-)
-"""Entries of a configuration that may be others when a run goes on; the rest is its identity."""
+"""What a rank's file holds."""
 
 _T = TypeVar("_T")
 
@@ -63,8 +56,7 @@ class Checkpoint:
         hold is shared out (`adaptive.reshard_states`), the model and the optimizers are rank 0's,
         and a rank that is new has no state of the random numbers (None).
 
-        UsageError on all ranks, naming the file, if one of them is missing, damaged, of another
-        run or step, or holds numbers that are not finite.
+        UsageError on all ranks, naming the file, if one of them is missing or not what was saved.
         """
         state, problem = {}, ""
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -103,29 +95,14 @@ class Checkpoint:
                     raise ValueError(f"its SHA-256 is not the one in {self.folder / 'meta.json'}")
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=True)
+            missing = [key for key in _CONTENTS if key not in state]
+            if missing:
+                raise ValueError(f"it is no state of a run: {', '.join(missing)} missing")
         except Exception as error:  # a damaged file raises almost anything
             raise UsageError(
                 f"--resume {self.config.log_dir}: {path} is missing or damaged: {error}"
             ) from error
-        problem = self._problem(state, rank)
-        if problem:
-            raise UsageError(f"--resume {self.config.log_dir}: {path} {problem}")
         return dict(state)
-
-    def _problem(self, state: Any, rank: int) -> str:
-        """Why this is not the state of that rank of this run at this step; "" if it is."""
-        if not isinstance(state, dict) or not isinstance(state.get("run", {}), dict):
-            return "is no state of a run"
-        missing = [key for key in ("run", *_CONTENTS) if key not in state]
-        if missing:
-            return f"is no state of a run: {', '.join(missing)} missing"
-        expected = _identity(self.config, self.step, rank, self.world_size)
-        for name, ours in expected.items():
-            theirs = state["run"].get(name)
-            if theirs != ours:
-                return f"is of another run or step: its {name} is {theirs!r}, expected {ours!r}"
-        name = not_finite(state)
-        return f"holds numbers in {name} that are not finite" if name else ""
 
 
 @dataclass(frozen=True)
@@ -148,13 +125,13 @@ def save_checkpoint(config: TrainConfig, step: int, state: Mapping[str, Any]) ->
     Returns why it could not be saved, alike on all ranks, or "". NotFiniteError, on all ranks, if
     the state of one is not finite. Both times the checkpoint before is still there and valid.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     folder = _folder(config.folder)
     path = _rank_file(folder, step, rank)
     problem = digest = ""
     raise_on_all(not_finite(state), NotFiniteError)
     try:
-        digest = _write(path, {"run": _identity(config, step, rank, world_size), **state})
+        digest = _write(path, dict(state))
     except OSError as error:
         problem = _told(path, error)
     said = _everyones((problem, digest))
@@ -225,13 +202,6 @@ def not_finite(state: Any, name: str = "") -> str:
         parts = enumerate(state)
     found = (not_finite(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
     return next(filter(None, found), "")
-
-
-def _identity(config: TrainConfig, step: int, rank: int, world_size: int) -> dict[str, Any]:
-    """What must be the same in a rank's file and where it is loaded, as JSON values."""
-    options = {name: v for name, v in config.as_json().items() if name not in _FREE}
-    plain: dict[str, Any] = json.loads(json.dumps(options))
-    return {"step": step, "rank": rank, "world_size": world_size, **plain}
 
 
 def _write(path: Path, state: dict[str, Any]) -> str:

@@ -141,22 +141,16 @@ def check_modelled(given: Mapping[str, Any]) -> None:
             f"--one-worker-seconds {given['one_worker_seconds']:g}: is {clock:g} by --fixed-clock; "
             f"accepted: one of the two"
         )
-    if "model_mb" in given:
-        check_sends(given)
-        if clock is None:
+    check_sends(given)
+    for name in ("model_mb", "coding", "server"):
+        if name in given and clock is None:
             raise UsageError(
-                f"--model-mb {given['model_mb']:g} is for modelled step times; it needs "
-                f"--fixed-clock"
+                f"{option(name)} {shown(given[name])} is for modelled step times; it needs "
+                f"--fixed-clock, or simulate"
             )
-    if "coding" in given and clock is None:
-        raise UsageError(
-            f"--coding {given['coding']:g} is for modelled step times; it needs --fixed-clock"
-        )
     if "server" not in given:
         return
     told = f"--server {given['server']}"
-    if clock is None:
-        raise UsageError(f"{told} is modelled; it needs --fixed-clock, or simulate")
     if not given["exchange"].startswith(("sharded", "ParameterServer", "all_reduce")):
         raise UsageError(
             f"{told} makes the means: --exchange must be sharded or all_reduce, got "

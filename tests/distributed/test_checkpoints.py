@@ -50,26 +50,11 @@ def _flip(folder: Path, rank: int) -> None:
     path.write_bytes(content)
 
 
-def _mix(folder: Path, rank: int, other: Path) -> None:
-    """Put another run's file in the place of a rank's, with a digest that says it is right."""
-    content = _file(other, rank).read_bytes()
-    _file(folder, rank).write_bytes(content)
-    _reseal(folder, rank)
-
-
 def _reseal(folder: Path, rank: int) -> None:
     path = folder / "checkpoint" / "meta.json"
     meta = json.loads(path.read_text())
     meta["digests"][rank] = hashlib.sha256(_file(folder, rank).read_bytes()).hexdigest()
     path.write_text(json.dumps(meta))
-
-
-def _as_nonfinite(folder: Path, rank: int) -> None:
-    path = _file(folder, rank)
-    state = torch.load(path, weights_only=True)
-    state["compressor"]["memory"]["weight"]["residual"][1] = float("nan")
-    torch.save(state, path)
-    _reseal(folder, rank)
 
 
 def _replace(folder: Path, rank: int, state: Any) -> None:
@@ -82,33 +67,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped1": (lambda folder: _flip(folder, 1), "rank1.pt is missing or damaged: its SHA-256"),
     "gone": (lambda folder: _file(folder, 1).unlink(), "rank1.pt is missing"),
     "empty": (lambda folder: _file(folder, 0).write_bytes(b""), "rank0.pt is missing or damaged"),
-    "no state": (lambda folder: _replace(folder, 1, 5), "rank1.pt is no state of a run"),
-    "no identity": (
-        lambda folder: _replace(folder, 1, {"run": 5}),
-        "rank1.pt is no state of a run",
-    ),
-    "mixed seeds": (
-        lambda folder: _mix(folder, 1, folder.with_name("another seed")),
-        "rank1.pt is of another run or step: its seed is 1, expected 0",
-    ),
-    "mixed steps": (
-        lambda folder: _mix(folder, 1, folder.with_name("another step")),
-        "rank1.pt is of another run or step: its step is 6, expected 3",
-    ),
-    "not finite": (
-        lambda folder: _as_nonfinite(folder, 1),
-        "rank1.pt holds numbers in compressor.memory.weight.residual that are not finite",
-    ),
+    "no state": (lambda folder: _replace(folder, 1, {"step": 3}), "it is no state of a run: model"),
 }
-OTHERS = {"another seed": {"seed": 1}, "another step": {}, "good": {}}
 
 
 def _all_cases(rank: int, root: str) -> dict[str, str]:
     """Save and load on real ranks; what each damage was answered with on this rank."""
-    for name in (*DAMAGES, *OTHERS):
-        config = TrainConfig(log_dir=str(Path(root, name)), **OTHERS.get(name, {}))
-        step = 6 if name == "another step" else 3
-        assert save_checkpoint(config, step, _state(step, rank)) == ""
+    for name in (*DAMAGES, "good"):
+        config = TrainConfig(log_dir=str(Path(root, name)))
+        assert save_checkpoint(config, 3, _state(3, rank)) == ""
     said = {}
     for name, (damage, _) in DAMAGES.items():
         folder = Path(root, name)
