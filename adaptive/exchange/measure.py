@@ -10,7 +10,13 @@ import torch
 from adaptive.exchange.collectives import Exchange, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost
 
-PROBE_NUMEL = 1 << 16
+PROBE_NUMEL, LARGEST_NUMEL = 1 << 16, 1 << 18
+"""Elements of the larger all-reduce, and of one on a link so fast that the first is over in SHORT.
+"""
+
+SHORT = 0.01
+"""Seconds. What waits in a link's buffers is sent at once, and would make a link look faster."""
+
 PROBES = 5
 
 
@@ -31,10 +37,19 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
         return min(times)
 
     seconds(1)  # the first one sets connections up
-    measured = torch.tensor([seconds(1), seconds(PROBE_NUMEL)], dtype=torch.float64, device=device)
-    small, large = (exchange.sum_later(measured).wait() / exchange.ranks).tolist()
+
+    def agreed(numel: int) -> tuple[float, float]:
+        measured = torch.tensor([seconds(1), seconds(numel)], dtype=torch.float64, device=device)
+        small, large = (exchange.sum_later(measured).wait() / exchange.ranks).tolist()
+        return small, large
+
+    numel = PROBE_NUMEL
+    small, large = agreed(numel)
+    if large < SHORT:
+        numel = LARGEST_NUMEL
+        small, large = agreed(numel)
     exchange.take_traffic()  # not part of any step
     world_size = exchange.world_size
-    nbytes = reduce_wire_bytes(4 * PROBE_NUMEL, world_size)
+    nbytes = reduce_wire_bytes(4 * numel, world_size)
     alpha = max(0.0, small / max(1, 2 * (world_size - 1)))
     return LinkCost(alpha, nbytes / (large - small) if large > small else inf)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import exp, hypot, inf, sqrt
+from math import exp, hypot, inf, log, sqrt
 from statistics import median
 from typing import Any
 
@@ -60,10 +60,17 @@ WORTH = 1.05
 DOUBT = 0.03
 """Of an expected step time, what a rehearsal leaves out: the optimizer's part in it."""
 
+CORRELATED = 2.0
+"""A machine that is busy in one step is so in the next ones. So the standard error of a median is
+as many times that of independent steps."""
+
+BUSY = 0.1
+"""Steps of one kind that differ by this share, by their median deviation, are said to."""
+
 LEVEL = 1.645
 """Standard errors to each side of the expected speed-up: nine in ten lie within."""
 
-log = logging.getLogger("adaptive")
+logger = logging.getLogger("adaptive")
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,9 @@ class Verdict:
     cf, name: what to compress by, 1 and "dense" if nothing is worth it; best and best_name: the
     best of what is not dense, and expected by CF: seconds of a step at it. speedup: of `best` over
     dense, in all likelihood from `low` to `high`. compute, waits: the parts of a dense step that
-    are work, and waiting for the network. alpha, beta: of the network, seconds a message and bytes
-    a second.
+    are work, and waiting for the network. link: seconds a message and bytes a second, measured by
+    itself, or as dense steps have shown it if that is faster. noise: by how much steps of one kind
+    differ, as a share.
     """
 
     cf: float
@@ -89,6 +97,7 @@ class Verdict:
     waits: float
     ranks: int
     link: LinkCost
+    noise: float = 0.0
 
     @property
     def dense_seconds(self) -> float:
@@ -112,6 +121,7 @@ class Verdict:
         others = ", ".join(
             f"CF {cf:g} {seconds:.3g}" for cf, seconds in self.expected.items() if cf != DENSE
         )
+        busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
             [
                 first,
@@ -120,6 +130,7 @@ class Verdict:
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
                 f"  expected seconds by CF: {others}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
+                *([busy] if self.noise > BUSY else []),
             ]
         )
 
@@ -158,6 +169,10 @@ class _Trial(Goodput):
     def expected(self, cf: float) -> float | None:
         """Seconds of a step."""
         return self._time.seconds(cf)
+
+    def dense_nbytes(self) -> float:
+        """Bytes on the wire in a dense step."""
+        return self._time.nbytes(DENSE)
 
 
 def check_settings(settings: Settings) -> None:
@@ -216,6 +231,7 @@ class Doctor:
         self._paused = 0.0
         self._timed: list[tuple[float, float]] = []  # CF and seconds of the steps that count
         self._dense_waits: list[float] = []
+        self._dense_spans: list[float] = []  # from the first bucket on until the last mean is there
         self._began = self._left = self._arrived = 0.0
         self._copies: list[Future[Tensor]] = []
         self._gradients: list[tuple[Tensor, Future[Tensor]]] = []
@@ -257,6 +273,7 @@ class Doctor:
             self._timed.append((self._kind, now - self._began))
             if self._kind == DENSE:
                 self._dense_waits.append(max(0.0, self._arrived - self._left))
+                self._dense_spans.append(max(0.0, self._arrived - self._began))
         before, self._step = self._kind, self._step + 1
         if self._step == WARM + DENSE_STEPS:
             self._know_dense()
@@ -381,6 +398,8 @@ class Doctor:
         promised = self._trial.promised().get(best, 0.0) / (self._trial.t_comp()[DENSE] or inf)
         worth = speedup >= WORTH and promised > 1
         waits = median(self._agreed(self._dense_waits, least=True))
+        span = min(self._agreed(self._dense_spans, least=True)) or inf
+        beta = max(self._link.beta, self._trial.dense_nbytes() / span)
         return Verdict(
             cf=best if worth else DENSE,
             name=self._name(best) if worth else "dense",
@@ -393,7 +412,8 @@ class Doctor:
             compute=max(0.0, expected[DENSE] - waits),
             waits=waits,
             ranks=self._session.exchange.world_size,
-            link=self._link,
+            link=replace(self._link, beta=beta),
+            noise=max(_spread(dense), _spread(by_cf[best])),
         )
 
     def _name(self, cf: float) -> str:
@@ -418,20 +438,28 @@ class _Copied:
 
 
 def _error(seconds: Sequence[float]) -> float:
-    """The relative standard error of their median, told robustly: from the median deviation."""
+    """The relative standard error of the median of steps in their order. What differs between their
+    two halves shows how far the machine drifts while the doctor looks."""
+    half = len(seconds) // 2
+    drift = log(median(seconds[:half]) / median(seconds[-half:]))
+    independent = 1.2533 * _spread(seconds) / sqrt(len(seconds))
+    return hypot(CORRELATED * independent, drift / 2)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """The relative standard deviation, from the median deviation."""
     middle = median(seconds)
-    spread = 1.4826 * median(abs(each - middle) for each in seconds)
-    return 1.2533 * spread / middle / sqrt(len(seconds))
+    return 1.4826 * median(abs(each - middle) for each in seconds) / middle
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What a session without the optimizer warns of is not so: nothing of it reaches training."""
-    before, log.disabled = log.disabled, True
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        log.disabled = before
+        logger.disabled = before
 
 
 def _dense_mean(exchange: Exchange, gradients: Tensor) -> Future[Tensor]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp, hypot, log, sqrt
+from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor
 from adaptive.exchange.link import LinkCost
 from policies import DENSE
-from runs.doctor.doctor import LEAST, Verdict, look_at
+from runs.doctor.doctor import DOUBT, LEAST, LEVEL, Verdict, _error, look_at
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import small_net
 
@@ -92,6 +95,22 @@ def test_what_the_doctor_cannot_look_at_is_refused() -> None:
         assert "base must be a sparsifier" in base
 
 
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("noise", [0.03, 0.15, 0.4])
+def test_an_interval_knows_how_noisy_the_machine_was(correlation: float, noise: float) -> None:
+    """Steps that take the same at both CFs, on a machine whose load comes and goes."""
+    luck, inside = Random(0), 0
+    for _ in range(300):
+        load, steps = 0.0, []
+        for _ in range(40):
+            load = correlation * load + sqrt(1 - correlation**2) * luck.gauss(0, 1)
+            steps.append(exp(noise * load))
+        dense, best = steps[3:7] + steps[-4:], steps[20:32]
+        doubt = LEVEL * hypot(_error(dense), _error(best), DOUBT)
+        inside += abs(log(median(dense) / median(best))) <= doubt
+    assert inside >= 0.85 * 300
+
+
 def test_a_verdict_says_what_to_do() -> None:
     compress = Verdict(
         cf=40.0,
@@ -109,7 +128,9 @@ def test_a_verdict_says_what_to_do() -> None:
     )
     assert str(compress).startswith("expect 2.50x [2.20, 2.80] at CF 40\n")
     assert compress.seconds == 0.4
-    assert "network 100 Mbit/s, 1 ms a message" in str(compress)
+    assert str(compress).endswith("network 100 Mbit/s, 1 ms a message")
+    busy = str(replace(compress, noise=0.35)).splitlines()[-1]
+    assert busy == "  steps of one kind differ by 35%: the machine or the network is busy"
     half = replace(compress, cf=2.0, name="bf16", best=2.0, best_name="bf16", speedup=1.8)
     assert str(half).startswith("bf16: 1.80x [2.20, 2.80]\n")
     dense = replace(half, cf=DENSE, name="dense", speedup=0.9, low=0.8, high=1.0)
