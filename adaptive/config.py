@@ -67,12 +67,12 @@ DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
 
 RUNGS = {2.0: "bf16", 4.0: "int8", 8.0: "int4"}
-"""The default compressors below cf_range, for a network that is only a little too slow. They keep
-next to everything."""
+"""The default compressors below cf_range, for a network that is only a little too slow. They lose
+next to nothing."""
 
 VALUES = "int4"
-"""How a sparsifier's values travel if nobody says: as good as fp32 with error feedback, and a kept
-element takes 13 bits at CF 100 instead of 41, its index included (docs/results.md)."""
+"""The default coding of a sparsifier's values: with error feedback as good as fp32. At CF 100 a
+kept element takes 13 bits instead of 41, its index included (docs/results.md)."""
 
 
 def make_base(base: str | Compressor, memory: Any) -> Compressor:
@@ -89,8 +89,8 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
 
 
 def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
-    """The policy that nobody has chosen: "goodput" where a shadow ladder tells all gains, else
-    "gravac". docs/results.md has the comparison."""
+    """The policy for `policy=None`: "goodput" where a shadow ladder measures the gain of every CF,
+    else "gravac". docs/results.md has the comparison."""
     return "goodput" if isinstance(base.at(inf), Sparsifier) and not hooks else "gravac"
 
 
@@ -246,7 +246,7 @@ class Settings:
         return not (self.sync.one_collective or "exchange" in self.sync.accepted)
 
     def keeps(self) -> list[Policy | Compressor]:
-        """Whatever keeps what it learns of a model."""
+        """The objects that hold state of one model: no two sessions may share them."""
         return [*_policies_in(self.policy), self.base, self.base.at(inf)]
 
     def _check_sync(self) -> None:

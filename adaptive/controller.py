@@ -45,10 +45,11 @@ TOO_SMALL = (
 
 
 class _Pending(NamedTuple):
-    """A step whose statistics are under way: what of its report and of its record is known already,
-    this rank's tally and sketches (for signal gain), and the sum of the ranks' tallies.
+    """A step whose statistics are under way.
 
-    down_cfs: the CF of its means, and that of the step before; None: no means were compressed."""
+    report, recorded: the parts of its report and of its record that are known already. tally,
+    sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies.
+    down_cfs: the CF of its means, and of the step before; None: no means were compressed."""
 
     report: StepReport
     recorded: dict[str, Any]
@@ -62,14 +63,14 @@ class _Pending(NamedTuple):
 class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
-    means: chooses the CF of means, if a policy does.
-    lr: the learning rate. memory: the one in use. device: of the gradients. carrying: the residual
-    may hold something. local_steps: that each rank takes until the next exchange, one of `numbers`.
-    lag: in steps, of decisions, beside the one that
-    these always have. skipped: backwards since the last step, which have exchanged nothing.
-    agreed: the statistics of the last step that the ranks have agreed on. invalid: some rank has
-    received bytes that no rank can have sent. too_small: the model is too small for statistics, and
-    every step is dense.
+    means: chooses the CF of the means; None: they are not compressed, or at a fixed CF. lr: returns
+    the learning rate. memory: returns the memory in use. device: of the gradients. carrying: the
+    residual may hold something. numbers: the numbers of local steps that a policy may plan.
+    local_steps: the number between two exchanges now. skipped: backward passes since the last
+    exchange. lag: decisions always lag one step; with a delay this many more. agreed: the
+    statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
+    that no rank can have sent. too_small: statistics would cost more than compression of this model
+    can bring, so every step is dense.
     """
 
     _fields = saved.declare(policy=Policy, dense_timer=DenseTimer, means=MeansPolicy | None)
@@ -139,8 +140,8 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's, unless it is detached, or a foreign hook is to wait for what the residual
-        holds to be sent."""
+        """The policy's plan. It is dense after `detach()`, and before the first step of a foreign
+        hook while the residual holds something, which that hook would not send."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -201,7 +202,8 @@ class Controller(saved.Stateful):
         )
 
     def take_steps(self, local_steps: int) -> None:
-        """So many from here on, until the policy says otherwise."""
+        """Exchange after every `local_steps` steps from now on, until the policy plans another
+        number."""
         if self.skipped:  # nothing more of them is exchanged
             self._totals.local_steps += self.skipped
             self._totals.dense_bytes += self.skipped * self.sizes.wire_bytes(DENSE)
@@ -209,10 +211,10 @@ class Controller(saved.Stateful):
 
     def end_step(self, found: Tensor | None) -> None:
         """At the last bucket, after its own collective: start agreeing on the statistics.
-        found: `changed` and `unscaled`, where the gradients are; None: both are 0.
 
-        Not yet after a foreign hook, which may issue more collectives from its callbacks, at any
-        time until the step is over: then it starts with the next step."""
+        found: `changed` and `unscaled` of the step watch, where the gradients are; None: both are
+        0. A foreign hook may issue more collectives from its callbacks until the step is over.
+        After one, agreeing starts with the next step."""
         tally, peers = self.tally, self.requested.peers
         sketches = peers.end_step(tally) if peers is not None and tally.sketch else None
         if found is not None:
@@ -251,8 +253,8 @@ class Controller(saved.Stateful):
         self.step += 1
 
     def ranks_that_stepped(self) -> Tensor:
-        """Of the step that has ended last: how many ranks' optimizers have stepped, a 0-dim tensor
-        (float64) where the gradients are. Waits for the other ranks."""
+        """How many ranks' optimizers stepped in the last step: a 0-dim tensor (float64) where the
+        gradients are. Waits for the other ranks."""
         last = self._pending[-1]
         return last.summed.wait()[last.tally.places["stepped"]].sum()
 
@@ -267,8 +269,7 @@ class Controller(saved.Stateful):
         self.step += 1
 
     def flush(self) -> None:
-        """Take in the last step's statistics now (the next step would have; on a device the one
-        after it)."""
+        """Observe the last step's statistics now, and not in one of the next steps."""
         self._observe(self.stopwatch.ends())
 
     def close(self) -> None:
@@ -288,8 +289,8 @@ class Controller(saved.Stateful):
         )
 
     def explain(self, detail: bool = False) -> str:
-        """Whether it is worth it; CF, since when and why; what the policy has concluded.
-        detail: and the numbers of the policy's rule now."""
+        """Whether compression is worth it; the CF, since when and why; the policy's verdict.
+        detail: also the numbers of the policy's rule."""
         step, reason = self._last_switch
         if self.too_small:
             return TOO_SMALL

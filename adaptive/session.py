@@ -280,7 +280,7 @@ class Session:
             log.info("%s", TOO_SMALL)
 
     def _warn(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
-        """Of what whoever attaches should know, once."""
+        """Log what the user should know of this setup, once a process."""
         sync, warnings = self.settings.sync, []
         if sync.takes_optimizer:
             warnings.append(self._memory.warning(optimizers))

@@ -7,10 +7,10 @@ Averaging" (Zhu and others, NeurIPS 2021, algorithm 1) with steps in the place o
 goes with any optimizer, learning rate and weight decay.
 
 All ranks have one anchor, which moves by the means alone. The parameters of a rank are the anchor,
-less what it has sent that is still under way, less what it has not sent. A rank sends what its
-parameters tell beside the first two, whatever has moved them. So nothing is lost, not even by
-rounding, and no residual is kept. What compression does not send stays in the rank's own
-parameters, as with local steps ("error reset": Xie and others 2020).
+less what it has sent that is still under way, less what it has not sent. So a rank knows what it
+has not sent from its parameters and the first two, whatever has moved the parameters. Nothing is
+lost, not even by rounding, and no residual is kept: what compression does not send stays in the
+rank's own parameters, as with local steps ("error reset": Xie and others 2020).
 
 An exchange that is not finite on some rank moves nothing. The other ranks send their parts again,
 and that rank goes on from the anchor.

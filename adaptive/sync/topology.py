@@ -1,4 +1,4 @@
-"""Who exchanges with whom, and with which weights, where no rank exchanges with all: gossip.
+"""Gossip's topologies: each rank's neighbours and their weights.
 
 A topology is a doubly stochastic matrix W, or several that take turns: rank i goes on from the sum
 over j of W[i][j] times what rank j has. Its spectral gap says how fast ranks come together: each
@@ -19,13 +19,13 @@ from torch import Tensor
 TopologyName = Literal["ring", "torus", "exponential", "one_peer", "complete"]
 TOPOLOGIES: tuple[TopologyName, ...] = get_args(TopologyName)
 TOLERANCE = 1e-6
-"""Of the sums of rows and columns of a user's matrix, which may be of float32."""
+"""How far the sums of rows and columns of a user's matrix, perhaps of float32, may be from 1."""
 
 NO_GAP = 1e-9
 
 
 class Topology:
-    """A topology for so many ranks.
+    """A topology of a fixed number of ranks.
 
     name: for messages. rounds: the matrices that take turns, float64, (ranks, ranks)."""
 
@@ -34,25 +34,24 @@ class Topology:
         self.ranks = len(self.rounds[0])
 
     def sources(self, step: int, rank: int) -> dict[int, float]:
-        """The weights of what arrives in a step, by the rank that it comes from, the own one
-        included."""
+        """The weight of each rank that sends to `rank` in a step, by rank; its own weight too."""
         row = self.rounds[step % len(self.rounds)][rank].tolist()
         return {j: weight for j, weight in enumerate(row) if weight or j == rank}
 
     def receivers(self, step: int, rank: int) -> list[int]:
-        """The ranks that a rank sends to in a step."""
+        """The ranks to which `rank` sends in a step."""
         column = self.rounds[step % len(self.rounds)][:, rank].tolist()
         return [i for i, weight in enumerate(column) if weight and i != rank]
 
     @cached_property
     def messages(self) -> float:
-        """That a rank sends in a step, on average over the ranks and the rounds."""
+        """Messages that a rank sends in a step: the average over ranks and rounds."""
         off = [(each != 0).sum() - (each.diagonal() != 0).sum() for each in self.rounds]
         return float(sum(off)) / (self.ranks * len(self.rounds))
 
     @cached_property
     def spectral_gap(self) -> float:
-        """Of a round, in [0, 1]; where several take turns, on (geometric) average."""
+        """In [0, 1]; of several matrices that take turns, their geometric mean."""
         product = torch.eye(self.ranks, dtype=torch.float64)
         for each in self.rounds:
             product = each @ product
@@ -61,7 +60,7 @@ class Topology:
         return min(1.0, max(0.0, 1 - left))
 
     def check(self) -> None:
-        """ValueError unless what a rank has reaches all others."""
+        """ValueError unless every rank's parameters reach all others."""
         if self.ranks > 1 and self.spectral_gap < NO_GAP:
             raise ValueError(
                 "topology must bring all ranks together: this matrix has a spectral gap of 0 (some "
@@ -76,7 +75,7 @@ class Topology:
 
 
 def check_matrix(given: Any) -> Tensor:
-    """A user's own, in float64. ValueError unless it is doubly stochastic, TypeError if it is no
+    """A user's matrix, in float64. ValueError unless it is doubly stochastic, TypeError if it is no
     matrix of numbers."""
     try:
         w = torch.as_tensor(given, dtype=torch.float64).detach().cpu()

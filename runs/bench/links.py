@@ -1,0 +1,169 @@
+"""Over real links: how long a step takes at rest, and how long it takes to dense's quality.
+
+    python -m runs.bench.links --text WIKITEXT --images CIFAR
+
+A fixed method needs the same steps to a quality on any link. So its steps are counted once, without
+links, and multiplied by what its step takes on each link. The default adapts to a link: it runs
+there in full, exploring included. All is done by `python -m runs compare` in folders below
+--log-dir; the same command goes on where it was stopped. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from runs.compare.contender import parse_contender
+from runs.report.run import Run
+from runs.report.source import read_folder
+
+DEFAULT = "goodput"
+DILOCO = "diloco:sync=LocalSteps({}, outer_lr=0.7, outer_momentum=0.9, overlap=0)"
+FIXED: Mapping[str, tuple[str, int]] = {
+    "plain DDP": ("off", 8),
+    "bf16 hook": ("off:ddp_hook=bf16", 8),
+    "PowerSGD hook": ("off:ddp_hook=powersgd", 14),
+    "DiLoCo, every 50": (DILOCO.format(50), 102),
+    "DiLoCo, every 10": (DILOCO.format(10), 42),
+}
+"""Contenders, as `compare` names them, and in how many steps their step is timed."""
+
+AT_REST = 50
+"""Steps at the end of the default's run, over which its step is timed."""
+SMOOTH = 3
+EVALUATIONS = 30
+
+
+class Task(NamedTuple):
+    """data: the argument that has its folder. options: of `compare`; schedule: those of a whole run
+    beside them. steps: of a whole run."""
+
+    data: str
+    options: tuple[str, ...]
+    schedule: tuple[str, ...]
+    steps: int
+
+
+TASKS: Mapping[str, Task] = {
+    "GPT, AdamW": Task(
+        "text",
+        ("--model", "gpt", "--batch-size", "16", "--optimizer", "adamw", "--clip-grad", "1"),
+        ("--lr", "3e-3", "--warmup", "50"),
+        600,
+    ),
+    "VGG-11, SGD": Task(
+        "images", ("--task", "cifar10", "--model", "vgg11", "--batch-size", "8"), (), 300
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task with so many workers on one link. per_node: workers that share a link."""
+
+    task: str
+    workers: int
+    rate: str
+    per_node: int = 1
+
+    @property
+    def name(self) -> str:
+        shared = f" ({self.workers // self.per_node} x {self.per_node})" * (self.per_node > 1)
+        return f"{self.task} | {self.workers}{shared} | {self.rate}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what has not been run yet, and print both tables."""
+    asked = _arguments().parse_args(argv)
+    cells = [
+        Cell(task, int(workers), rate, int(per_node or 1))
+        for task in asked.tasks
+        for workers, _, per_node in (each.partition("/") for each in asked.workers)
+        for rate in asked.rates
+    ]
+    rows = [_row(cell, asked) for cell in cells]
+    names = [*FIXED, "default"]
+    head = f"| task | workers | link | {' | '.join(names)} |\n|{' --- |' * (3 + len(names))}"
+    for what, place in (("seconds a step at rest", 0), ("seconds to dense's quality", 1)):
+        print(f"\n{what}\n\n{head}")
+        for cell, row in zip(cells, rows, strict=True):
+            print(f"| {cell.name} | {' | '.join(_text(row[name][place]) for name in names)} |")
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m runs.bench.links", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--text", required=True, help="folder of WikiText-2")
+    parser.add_argument("--images", required=True, help="folder of CIFAR-10")
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
+    parser.add_argument(
+        "--workers", nargs="+", default=["2", "4"], help="4/2: four, two of them behind each link"
+    )
+    parser.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit", "none"])
+    parser.add_argument("--log-dir", default="logs/links", type=Path)
+    return parser
+
+
+def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """(seconds a step, seconds to the quality that plain DDP has at its end) by contender."""
+    task = TASKS[cell.task]
+    common = ("--data", getattr(asked, task.data), *task.options)
+    folder = asked.log_dir / f"{cell.task.partition(',')[0]}-{cell.workers}"
+    labels = [label for label, _ in FIXED.values()]
+    whole = ("--steps", str(task.steps), "--eval-every", str(task.steps // EVALUATIONS))
+    whole = (*common, *task.schedule, *whole)
+    quality = _compare(folder / "quality", cell, whole, labels, shaped=False)
+    goal = quality["off"].quality
+    here = folder / f"{cell.rate}{f'-{cell.per_node}' * (cell.per_node > 1)}"
+    timed = [f"{label}{',' if ':' in label else ':'}steps={n}" for label, n in FIXED.values()]
+    short = ("--steps", "8", "--eval-every", "1000")
+    rest = _compare(here / "rest", cell, (*common, *short), timed)
+    found = {
+        name: _of_fixed(rest[label], quality[usual].steps_to(goal))
+        for name, label, usual in zip(FIXED, timed, labels, strict=True)
+    }
+    run = _compare(here / "default", cell, whole, [DEFAULT])[DEFAULT]
+    steps = run.steps_to(goal)
+    seconds = run.seconds_by(int(steps)) if isfinite(steps) else steps
+    return {**found, "default": (median(run.step_seconds[-AT_REST:]), seconds)}
+
+
+def _of_fixed(run: Run, steps: float) -> tuple[float, float]:
+    rate = run.steps_per_second
+    seconds = 1 / rate if rate > 0 else nan
+    return seconds, steps * seconds
+
+
+def _compare(
+    folder: Path, cell: Cell, options: Sequence[str], labels: Sequence[str], shaped: bool = True
+) -> dict[str, Run]:
+    """The runs of a comparison, by contender; those that are finished are not made again."""
+    lab: tuple[str, ...] = ()
+    if shaped and cell.rate != "none":
+        shared = ("--per-node", str(cell.per_node)) * (cell.per_node > 1)
+        lab = ("netlab", "--rate", cell.rate, "--workers", str(cell.workers), *shared, "--")
+    contenders = [word for label in labels for word in ("--contender", label)]
+    command = [sys.executable, "-m", "runs", *lab, "compare", "--workers", str(cell.workers)]
+    command += ["--slice", "0", "--smooth", str(SMOOTH), "--log-dir", str(folder)]
+    subprocess.run([*command, *options, *contenders], check=True, stdout=sys.stderr)
+    runs = (path for path in (folder / "runs").iterdir() if path.is_dir())
+    by_folder = {path.name: read_folder(path, str(path), SMOOTH) for path in runs}
+    return {label: by_folder[f"{parse_contender(label).folder}-seed0"] for label in labels}
+
+
+def _text(seconds: float) -> str:
+    if isfinite(seconds):
+        return f"{seconds:.3g}"
+    return "never" if seconds > 0 else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
