@@ -33,7 +33,9 @@ class Progress:
         known."""
         numbers = {"loss": f"{loss:.3f}"}
         if record is not None:
-            numbers |= numbers_of(record)
+            numbers["CF"] = cf_name(record.report.cf)
+            numbers["gain"] = f"{record.gain:.3f}"
+            numbers["wire factor"] = f"{record.wire_factor:.1f}"
         now = time.monotonic()
         first, self._begun = not self._begun, True
         if first:
@@ -74,15 +76,6 @@ def number_text(value: float, digits: int) -> str:
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:.0f}"
     return f"{value:#.{digits}g}"
-
-
-def numbers_of(record: StepRecord) -> dict[str, str]:
-    """What a progress line shows of a step."""
-    return {
-        "CF": cf_name(record.report.cf),
-        "gain": f"{record.gain:.3f}",
-        "wire factor": f"{record.wire_factor:.1f}",
-    }
 
 
 def cf_name(cf: float) -> str:

@@ -100,7 +100,15 @@ class Trainer:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.task.lr * lr_factor(self._config, self.step)
-        self._backward(loss)
+        limit = self._config.clip_local
+        if limit is not None:
+            # The norm of this rank's whole gradient takes another backward pass: DDP's hook has a
+            # bucket at a time, and `torch.autograd.grad` does not set it off.
+            parameters = trainable(self.model)
+            own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            norm = torch.stack([part.norm() for part in own if part is not None]).norm()
+            loss = loss * (limit / sqrt(self.world_size) / norm).clamp(max=1.0)
+        loss.backward()
         if self._config.clip_grad is not None:
             clip_grad_norm_(self.model.parameters(), self._config.clip_grad)
         self._move()
@@ -110,18 +118,6 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad()
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        """The backward pass that exchanges. To clip this rank's whole gradient before, its norm
-        takes another one: `torch.autograd.grad` does not set off DDP's hook, which has a bucket at
-        a time, and compresses it."""
-        limit = self._config.clip_local
-        if limit is not None:
-            parameters = trainable(self.model)
-            own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-            norm = torch.stack([part.norm() for part in own if part is not None]).norm()
-            loss = loss * (limit / sqrt(self.world_size) / norm).clamp(max=1.0)
-        loss.backward()
 
     def measured(self) -> AbstractContextManager[None]:
         """A context in which the model is the one whose quality counts, the mean of all ranks'."""

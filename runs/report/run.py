@@ -27,7 +27,7 @@ from runs.records import (
     seconds_by_step,
     stretches,
 )
-from runs.result import coding_in_words, is_dense, title
+from runs.result import is_dense, title
 from runs.tasks import TASKS
 from runs.times import one_worker_seconds, scaling_efficiency, step_seconds
 
@@ -291,30 +291,21 @@ class Run:
     def notes(self) -> list[str]:
         """What a reader should know of its data."""
         notes, config = list(self.damage), self.config
-        if config is None:
-            unknown = (
-                "command and quality" if self.recorded.header else "settings, command, quality"
-            )
-            notes.append(f"no config.json: {unknown} are not known")
-        elif not self.finished:
-            notes.append(f"not finished: {self.trained} of {config.steps} steps")
         if self.ending.diverged:
             notes.append(f"has diverged: {self.ending.diverged}")
-        if config is not None and config.policy == OFF:
-            notes.append(
-                "plain DDP keeps no timeline: bytes and seconds are spread evenly over the steps"
-            )
+        if config is None:
+            return [*notes, "no config.json: its command and quality are not known"]
+        if not self.finished:
+            notes.append(f"not finished: {self.trained} of {config.steps} steps")
+        if config.policy == OFF:
+            notes.append("plain DDP: bytes and seconds are spread evenly over the steps")
         elif not self.records:
             notes.append("no timeline: CFs, gains and step times are not known")
-        if config is not None and config.fixed_clock is not None:
-            option = "step-seconds" if config.simulated else "fixed-clock"
-            notes.append(
-                f"--{option} {config.fixed_clock:g}: its step times are modelled, not measured; "
-                f"{coding_in_words(config)}"
-            )
-        if config is not None and not self.evaluations:
+        if config.fixed_clock is not None:
+            notes.append("its step times are modelled, not measured")
+        if not self.evaluations:
             notes.append("never evaluated: quality is not known")
-        elif self.evaluations and not isfinite(self.quality):
+        elif not isfinite(self.quality):
             notes.append("its last evaluation was not finite")
         return notes
 

@@ -120,7 +120,7 @@ def test_a_comparison_as_one_page(comparison: Path, capfd: Any) -> None:
         assert row["seconds"]["mean"] == pytest.approx(0.1 * STEPS)  # the clock is fixed
         assert row["steps_per_second"]["mean"] == pytest.approx(10)
         assert sum(share for _, share in run["share_at_cf"]) == pytest.approx(1)
-        assert any("--fixed-clock" in note for note in run["notes"])
+        assert any("are modelled" in note for note in run["notes"])
 
 
 def test_options_and_the_table_on_the_terminal(
