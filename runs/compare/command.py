@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from runs.claim import claim
 from runs.compare.contender import Contender
 from runs.compare.options import HELP, OPTIONS, Comparison, make_comparison
-from runs.config import TrainConfig
 from runs.interrupt import GOES_ON, INTERRUPTED, UNSAVED
-from runs.netlab.command import run_again_inside
 from runs.parser import UsageError, check_writable
 
 __all__ = ["HELP", "OPTIONS", "main"]
@@ -21,9 +19,6 @@ __all__ = ["HELP", "OPTIONS", "main"]
 
 def main(given: dict[str, Any]) -> int:
     """Run the comparison; returns the exit code."""
-    rate = given.pop("netlab", None)
-    if rate is not None:
-        run_again_inside(rate, given.get("workers", TrainConfig.workers))
     try:
         comparison = make_comparison(given)
         _check(comparison)

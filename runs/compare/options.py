@@ -130,8 +130,6 @@ class Conditions:
 
     link: Rate | None = None
     """Emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms."""
-    netlab: Annotated[str | None, metavar("RATE[,DELAY]")] = None
-    """Run all workers over real links of that rate (Linux): python -m runs netlab --help."""
     simulated: Switch | None = None
     """With --fixed-clock: all workers of a run take turns in this process, as `simulate` has them,
     and come to the same results (off)."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-from runs.netlab.lab import Lab, Link
+from runs.netlab.lab import Lab
 from runs.parser import UsageError, options
 
 INSIDE = ("train", "compare", "doctor")
@@ -30,7 +29,7 @@ examples:
       rates change after 200 steps of the optimizer, and after 400
   python -m runs netlab --rate 50mbit --workers 2 -- my_script.py --epochs 3
       a script of your own, as torchrun would start it: RANK, WORLD_SIZE, MASTER_ADDR, ... are set
-  python -m runs compare --netlab 100mbit --contender off --contender goodput
+  python -m runs netlab --rate 100mbit -- compare --contender off --contender goodput
       every contender that way
 
 What the interface of rank 0 has sent is printed in the end beside what the run reports, and is in
@@ -90,12 +89,3 @@ def _run(words: list[str], workers: int) -> int:
     from runs.script import Script, run_in_place
 
     return launch(run_in_place, Script.of(words), workers)
-
-
-def run_again_inside(rate: str, workers: int) -> None:
-    """For a command that was given --netlab: start this process anew in a lab, with the same
-    command line; returns only inside of it."""
-    if Lab.of_environment() is None:
-        Link.parse("--netlab", rate)
-        lab = ["-m", "runs", "netlab", "--rate", rate, "--workers", str(workers), "--"]
-        os.execv(sys.executable, [sys.executable, *lab, *sys.argv[1:]])

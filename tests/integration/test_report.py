@@ -29,7 +29,7 @@ def comparison(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison of two real runs."""
     folder = tmp_path_factory.mktemp("report")
     words = ["--data", text, "--steps", STEPS, "--batch-size", 1, "--eval-every", 4, "--slice", 0]
-    words += ["--fixed-clock", 0.1, "--log-dir", folder / "log"]
+    words += ["--fixed-clock", 0.1, "--coding", 0, "--log-dir", folder / "log"]
     words += [word for contender in CONTENDERS for word in ("--contender", contender)]
     command = (*python_m("compare"), *map(str, words))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
