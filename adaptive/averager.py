@@ -126,13 +126,11 @@ class Averager:
             )
         if not controller.carrying:
             memory.emptied()
-        if self.compresses:
-            memory.now.compressed_begins()
-        elif dense_is_ddps:
+        if self.compresses or dense_is_ddps:
             by_hook = controller.plan.send in self.settings.hooks
             bad = controller.agreed.nonfinite > 0
             may_rest = not (by_hook or bad or controller.cfs.measured)
-            memory.now.settle(self.exchange, may_rest)
+            memory.now.begin_step(self.exchange, self.compresses, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)

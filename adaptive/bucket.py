@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from adaptive.statistics.vector import Tally
 from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, judge, kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, fill_if, fresh
+from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh
 from compressors.rounds import RoundsCompressor
 from policies import DENSE
 
@@ -62,7 +63,7 @@ class StepCFs:
         return tuple(self.sent(layer) if cf == self.send else cf for cf in self.measured)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Part:
     """One parameter's piece of a bucket: elements [start, stop) of its buffer.
 
@@ -73,6 +74,13 @@ class Part:
     stop: int
     grad: Tensor
     skipped: Flag
+
+
+class Destination(NamedTuple):
+    """Where a mean goes in a bucket's place: `times` the mean is added to `out`."""
+
+    out: Tensor
+    times: float
 
 
 class Range(NamedTuple):
@@ -162,13 +170,17 @@ class Bucket:
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
+        energy: Scalar | None = None,
     ) -> None:
         """Look at the local gradients of these parameters, clip them, and add their norms to the
-        tally."""
-        grads = self.work.split([parameter.local.numel() for parameter in parameters])
+        tally. energy: the squared norm of all, if it is known."""
+        grads = self.work.split([parameter.numel for parameter in parameters])
         one_by_one = clip_norm is not None or memory.skips_zeros()
         pieces = grads if one_by_one else [self.work]
-        energies = squared_norms(pieces)
+        if energy is None or one_by_one:
+            energies = squared_norms(pieces)
+        else:
+            energies = torch.as_tensor(energy, dtype=torch.float64).reshape(1)
         kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
         overflows = kernels.look(
             lambda: not energies.sum() <= torch.finfo(self.work.dtype).max, None
@@ -330,14 +342,21 @@ def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> 
         tally.at("grad_norms").add_(squared_norms(grads).sqrt().sum())
 
 
-def record_levels(unit: Unit, levels: Sequence[Payload], sample: Tensor, tally: Tally) -> None:
-    """Add what `levels`, a payload for each of the unit's, keep and lose to the tally.
+def record_levels(
+    unit: Unit, levels: Sequence[Payload], flat: Tensor, tally: Tally, sample: Tensor | None = None
+) -> None:
+    """Add what `levels`, a payload for each of the unit's, keep and lose to the tally, and what
+    they would of a sample of gradients, if the tally asks for that.
 
-    Where a sample tells nothing of the whole, the numbers of the whole stand in for its own."""
-    sampled = levels
-    if unit.base.sampled:
-        sampled = compress_levels(_of_sample(unit, sample.numel()), sample)
-    tally.add_levels(energies_of(levels), energies_of(sampled))
+    flat: the bucket's gradients, of which a sample is taken, unless it was before. Where a sample
+    tells nothing of the whole, the numbers of the whole stand in for its own."""
+    own = energies_of(levels)
+    if not tally.samples or not unit.base.sampled:
+        tally.add_levels(own, own if tally.samples else torch.full_like(own, nan))
+        return
+    if sample is None:
+        sample = strided_sample(flat[unit.start : unit.stop])
+    tally.add_levels(own, energies_of(compress_levels(_of_sample(unit, sample.numel()), sample)))
 
 
 def _of_sample(unit: Unit, numel: int) -> Unit:

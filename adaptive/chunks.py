@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,6 +17,10 @@ CHUNK = 25 * 2**20
 """Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
 
 
+BLOCK = 2 * CACHE_BLOCK
+"""Elements of a block on a host."""
+
+
 class Block(NamedTuple):
     """Elements [start, stop) of a chunk. values: views of the parameters' own memory, flat."""
 
@@ -27,11 +31,6 @@ class Block(NamedTuple):
     def joined(self, out: Tensor) -> Tensor:
         """The values, in `out`."""
         return _join(self.values, out)
-
-    @torch.no_grad()
-    def go_to(self, values: Tensor) -> None:
-        """The parameters become `values`, which are those of the block."""
-        torch._foreach_copy_(self.values, list(values.split([len(v) for v in self.values])))
 
 
 @dataclass(eq=False)
@@ -44,14 +43,17 @@ class Chunk:
 
     parameters: Sequence[ModelParameter]
     scratch: dict[str, Tensor] = field(default_factory=dict)
-    _storage: list[tuple[Any, ...]] = field(default_factory=list)
+    _places: list[Any] = field(default_factory=list)  # of the parameters' memory
     _values: list[Tensor] = field(default_factory=list)  # flat views of parameters
     _gaps: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and copies
     _blocks: list[Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sizes = [p.local.numel() for p in self.parameters]
+        self.sizes = [p.numel for p in self.parameters]
         self.numel = sum(self.sizes)
+        self._tensors = [p.tensor for p in self.parameters]
+        sharded = any(hasattr(p, "to_local") for p in self._tensors)
+        self._place: Callable[[Tensor], Any] = storage_of if sharded else Tensor.data_ptr
 
     def room(self, use: str) -> Tensor:
         """A flat tensor for this use, with any values."""
@@ -71,21 +73,16 @@ class Chunk:
     def go_to(self, values: Tensor) -> None:
         """The parameters become `values` (flat)."""
         torch._foreach_copy_(self._read(), self.split(values))
-        self.written()
+        for p, copy in self._gaps:
+            p.copy_(copy.view(p.shape))
 
     def blocks(self) -> Sequence[Block]:
-        """The chunk in pieces that fit a host's cache; on a device in one. After `go_to` of blocks
-        `written` must be called."""
+        """The chunk in pieces that fit a host's cache; on a device in one."""
         values = self._read()
         if not self._blocks:
             device = self.parameters[0].tensor.device
-            self._blocks = list(_blocks(values, block_size(self.numel, device, CACHE_BLOCK)))
+            self._blocks = list(_blocks(values, block_size(self.numel, device, BLOCK)))
         return self._blocks
-
-    def written(self) -> None:
-        """Parameters with gaps in their memory become the copies of them."""
-        for p, copy in self._gaps:
-            p.copy_(copy.view(p.shape))
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """By parameter: views."""
@@ -102,9 +99,9 @@ class Chunk:
     @torch.no_grad()
     def _read(self) -> list[Tensor]:
         """Flat views of all parameters; a script may have given some of them other memory."""
-        storage = [storage_of(p.tensor) for p in self.parameters]
-        if storage != self._storage:
-            self._storage, self._gaps, self._blocks = storage, [], []
+        places = [*map(self._place, self._tensors)]
+        if places != self._places:
+            self._places, self._gaps, self._blocks = places, [], []
             self._values = [self._flat(p.local.detach()) for p in self.parameters]
         for p, copy in self._gaps:
             copy.view(p.shape).copy_(p)
@@ -119,7 +116,7 @@ class Chunk:
 
 
 def _join(values: list[Tensor], out: Tensor) -> Tensor:
-    if all(each.dtype == out.dtype for each in values):
+    if not values or values[0].dtype == out.dtype:  # which all have
         return torch.cat(values, out=out)
     torch._foreach_copy_(list(out.split([len(each) for each in values])), values)
     return out
@@ -148,7 +145,7 @@ def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter
         chunk: list[ModelParameter] = []
         nbytes = 0
         for p in alike:
-            own = p.local.numel() * p.dtype.itemsize
+            own = p.numel * p.dtype.itemsize
             if chunk and nbytes + own > CHUNK:
                 yield chunk
                 chunk, nbytes = [], 0

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isnan, nan
 from typing import Any, NamedTuple
 
@@ -42,6 +43,10 @@ TOO_SMALL = (
     "dense: this model's gradients are so small that measuring them would cost more than it can "
     "bring. A policy that is named, AdaptiveCompressor(policy=...), compresses them all the same"
 )
+
+
+RECORDED_EVERY = 10
+"""In one step of so many a gain is measured that decides nothing, for the record."""
 
 
 class _Pending(NamedTuple):
@@ -103,6 +108,7 @@ class Controller(saved.Stateful):
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
+    _last_gain: tuple[float, float] = (DENSE, nan)  # the CF, and its gain
     _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
     _down_cf: float | None = saved.saved(None)  # of the last step's means
 
@@ -197,9 +203,15 @@ class Controller(saved.Stateful):
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
+            samples=shadow and (self._decides_by_samples or self.step % RECORDED_EVERY == 0),
             device=self.device,
             known=known,
         )
+
+    @cached_property
+    def _decides_by_samples(self) -> bool:
+        """The gain before error feedback, which is measured on samples, may move the policy."""
+        return self.policy.gain == "gradient" and len(self.policy.candidates()) > 1
 
     def take_steps(self, local_steps: int) -> None:
         """Exchange after every `local_steps` steps from now on, until the policy plans another
@@ -383,8 +395,16 @@ class Controller(saved.Stateful):
 
     def _gain(self, report: StepReport) -> float:
         """The gain of what was sent, by the definition that the policy decides on: its own average,
-        or, where it keeps none, that of this step; nan if neither is known."""
+        or, where it keeps none, that of the last step at this CF that has measured it; nan if none
+        is known."""
         if report.cf == DENSE:
             return 1.0
         average = None if self.forced_dense else self.policy.gain_at(report.cf)
-        return report.gain(report.cf, self.policy.gain) if average is None else average
+        if average is not None:
+            return average
+        gain = report.gain(report.cf, self.policy.gain)
+        cf, last = self._last_gain
+        if cf == report.cf and isnan(gain):
+            return last
+        self._last_gain = (report.cf, gain)
+        return gain

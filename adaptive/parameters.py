@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class ModelParameter:
         """The values that are here: all of them, or the shard."""
         return local(self.tensor)
 
+    @cached_property
+    def numel(self) -> int:
+        """Number of the elements that are here."""
+        return self.local.numel()
+
     @property
     def largest(self) -> torch.Size:
         """Shape of the largest shard; alike on all ranks, as `local` need not be."""
@@ -68,7 +74,7 @@ class ModelParameter:
         """For what is kept under this name; so many elements, or as many as the parameter has."""
         own = name == "residual" and self.dtype == torch.float32
         dtype = self.residual_dtype if own else self.dtype
-        numel = self.local.numel() if numel is None else numel
+        numel = self.numel if numel is None else numel
         return torch.zeros(numel, dtype=dtype, device=self.tensor.device)
 
     def open_residual(self) -> Tensor:
@@ -210,7 +216,7 @@ def like(values: Tensor, p: Tensor) -> Tensor:
 def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:
     """Let the named tensors of a bucket's parameters lie one after the other in memory, with zeros
     where there were none. Returns a flat view of all, by name."""
-    first, sizes = parameters[0], [parameter.local.numel() for parameter in parameters]
+    first, sizes = parameters[0], [parameter.numel for parameter in parameters]
     flat = {}
     for name in names:
         held: list[Tensor | None] = [getattr(parameter, name) for parameter in parameters]

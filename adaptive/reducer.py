@@ -34,6 +34,7 @@ from torch.futures import Future
 from adaptive.bucket import (
     EXACT,
     Bucket,
+    Destination,
     Granularity,
     Part,
     StepCFs,
@@ -106,12 +107,16 @@ class Reducer:
         parameters: Sequence[ModelParameter],
         strategy: Strategy,
         index: int,
+        to: Destination | None = None,
+        energy: Scalar | None = None,
     ) -> Future[Tensor]:
         """Exchange the gradients of bucket `index` compressed as `step.cfs` says.
 
-        strategy: how payloads become the mean. After the last bucket comes `Pipeline.finish`."""
+        strategy: how payloads become the mean. to: where it goes; the bucket is scratch then.
+        energy: the bucket's squared norm, if it is known. After the last bucket comes
+        `Pipeline.finish`."""
         rooms = lasting(self._rooms[index], buffer.device)
-        bucket = self._open(step, buffer, parameters, rooms)  # 1
+        bucket = self._open(step, buffer, parameters, rooms, energy)  # 1
         shards = self.exchange.world_size if strategy.sharded else 1
         granularity = self.granularity.in_full if strategy.votes else self.granularity
         units = granularity.cut(bucket, step.cfs, shards)
@@ -137,9 +142,9 @@ class Reducer:
 
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5
-                _decode(bucket, units, received, memory, self.exchange)  # 6
+                _decode(bucket, units, received, memory, self.exchange, to)  # 6
                 _tell(step.on_mean, parameters, bucket.work, received.nonfinite)
-            fill_if(received.nonfinite, bucket.work, nan)
+            fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
             return _written_back(bucket, buffer)
 
         rounds = strategy.start(self.exchange, outgoing)  # 4
@@ -214,6 +219,7 @@ class Reducer:
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
         rooms: dict[str, Tensor],
+        energy: Scalar | None = None,
     ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
@@ -223,7 +229,7 @@ class Reducer:
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, rooms, updates=step.updates)
-        bucket.open(parameters, self.memory, step.tally, self.clip_norm)
+        bucket.open(parameters, self.memory, step.tally, self.clip_norm, energy)
         _tell(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(bucket, step.tally)
         return bucket
@@ -245,7 +251,7 @@ class Reducer:
         for unit, sample in zip(units, samples, strict=True):
             if not unit.skipped:
                 levels = compress_levels(unit, measured[unit.start : unit.stop])
-                record_levels(unit, levels, sample, step.tally)
+                record_levels(unit, levels, measured, step.tally, sample)
 
 
 def _payload(
@@ -272,7 +278,7 @@ def _payload(
 
 def _record(step: Step, bucket: Bucket, unit: Unit, levels: Sequence[Payload]) -> None:
     """Add what the levels of a unit keep to the statistics, and what they would of its gradient."""
-    record_levels(unit, levels, strided_sample(bucket.of(unit)), step.tally)
+    record_levels(unit, levels, bucket.work, step.tally)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:
@@ -290,8 +296,9 @@ def _decode(
     received: Received,
     memory: BucketMemory,
     exchange: Exchange,
+    to: Destination | None,
 ) -> None:
-    """Take what this rank has sent off the memory, and write the mean into the bucket: one unit
+    """Take what this rank has sent off the memory, and write the mean to where it goes: one unit
     after the other, so that the decoded payloads of no more than one are in memory. Nothing comes
     of a nonfinite step, as a device finds out."""
     nonfinite = received.nonfinite
@@ -305,7 +312,12 @@ def _decode(
         mean = bucket.of(unit)
         if received.compressors is not None:
             compressor = received.compressors[i]
-        compressor.mean_of(mean, payloads, received.scale, nonfinite)
+        if to is None:
+            compressor.mean_of(mean, payloads, received.scale, nonfinite)
+        else:
+            out, scale = to.out[unit.start : unit.stop], to.times * received.scale
+            for payload in payloads:
+                compressor.add_to(out, payload.as_zeros(nonfinite), scale)
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)
@@ -317,7 +329,7 @@ def _tell(
     whom: OnGradient | None, parameters: Sequence[ModelParameter], flat: Tensor, nonfinite: Flag
 ) -> None:
     if whom is not None:
-        views = flat.split([parameter.local.numel() for parameter in parameters])
+        views = flat.split([parameter.numel for parameter in parameters])
         for parameter, view in zip(parameters, views, strict=True):
             whom(parameter, view, nonfinite)
 

@@ -468,7 +468,7 @@ class Session:
 
     def _fall_back_with(self, kind: str) -> None:
         """Be as the run of a state that is about to be loaded, whose memory had this name."""
-        if kind == Residual.name and self._memory.now.may_fall_back:
+        if kind == Residual.name and self._memory.may_fall_back:
             self._averager.fall_back()
             if self.exchange.first:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)

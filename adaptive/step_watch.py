@@ -61,7 +61,7 @@ _WATCHES: dict[int, weakref.ref[StepWatch]] = {}
 _HOOKS: list[Any] = []
 """Handles of torch's hooks around every optimizer's step, while there is a watch."""
 
-FEW = 8
+FEW = 3
 """Parameters, about, whose gradients are compared in every step."""
 
 SAMPLE = 4096

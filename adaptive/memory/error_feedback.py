@@ -40,8 +40,6 @@ class NoMemory:
     """State of a memory that does a part of the optimizers' work; saved with a checkpoint."""
     rests = False
     """The optimizers do all their work themselves. A dense step adds nothing to the gradients."""
-    may_fall_back = False
-    """It does an optimizer's work, which that can do itself beside plain error feedback."""
 
     def __init__(self, maybe_unused: Callable[[], bool]) -> None:
         """maybe_unused: a step may leave a parameter unused on all ranks."""
@@ -75,11 +73,9 @@ class NoMemory:
         (flat), if updates are what is sent."""
         return grads
 
-    def compressed_begins(self) -> None:
-        """A compressed step begins. Called before its first bucket, on all ranks."""
-
-    def settle(self, exchange: Exchange, may_rest: bool) -> None:
-        """Before the first bucket of a dense step: agree on what it needs (a collective).
+    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
+        """Called on all ranks before the first bucket of a step. Before a dense one the ranks agree
+        on what it needs (a collective).
 
         may_rest: no foreign hook sends the step, it measures no CF, and no rank had a bad gradient
         in the step before."""
@@ -96,9 +92,6 @@ class NoMemory:
         """An optimizer is to step by gradients that this memory has made, with these parameter
         groups. Returns groups to step with instead, or None."""
         return None
-
-    def discard(self) -> None:
-        """The last backward's gradients are thrown away, and all that residuals hold."""
 
     def conclude(self) -> None:
         """Before a state is saved: what was to go with a dense step waits in the residuals."""
@@ -127,13 +120,10 @@ class NoMemory:
         """What the next step depends on: parameters for which it is equal move alike."""
         return (parameter.filled,)
 
-    def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
-        """How the velocity moves in a compressed step at each of the CFs; none without one."""
-        return ()
-
-    def entering(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[float]:
-        """What a compressed step at each of the CFs multiplies the velocity by before it moves."""
-        return [1.0] * len(cfs)
+    def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
+        """How the velocity moves in a compressed step at a CF, and what that step multiplies it by
+        before. None without momentum."""
+        return None
 
     def masks(self, cf: float) -> bool:
         """The velocity of what is sent at this CF is cleared."""
@@ -173,9 +163,3 @@ class Residual(NoMemory):
         parameter.filled = saved is not None
         if saved is not None:
             parameter.open_residual().copy_(saved)
-
-
-class KeptByParameters(NoMemory):
-    """Error feedback whose residual is in the rank's own parameters: there is no other to keep."""
-
-    name = Residual.name

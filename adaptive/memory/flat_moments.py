@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptive.chunks import Chunk
-from adaptive.memory.moments import SECOND_MOMENTS, Run, is_adaptive
+from adaptive.memory.moments import SECOND_MOMENTS, Run, have_noise, is_adaptive
 from adaptive.memory.owners import Owner
 from adaptive.parameters import like, local, shaped
 
@@ -35,17 +35,41 @@ class FlatMoments:
         # Of each parameter, what the optimizer keeps as we have made it, by name.
         self._views: list[dict[str, Tensor]] = [{} for _ in chunk.sizes]
         self._holders: list[dict[str, Any]] = [{} for _ in chunk.sizes]  # the states they are in
+        self._lengths = [0] * len(chunk.sizes)  # of the states that were taken in
+        self._left_out = False
         self._steps: Tensor | None = None
         self._sizes: Tensor | None = None
+        self._runs: list[Run] = []
+        self._runs_for: tuple[Any, ...] = ()  # all that the runs depend on
 
     def runs(self, owners: Sequence[Owner]) -> list[Run]:
         """Neighbouring parameters with both moments whose averages move alike. owners: of each of
         the chunk's parameters."""
+        self._take_in(owners)
+        if self._steps is None:
+            return []
+        groups = {id(group): group for _, group in owners if "betas" in group}
+        settings = {each: _settings(group) for each, group in groups.items()}
+        counts = [0.0] * len(owners)
+        if self._steps.device.type == "cpu":  # where optimizers count unless capturable or fused
+            counts = self._steps.tolist()
+        ahead = [count - counts[0] for count in counts]
+        runs_for = (owners, settings, ahead)
+        if runs_for != self._runs_for or self._steps.device.type != "cpu":
+            self._runs, self._runs_for = self._find(owners, settings, counts), runs_for
+        return self._runs
+
+    def _find(
+        self, owners: Sequence[Owner], settings: Mapping[int, object], counts: Sequence[float]
+    ) -> list[Run]:
+        moves_by: list[object] = []
+        for (_, group), views, count in zip(owners, self._views, counts, strict=True):
+            both = have_noise(views) and "step" in views
+            moves_by.append((settings[id(group)], count) if both else None)
         found = []
-        settings, ends = self._take_in(owners), self._ends
-        for setting, several in groupby(range(len(owners)), key=settings.__getitem__):
+        for setting, several in groupby(range(len(owners)), key=moves_by.__getitem__):
             places = [*several]
-            start, stop = ends[places[0]], ends[places[-1] + 1]
+            start, stop = self._ends[places[0]], self._ends[places[-1] + 1]
             if setting is not None and stop > start:
                 tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
                 step = self._step(places[0], places[-1] + 1)
@@ -54,7 +78,7 @@ class FlatMoments:
 
     def _step(self, first: int, last: int) -> Tensor:
         assert self._steps is not None
-        if self._steps.device.type == "cpu":  # where optimizers keep it unless capturable or fused
+        if self._steps.device.type == "cpu":
             return self._steps[first]
         if self._sizes is None:  # once, since this waits for the device
             self._sizes = torch.tensor(self.chunk.sizes, device=self._steps.device)
@@ -65,36 +89,36 @@ class FlatMoments:
         """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
         device is not that of the others."""
         self._take_in(owners)
-        kept = zip(self.chunk.parameters, owners, self._views, strict=True)
-        return any(
-            is_adaptive(of) and "exp_avg" in of.state.get(p.tensor, {}) and "exp_avg" not in views
-            for p, (of, _), views in kept
-        )
+        return self._left_out
 
-    def _take_in(self, owners: Sequence[Owner]) -> list[tuple[Any, ...] | None]:
-        """Make views of what optimizers keep. For each parameter what its averages move by; None
-        of one without both moments."""
-        by_group: dict[int, tuple[Any, ...]] = {}
-        found: list[tuple[Any, ...] | None] = []
-        for i, (optimizer, group) in enumerate(owners):
-            views, state = self._views[i], {}
-            if is_adaptive(optimizer):
-                state = optimizer.state.get(self.chunk.parameters[i].tensor, {})
+    def _take_in(self, owners: Sequence[Owner]) -> None:
+        """Make views of what optimizers keep, where they are not there already."""
+        optimizer, adaptive = None, False
+        states: list[dict[str, Any]] = []
+        for (of, _), parameter in zip(owners, self.chunk.parameters, strict=True):
+            if of is not optimizer:
+                optimizer, adaptive = of, is_adaptive(of)
+            states.append(of.state.get(parameter.tensor, {}) if adaptive else {})
+        if not self._left_out and [*map(len, states)] == self._lengths and self._hold(states):
+            return
+        self._runs_for = ()
+        for i, state in enumerate(states):
             if i == 0:
                 self._heed_kinds(state)
             for name in MOMENTS:
-                if state.get(name) is not views.get(name):
+                if state.get(name) is not self._views[i].get(name):
                     self._take(i, name, state)
-            if "exp_avg" not in views or "exp_avg_sq" not in views or "step" not in views:
-                found.append(None)
-                continue
-            if id(group) not in by_group:
-                by_group[id(group)] = _settings(group)
-            found.append(by_group[id(group)])
-        if self._steps is None or self._steps.device.type != "cpu":
-            return found
-        steps = self._steps.tolist()
-        return [of and (*of, step) for of, step in zip(found, steps, strict=True)]
+        self._lengths = [*map(len, states)]
+        taken = zip(states, self._views, strict=True)
+        self._left_out = any("exp_avg" in state and "exp_avg" not in own for state, own in taken)
+
+    def _hold(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """These states hold all of our views."""
+        for state, views in zip(states, self._views, strict=True):
+            for name, view in views.items():
+                if state.get(name) is not view:
+                    return False
+        return True
 
     def _heed_kinds(self, state: Mapping[str, Any]) -> None:
         """Begin anew with what is of another precision, or on another device, than before."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from adaptive.exchange.collectives import Exchange
-from adaptive.memory.error_feedback import KeptByParameters, NoMemory, Residual
+from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import steps_as
 from adaptive.memory.moments import is_adaptive
 from adaptive.memory.momentum import DenseSteps, MomentumMemory, SGDMomentum
@@ -149,17 +149,24 @@ class ModelMemory:
         optimizers = optimizers if sync.takes_optimizer else ()
         self.now = self._choice.make(optimizers, self._parameters, self._ranks)
         if sync.keeps_unsent and self.now.keeps:
-            self.now = KeptByParameters(self._parameters.maybe_unused)
+            # What is not sent stays in the rank's own parameters: nothing else is to keep.
+            self.now = NoMemory(self._parameters.maybe_unused)
+            self.now.name = Residual.name
 
     def fall_back(self) -> None:
         """Plain error feedback from the next step on, and the optimizer's own momentum."""
         self._gave_up = True
         self.release()
 
+    @property
+    def may_fall_back(self) -> bool:
+        """The memory does an optimizer's work, which that can do itself."""
+        return isinstance(self.now, MomentumMemory)
+
     def kind_of(self, found: Any) -> str:
         """The name that a state's memory must have; `found` is the one that it has. ValueError for
         momentum correction that was given up here."""
-        if found == Residual.name and self.now.may_fall_back:
+        if found == Residual.name and self.may_fall_back:
             return Residual.name
         if self._gave_up and found == MomentumMemory.name:
             raise ValueError(
@@ -234,7 +241,6 @@ class ModelMemory:
             parameter.filled = False
 
     def discard(self) -> None:
-        self.now.discard()
         for parameter in self._parameters.values():
             parameter.filled = parameter.started = False
             parameter.velocity = None

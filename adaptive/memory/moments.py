@@ -64,12 +64,9 @@ class Run(NamedTuple):
     start: int = 0
     stop: int = 0
 
-    def between(self, start: int, stop: int) -> Run:
-        """Elements [start, stop) of the flat tensor."""
-        inside = slice(start - self.start, stop - self.start)
-        tensors = {name: tensor[inside] for name, tensor in self.tensors.items()}
-        step = self.step[inside] if self.step.dim() else self.step
-        return Run(self.group, step, tensors, start, stop)
+    def inside(self, start: int, stop: int) -> slice:
+        """Which of its elements are in [start, stop) of the flat tensor."""
+        return slice(max(start - self.start, 0), max(min(stop, self.stop) - self.start, 0))
 
     @property
     def mean(self) -> Tensor:

@@ -92,13 +92,11 @@ class MomentumMemory(Residual):
         begun = (parameter.started, parameter.stepped, self.has_buffer(parameter))
         return (*super().moves(parameter), *begun, parameter.lag, self.rule(parameter))
 
-    def rules(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[MomentumRule]:
-        rule = self.rule(parameter)
-        return [rule.with_lag(self._lag(cf)) for cf in cfs] if rule.momentum else ()
-
-    def entering(self, parameter: ModelParameter, cfs: Sequence[float]) -> Sequence[float]:
-        rule = self.rule(parameter)
-        return [rule.change_of_lag(parameter.lag, self._lag(cf)) for cf in cfs]
+    def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
+        rule, lag = self.rule(parameter), self._lag(cf)
+        if not rule.momentum:
+            return None
+        return rule.with_lag(lag), rule.change_of_lag(parameter.lag, lag)
 
     def masks(self, cf: float) -> bool:
         return cf >= self._masking
@@ -186,7 +184,6 @@ class SGDMomentum(MomentumMemory):
     stepped these parameters.
     """
 
-    may_fall_back = True
     moments: DenseSteps
 
     def __init__(
@@ -208,7 +205,10 @@ class SGDMomentum(MomentumMemory):
     def rests(self) -> bool:  # type: ignore[override]
         return self.moments.rests
 
-    def settle(self, exchange: Exchange, may_rest: bool) -> None:
+    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
+        if compressed:
+            self.moments.count, self.moments.rests = 0, False
+            return
         self.moments.count = self.moments.count + 1 if may_rest else 0
         parameters = self._parameters.values()
         if self.rests or self.moments.count <= RESTING or self.maybe_unused():
@@ -220,9 +220,6 @@ class SGDMomentum(MomentumMemory):
         for parameter in parameters:
             parameter.velocity, parameter.started, parameter.lag = None, False, 1.0
         self.moments.rests = True
-
-    def compressed_begins(self) -> None:
-        self.moments.count, self.moments.rests = 0, False
 
     def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
         if not self.rests:

@@ -28,6 +28,7 @@ class Owners(dict[Tensor, Owner]):
         self._parameters = parameters
         self._groups: dict[Optimizer, list[tuple[int, int]]] = {}  # as they were learned
         self._of_chunk: dict[Chunk, list[Owner]] = {}
+        self._groups_of: dict[Chunk, list[dict[str, Any]]] = {}
         self.rate_scales: dict[Tensor, float] = {}
         self.distinct: list[Owner] = []
         for optimizer in optimizers:
@@ -49,6 +50,7 @@ class Owners(dict[Tensor, Owner]):
                     self.rate_scales[p] = rate_scale(group, p.shape)
         self._groups[optimizer] = groups
         self._of_chunk.clear()
+        self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
 
     def steppers(self, optimizer: Optimizer) -> set[Optimizer]:
@@ -63,4 +65,12 @@ class Owners(dict[Tensor, Owner]):
         found = self._of_chunk.get(chunk)
         if found is None:
             found = self._of_chunk[chunk] = [self[p.tensor] for p in chunk.parameters]
+        return found
+
+    def groups_of(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The parameter groups of a chunk's parameters, each once."""
+        found = self._groups_of.get(chunk)
+        if found is None:
+            groups = {id(group): group for _, group in self.of_chunk(chunk)}
+            found = self._groups_of[chunk] = list(groups.values())
         return found

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from adaptive.bucket import Destination
 from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
@@ -56,6 +57,7 @@ from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.owners import Owners
 from adaptive.optimizer_states import agree_on_states
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
+from compressors.kernels import kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar
 from policies import state as saved
 
@@ -106,9 +108,11 @@ class UpdateMemory(Residual):
         self._lag = cache(lag)
         self._of = Owners(parameters, optimizers)
         self._chunks: list[Chunk] = []
+        self._chunked = 0  # the number of their parameters
         self._share = 1.0  # of momentum's lag, in the step to come
         self._outer: Optimizer | None = None  # whose step is under way
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
+        self._shrinks: dict[Chunk, Scalar] = {}  # by which that is yet to be multiplied
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._stepped: set[Optimizer] = set()  # since the last backward
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
@@ -121,8 +125,9 @@ class UpdateMemory(Residual):
     @property
     def chunks(self) -> Sequence[Chunk]:
         """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
-        ours = [parameter for p, parameter in self._parameters.items() if p in self._of]
-        if sum(len(chunk.parameters) for chunk in self._chunks) != len(ours):
+        if self._chunked != len(self._of):
+            self._chunked = len(self._of)
+            ours = [parameter for p, parameter in self._parameters.items() if p in self._of]
             self._chunks = [Chunk(each) for each in chunks(ours)]
             self._moments = {chunk: FlatMoments(chunk) for chunk in self._chunks}
         return self._chunks
@@ -146,28 +151,40 @@ class UpdateMemory(Residual):
         self._begin_apart(self._share)
 
     @torch.no_grad()
-    def outgoing(self, chunk: Chunk) -> Tensor:
+    def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
         """What this rank's step has done to the parameters of a chunk, as updates (flat, in the
-        chunk's scratch). Zeros for those that no optimizer has stepped since backward."""
+        chunk's scratch), and the squared norm of that, if it is known. Zeros for those that no
+        optimizer has stepped since backward.
+
+        All is done to one block after the other, while that is in the cache."""
         before, work = self._before.get(chunk), chunk.room("work")
         if before is None:
-            return work.zero_()
-        rates = [inverse(lr) for lr, _ in self._rates_of(chunk)]
-        rate = _common(rates)
-        runs = [(run, noise_of(run, self._share)) for run in self._runs(chunk)]
+            return work.zero_(), None
+        rates = self._rates_of(chunk)
+        rate = inverse(rates[0][0]) if len(rates) == 1 else None
+        shrink = self._shrinks.pop(chunk, 1.0)
+        energies: list[Scalar] = []
+        runs = [(run, run.mean, run.square) for run in self._runs(chunk)]
+        noises = [noise_of(run, self._share) for run, *_ in runs]
+        aside = self._aside.pop(chunk, None)
         for block in chunk.blocks():
-            update = block.joined(work[block.start : block.stop])
-            torch.sub(before[block.start : block.stop], update, out=update)
+            inside = [run.inside(block.start, block.stop) for run, *_ in runs]
+            if aside is not None:
+                for (run, *_), part in zip(runs, inside, strict=True):
+                    _average(run, aside, part)
+            update, stood = work[block.start : block.stop], before[block.start : block.stop]
+            if _is_tensor(shrink) or shrink != 1:
+                stood.mul_(shrink)
+            torch.sub(stood, block.joined(update), out=update)
             if rate is not None:
                 update.mul_(rate)
-            for run, noise in runs:
-                start, stop = max(run.start, block.start), min(run.stop, block.stop)
-                if start < stop:
-                    moments = run.between(start, stop)
-                    part = work[start:stop]
-                    enlarge(part, moments.mean, moments.square, noise, self._ranks)
+            for (run, mean, square), noise, part in zip(runs, noises, inside, strict=True):
+                if part.start < part.stop:
+                    own = work[run.start : run.stop][part]
+                    enlarge(own, mean[part], square[part], noise, self._ranks)
+            energies.append(squared_norm(update))
         if rate is None:
-            _multiply(work, chunk.split(work), rates)
+            _multiply(work, chunk, [inverse(lr) for lr, _ in rates])
         pairs = zip(chunk.parameters, chunk.split(work), strict=True) if self._enlargements else ()
         muons = [(piece, p.tensor) for p, piece in pairs if p.tensor in self._enlargements]
         if muons:
@@ -177,33 +194,44 @@ class UpdateMemory(Residual):
             for (of, _), piece in zip(self._of.of_chunk(chunk), chunk.split(work), strict=True):
                 if of not in self._stepped:
                     piece.zero_()
-        return work
+        known = rate is not None and self.all_stepped and not muons
+        return work, sum(energies[1:], energies[0]) if known else None
+
+    def destination(self, chunk: Chunk) -> Destination | None:
+        """Where the ranks' mean update of a chunk moves the parameters as it is decoded. None where
+        that is not one sum: then `apply` needs the mean itself."""
+        before, rates = self._before.get(chunk), self._rates_of(chunk)
+        lr = rates[0][0]
+        if before is None or len(rates) > 1 or isinstance(lr, Tensor):
+            return None
+        if kernels_for(before).fused(before):  # then all ranks' payloads are decoded by one kernel
+            return None
+        return Destination(before, -lr) if self.all_stepped else None
 
     @torch.no_grad()
-    def apply(self, chunk: Chunk, mean: Tensor, any_stepped: Callable[[], Tensor]) -> None:
-        """Move the parameters of a chunk by the ranks' mean update, which is overwritten.
+    def apply(self, chunk: Chunk, mean: Tensor | None, any_stepped: Callable[[], Tensor]) -> None:
+        """Move the parameters of a chunk by the ranks' mean update, which is overwritten. None: it
+        has gone to the chunk's `destination`.
 
         any_stepped: how many ranks have stepped (0-dim); called on a rank that has not."""
-        rates = self._rates_of(chunk)
-        rate = _common([lr for lr, _ in rates])
-        if rate is None:
-            _multiply(mean, chunk.split(mean), [lr for lr, _ in rates])
         before = self._before.get(chunk)
+        if mean is None:
+            assert before is not None
+            chunk.go_to(before)
+            return
+        rates = self._rates_of(chunk)
+        _multiply(mean, chunk, [lr for lr, _ in rates])
         if before is None or not self._stepped:
             before = chunk.here("unstepped")
             decays = [] if self._stepped else [decay for _, decay in rates]
             if any(_is_tensor(decay) or decay > 0 for decay in decays):
                 some = (any_stepped() > 0).to(before.dtype)
-                _multiply(before, chunk.split(before), [1 - decay * some for decay in decays])
-        for block in chunk.blocks():
-            moved = mean[block.start : block.stop]
-            if rate is not None:
-                moved.mul_(rate)
-            block.go_to(torch.sub(before[block.start : block.stop], moved, out=moved))
-        chunk.written()
+                _multiply(before, chunk, [1 - decay * some for decay in decays])
+        chunk.go_to(torch.sub(before, mean, out=mean))
 
     def exchanged(self) -> None:
         """All chunks have been."""
+        self._put_back()
         self.pending = False
         if self._outer is None:
             self._before.clear()
@@ -242,39 +270,64 @@ class UpdateMemory(Residual):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """First moments that were put aside take in the gradients of the step."""
-        self._put_back()
+        """First moments that were put aside take in the gradients of the step: here, or block by
+        block in `outgoing`, if that comes next."""
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
             self.moments.muon_steps += optimizer is first
             if self.pending:
                 steps = max(self.moments.muon_steps, 1)
                 self._enlargements |= enlargements(optimizer, steps, self._ranks)
-        if self._outer is not optimizer:
-            return
-        self._outer = None
-        if not self.pending:
-            self._before.clear()
-            return
+        if self._outer is optimizer:
+            self._outer = None
+            if self.pending:
+                self._note_step(optimizer)
+            else:
+                self._before.clear()
+        if not (self.pending and self.all_stepped):
+            self._put_back()
+            self._shrink()
+
+    def _note_step(self, optimizer: Optimizer) -> None:
         steppers = self._of.steppers(optimizer)
         self._stepped |= steppers
         taken = _taken(optimizer)
         for chunk, before in self._before.items():
-            pairs = zip(self._of.of_chunk(chunk), self._rates_of(chunk), strict=True)
-            decays = [decay if of in steppers else 0.0 for (of, _), (_, decay) in pairs]
-            if any(_is_tensor(decay) or decay > 0 for decay in decays):
-                _multiply(before, chunk.split(before), [1 - decay * taken for decay in decays])
+            decays = [decay for _, decay in self._rates_of(chunk)]
+            if not any(_is_tensor(decay) or decay > 0 for decay in decays):
+                continue
+            if len(self._of.distinct) > 1:
+                pairs = zip(self._of.of_chunk(chunk), self._rates_of(chunk, True), strict=True)
+                decays = [decay if of in steppers else 0.0 for (of, _), (_, decay) in pairs]
+            factors = [1 - decay * taken for decay in decays]
+            if len(factors) == 1:
+                self._shrinks[chunk] = factors[0]
+            else:
+                _multiply(before, chunk, factors)
 
-    def _rates_of(self, chunk: Chunk) -> list[tuple[Scalar, Scalar]]:
-        """Of each parameter the learning rate that its updates are told in, and its decay."""
+    def _shrink(self) -> None:
+        """Where parameters stood before the step, less their decay."""
+        for chunk, factor in self._shrinks.items():
+            self._before[chunk].mul_(factor)
+        self._shrinks = {}
+
+    def _rates_of(self, chunk: Chunk, each: bool = False) -> list[tuple[Scalar, Scalar]]:
+        """The learning rate that updates are told in, and the decay: of each parameter, or those of
+        all, if all have the same."""
+        scales = self._of.rate_scales
+        if not scales and not each:
+            first, *others = (self._rates[id(group)] for group in self._of.groups_of(chunk))
+            if all(_same(first, other) for other in others):
+                return [first]
         rates = [self._rates[id(group)] for _, group in self._of.of_chunk(chunk)]
-        if not self._of.rate_scales:
+        if not scales:
             return rates
-        scales = (self._of.rate_scales.get(p.tensor, 1.0) for p in chunk.parameters)
-        return [(lr * s, decay) for (lr, decay), s in zip(rates, scales, strict=True)]
+        of = (scales.get(p.tensor, 1.0) for p in chunk.parameters)
+        return [(lr * scale, decay) for (lr, decay), scale in zip(rates, of, strict=True)]
 
     def _remember(self) -> None:
         self._before = {chunk: chunk.here("before") for chunk in self.chunks}
+        self._shrinks = {}
 
     def _with_share(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
@@ -317,16 +370,15 @@ class UpdateMemory(Residual):
         """After a step without momentum first moments are its gradients: average them."""
         for chunk, aside in self._aside.items():
             for run in self._runs(chunk):
-                before = aside[run.start : run.stop].to(run.mean.dtype)
-                torch.lerp(before, run.mean, 1 - run.group["betas"][0], out=run.mean)
+                _average(run, aside, run.inside(run.start, run.stop))
         self._aside = {}
 
     # -- dense steps, and ranks that part --
 
-    def settle(self, exchange: Exchange, may_rest: bool = True) -> None:
+    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
         """Before a dense step: the ranks agree on what their optimizers keep (collectives). First
         moments take what waits in residuals; where an optimizer has none, it goes at once."""
-        if not self.moments.differ:
+        if compressed or not self.moments.differ:
             return
         if self._own:
             for run in self._all_runs():
@@ -364,7 +416,7 @@ class UpdateMemory(Residual):
 
     def agree(self, exchange: Exchange) -> bool:
         differed = self.moments.differ or bool(self._late)
-        self.settle(exchange)
+        self.begin_step(exchange, compressed=False)
         exchange.take_traffic()  # no step's
         self._deliver_late()
         return differed
@@ -508,24 +560,33 @@ def inverse(lr: Scalar) -> Scalar:
     return 1 / lr if lr > 0 else 0.0
 
 
-def _multiply(whole: Tensor, pieces: Sequence[Tensor], factors: Sequence[Scalar]) -> None:
-    """Each piece of `whole` by its factor, in place."""
-    common = _common(factors)
-    if common is not None:
-        whole.mul_(common)
+def _average(run: Run, before: Tensor, part: slice) -> None:
+    """Of elements of a first moment that is a gradient: make it the average again that it was
+    `before` (flat, of a chunk), with this gradient taken in."""
+    mean = run.mean[part]
+    old = before[run.start : run.stop][part].to(mean.dtype)
+    torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)
+
+
+def _multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
+    """The pieces of a chunk by these factors, in place: one for each parameter, or one for all."""
+    first, *others = factors
+    if all(_same_number(first, other) for other in others):
+        whole.mul_(first)
     elif any(map(_is_tensor, factors)):
-        torch._foreach_mul_(
-            list(pieces), [torch.as_tensor(f, device=whole.device) for f in factors]
-        )
+        of = [torch.as_tensor(factor, device=whole.device) for factor in factors]
+        torch._foreach_mul_(chunk.split(whole), of)
     else:
-        torch._foreach_mul_(list(pieces), [float(factor) for factor in factors])
+        torch._foreach_mul_(chunk.split(whole), [float(factor) for factor in factors])
 
 
-def _common(factors: Sequence[Scalar]) -> Scalar | None:
-    """The factor, if all are the same."""
-    first = factors[0]
-    same = all(f is first or (not _is_tensor(f) and f == first) for f in factors)
-    return first if same else None
+def _same(a: tuple[Scalar, Scalar], b: tuple[Scalar, Scalar]) -> bool:
+    return all(map(_same_number, a, b))
+
+
+def _same_number(a: Scalar, b: Scalar) -> bool:
+    """As the host knows."""
+    return a is b or not (_is_tensor(a) or _is_tensor(b) or a != b)
 
 
 def _is_tensor(x: Scalar) -> bool:

@@ -266,7 +266,7 @@ class ShadowLadder:
         feedback. Parameters that do not send have zeros in g, and their residuals stay."""
         a = group.array("residual", len(self.cfs))
         plain = self.peers is not None
-        rules = {p: () if plain else tuple(self.memory.rules(p, self.cfs)) for p in sending}
+        rules = {p: () if plain else self._rules(p) for p in sending}
         if not any(rules.values()):
             return a.add_(g)
         u = group.array("velocity", len(self.cfs))
@@ -285,6 +285,11 @@ class ShadowLadder:
                 a[:, place] += g[place]
         return a
 
+    def _rules(self, parameter: ModelParameter) -> tuple[MomentumRule, ...]:
+        """Of each CF, if there is momentum."""
+        found = (self.memory.momentum(parameter, cf) for cf in self.cfs)
+        return tuple(each[0] for each in found if each is not None)
+
     def _begins(self, parameter: ModelParameter, velocities: Tensor) -> bool:
         """Whether one parameter's velocities (CFs, elements) begin with this step, and not with the
         memory's, which is sampled when they are new."""
@@ -293,7 +298,8 @@ class ShadowLadder:
         self._moving.add(parameter)
         if not parameter.started or parameter.velocity is None:
             return True
-        factors = torch.tensor(self.memory.entering(parameter, self.cfs), dtype=torch.float64)
+        moves = [self.memory.momentum(parameter, cf) for cf in self.cfs]
+        factors = torch.tensor([each[1] if each else 1.0 for each in moves], dtype=torch.float64)
         velocity = sampled([parameter.velocity], [self._strides[parameter]])
         velocities.copy_(factors.to(velocity.device)[:, None] * velocity)
         return False

@@ -58,6 +58,7 @@ class Tally:
     ranks: int = 1
     shards: int = 1
     rank: int = 0
+    samples: bool = True
     device: torch.device = torch.device("cpu")
     known: dict[str, float] = field(default_factory=dict)
 

@@ -389,7 +389,7 @@ def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
     target = bucket.of(unit)
     levels = compress_levels(unit, target) if unit.levels else []
     if levels:
-        record_levels(unit, levels, strided_sample(target), tally)
+        record_levels(unit, levels, target, tally, strided_sample(target))
     if cfs.send in cfs.measured:
         sent = levels[cfs.measured.index(cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))

@@ -80,7 +80,7 @@ class OwnStepSync(EveryStepSync):
         if not sums and not apart:
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
-        pieces = buffer.split([p.local.numel() for p in parameters])
+        pieces = buffer.split([p.numel for p in parameters])
         if sums:
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
@@ -157,17 +157,20 @@ class OwnStepSync(EveryStepSync):
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             nbytes = averager.sizes.bucket_nbytes(cfs)
             strategy = averager.choice.pick(nbytes, cfs.send)
+            sparse = averager.granularity.compressor.at(cfs.send).selects
             done = []
             for i, chunk in enumerate(updates.chunks):
-                work = updates.outgoing(chunk)
-                args = chunk.parameters, strategy, i
-                done.append(averager.reducer.compressed(step, work, *args))
+                work, energy = updates.outgoing(chunk)
+                to = updates.destination(chunk) if sparse and on_mean is None else None
+                args = chunk.parameters, strategy, i, to, energy
+                done.append((to, averager.reducer.compressed(step, work, *args)))
             averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
             sent = stopwatch.timestamps()
-            for chunk, future in zip(updates.chunks, done, strict=True):
-                updates.apply(chunk, future.wait(), controller.ranks_that_stepped)
+            for chunk, (to, future) in zip(updates.chunks, done, strict=True):
+                mean = future.wait()
+                updates.apply(chunk, mean if to is None else None, controller.ranks_that_stepped)
             updates.exchanged()
         waits = [(sent, stopwatch.timestamps()), *drain(averager.pipeline.waits)]
         stopwatch.hook_left(entered, waits)

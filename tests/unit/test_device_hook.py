@@ -193,11 +193,14 @@ class Hook:
         assert memory.all_stepped
         step = replace(step, updates=True)
         for i, chunk in enumerate(memory.chunks):
-            work = memory.outgoing(chunk)
-            done = self.reducer.compressed(step, work, chunk.parameters, self.strategy, i)
+            work, energy = memory.outgoing(chunk)
+            to = memory.destination(chunk)
+            args = chunk.parameters, self.strategy, i, to, energy
+            done = self.reducer.compressed(step, work, *args)
             self.reducer.pipeline.finish()
             mean = done.wait()
-            memory.apply(chunk, mean, lambda: step.tally.at("stepped"))
+            left = mean if to is None else None
+            memory.apply(chunk, left, lambda: step.tally.at("stepped"))
         memory.exchanged()
 
     def optimizer_steps(self) -> None:
@@ -284,7 +287,7 @@ def test_no_value_is_read_where_updates_are_sent(
         hook = Hook(make_compressor("topk+int4"), "updates", optimizer=made, **options)
         for measured in ((CF,), (CF, 2 * CF), (CF / 2,), (), (CF,)):
             if not measured and name == "capturable":  # others keep their steps on the host
-                hook.memory.settle(hook.exchange)
+                hook.memory.begin_step(hook.exchange, compressed=False)
             hook.run(*measured)
             if not measured:
                 hook.optimizer_steps()
