@@ -21,7 +21,6 @@ from runs.papers.boxes import draw_boxes
 from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.progress import cf_name
-from runs.records import Stretch
 from runs.report.rows import UNKNOWN, Row
 from runs.report.run import Run
 from runs.report.source import read_folder
@@ -67,14 +66,18 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
         suite = {"suite": suite_json(plan, rows)}
         above = [f"{plan.suite.name}: {speeds(first)}", "", suite_table(plan, rows), ""]
         notes = [*suite_notes(plan), *notes]
-    histories = [[row.label, _histories(row)] for row in rows]
+    histories = [[row.label, _history(row)] for row in rows]
     parts = [
         *above,
         strong(heading),
         "",
         *make_text(known, rows, "contender"),
         "",
-        table(["contender", "CF history (CF x steps)"], histories, left=(0, 1)),
+        table(
+            ["contender", f"CF history (CF x steps) of seed {comparison.seeds[0]}"],
+            histories,
+            left=(0, 1),
+        ),
         "",
         *(faint(f"note: {note}") for note in notes),
         f"files in {comparison.folder}",
@@ -206,19 +209,10 @@ def _title(comparison: Comparison, config: TrainConfig) -> str:
     )
 
 
-def _histories(row: Row) -> str:
-    """Of the first seed; a policy may have gone another way with the others."""
-    histories = [run.history for run in row.runs]
-    if not histories[0]:
-        return UNKNOWN
-    ways = {tuple((part.first, part.cf) for part in history) for history in histories}
-    return compact(histories[0]) + ("" if len(ways) == 1 else f" (seed {row.run.seed})")
-
-
-def compact(history: Sequence[Stretch]) -> str:
-    """As CF x steps: "dense x10, 10 x50"."""
-    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in history]
+def _history(row: Row) -> str:
+    """Of the first seed, as CF x steps: "dense x10, 10 x50"."""
+    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in row.run.history]
     if len(parts) > SHOWN:
         left_out = len(parts) - SHOWN + 1
         parts[SHOWN // 2 : SHOWN // 2 + left_out] = [f"... {left_out} more ..."]
-    return ", ".join(parts)
+    return ", ".join(parts) or UNKNOWN

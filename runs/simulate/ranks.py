@@ -12,13 +12,10 @@ import torch
 
 from runs.build import build_task
 from runs.config import TrainConfig
-from runs.files import write_text
 from runs.interrupt import STOPPING, Interrupt
 from runs.parser import UsageError
 from runs.simulate.group import SimulatedGroup, simulated_group
 from runs.tasks import Task
-
-TRACE_FILE = "error.txt"
 
 WATCH = 0.2
 """Seconds between two looks at whether the user wants to stop."""
@@ -91,13 +88,8 @@ def simulate(
         cause = error.__cause__
         if isinstance(cause, UsageError):
             raise cause from None
-        path = config.folder / TRACE_FILE
-        where = f"traceback in {path}"
-        try:
-            write_text(path, "".join(traceback.format_exception(cause)))
-        except OSError as full:
-            where = f"no traceback in {path}: {full.strerror}"
-        print(f"error: {error}; all ended ({where})", file=sys.stderr)
+        traceback.print_exception(cause)
+        print(f"error: {error} (traceback above); all ended", file=sys.stderr)
         return 1
     finally:
         interrupt.restore()

@@ -21,15 +21,15 @@ from runs.__main__ import main
 from runs.compare.command import turns
 from runs.compare.contender import parse_contender
 from runs.compare.options import make_comparison
-from runs.compare.report import _histories, compact, side_by_side
-from runs.records import Stretch, read_records
+from runs.compare.report import _history, side_by_side
+from runs.records import read_records
 from runs.report.rows import Row, Spread
 from runs.report.run import Ending, Run
 from runs.report.table import columns, make_text, row_as_json, shown
 from runs.tables import text_of
 from runs.times import compute_seconds, model_bytes, modelled_seconds
 from tests.integration.commands import Start, assert_refused, python_m
-from tests.unit.made_runs import made
+from tests.unit.made_runs import made, record
 
 COMPARE = python_m("compare")
 
@@ -275,8 +275,8 @@ def test_the_table_of_hand_made_runs() -> None:
     assert "11.00 ± 1.4" in table[9]
     assert table[10].split()[1:3] == ["1.000", "0.5000"]
     assert "2.000 2.000 (1 of 2 never)" in " ".join(table[11].split())
-    assert _histories(placed[0]) == "dense x10"
-    assert _histories(placed[1]) == "dense x4, 10 x6 (seed 0)"  # the other seed went another way
+    assert _history(placed[0]) == "dense x10"
+    assert _history(placed[1]) == "dense x4, 10 x6"
 
     unknown = _numbers(side_by_side(rows, None, None))
     assert unknown[0]["to_target"]["steps"]["values"] == [None, None]
@@ -293,8 +293,9 @@ def test_small_things() -> None:
     )
     assert [plain.sent_by(done) for done in (1, 5, 10)] == [10, 50, 100]
     assert plain.steps_per_second == 7.0
-    history = [Stretch(i, i, 10.0 + i, "") for i in range(20)]
-    assert compact(history) == ("10 x1, 11 x1, 12 x1, 13 x1, ... 13 more ..., 27 x1, 28 x1, 29 x1")
+    many = made(records=[record(i, 10.0 + i) for i in range(20)])
+    told = "10 x1, 11 x1, 12 x1, 13 x1, ... 13 more ..., 27 x1, 28 x1, 29 x1"
+    assert _history(Row("many", (many,))) == told
 
 
 def test_settings_that_differ_from_those_of_a_run_in_the_folder_are_refused(

@@ -97,19 +97,17 @@ class _Broken(TextTask):
         return super().batch(step, rank, world_size)
 
 
-def test_a_failed_worker_ends_the_run_in_one_line(
+def test_a_failed_worker_ends_the_run_as_in_train(
     text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TASKS, "text", _Broken)
     handler = signal.getsignal(signal.SIGINT)
     assert _simulate(text, tmp_path / "run", "--workers", "4", "--steps", "9") == 1
     lines = capsys.readouterr().err.splitlines()
-    trace = tmp_path / "run" / "error.txt"
     assert lines[-1] == (
-        f"error: worker 2 failed: OSError: the disk is gone; all ended (traceback in {trace})"
+        "error: worker 2 failed: OSError: the disk is gone (traceback above); all ended"
     )
-    assert "in batch" in trace.read_text()
-    assert "Traceback" not in "\n".join(lines)
+    assert any("in batch" in line for line in lines)
     assert signal.getsignal(signal.SIGINT) is handler
 
 
