@@ -21,8 +21,7 @@ from compressors.kernels import kernels_for
 from compressors.kernels.blocks import scratch_like
 from compressors.quantizers import OneFormat
 from compressors.wire import values
-from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
-from compressors.wire.values import Cut, Layout, Parts, Pieces, pieces
+from compressors.wire.values import Cut, Layout, Parts, Pieces, ScaledCodes, pieces
 
 
 class OneBit(OneFormat):
@@ -153,7 +152,7 @@ class SignSGD(OneFormat):
         out.mul_(2 * scale).sub_(scale)
 
 
-class TwoBit(OneFormat):
+class TwoBit(OneFormat, ScaledCodes):
     """2-bit quantization (CF 16) sends +t for elements at or above t, -t at or below -t, else 0.
 
     Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing" (Interspeech
@@ -170,19 +169,13 @@ class TwoBit(OneFormat):
 
     name = "twobit"
     only_cf = 16.0
-    shared = 1
+    codes = 4
 
     def __init__(self, threshold: float | None = None) -> None:
         if threshold is not None and not 0 < threshold < inf:
             raise ValueError(f"threshold must be None or a number above 0, got {threshold!r}")
         self.threshold = threshold
         super().__init__()
-
-    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
-        return pieces(segments)
-
-    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((codes_nbytes(count, 4), torch.uint8),)
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
         values.add_squares(x, cut, sums[0])
@@ -193,21 +186,12 @@ class TwoBit(OneFormat):
         t.copy_(0.9 * rms if self.threshold is None else self.threshold + 0.0 * rms)  # nan stays
         t.clamp_(min=torch.finfo(t.dtype).tiny)
 
-    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
-        t, packed = parts
-        t = kernels_for(x).spread(t, cut.counts)
-        q = torch.div(x, t, out=scratch_like("work", x)).clamp_(-1, 1)
+    def round(self, q: Tensor, start: int, key: Key) -> None:
+        q.clamp_(-1, 1)
         q.copy_(q.to(torch.int8))  # trunc_ is 20 times slower
-        pack_codes(q, 4, 1, packed)
-        return q.mul_(t)
-
-    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
-        t, packed = parts
-        unpack_codes(packed, 4, 1, out)
-        out.mul_(kernels_for(out).spread(t, cut.counts))
 
 
-class TernGrad(OneFormat):
+class TernGrad(OneFormat, ScaledCodes):
     """TernGrad (CF 20, 1.6 bits an element) sends -s, 0 or +s for each element, at random.
 
     Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
@@ -224,7 +208,7 @@ class TernGrad(OneFormat):
     name = "terngrad"
     only_cf = 20.0
     feeds_back = False
-    shared = 1
+    codes = 3
 
     def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
         if clip is not None and not clip > 0:
@@ -232,16 +216,8 @@ class TernGrad(OneFormat):
         self.clip, self.seed = clip, seed
         super().__init__()
 
-    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
-        return pieces(segments)
-
-    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((codes_nbytes(count, 3), torch.uint8),)
-
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
-        magnitude = torch.abs(x, out=scratch_like("work", x))
-        largest = kernels_for(x).max_pieces(magnitude, cut.counts)
-        torch.maximum(sums[1, cut.which], largest, out=sums[1, cut.which])
+        values.add_largest(x, cut, sums[1])
         if self.clip is not None:
             values.add_squares(x, cut, sums[0])
 
@@ -252,19 +228,7 @@ class TernGrad(OneFormat):
             largest = largest.minimum(self.clip * (squares / lengths).sqrt_())
         scale.copy_(largest).mul_(values.WIDER).clamp_(min=torch.finfo(scale.dtype).tiny)
 
-    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
-        scale, packed = parts
-        scale = kernels_for(x).spread(scale, cut.counts)
-        t = torch.div(x, scale, out=scratch_like("work", x))
+    def round(self, q: Tensor, start: int, key: Key) -> None:
         if self.clip is not None:
-            t.clamp_(-1, 1)
-        noise = scratch_like("noise", x)
-        values.fill_random16(noise, self.seed, key, start)
-        t.add_(noise, alpha=values.STEP).floor_()
-        pack_codes(t, 3, 1, packed)
-        return t.mul_(scale)
-
-    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
-        scale, packed = parts
-        unpack_codes(packed, 3, 1, out)
-        out.mul_(kernels_for(out).spread(scale, cut.counts))
+            q.clamp_(-1, 1)
+        values.round_at_random(q, self.seed, key, start)

@@ -103,6 +103,8 @@ class Sparsifier(Compressor):
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         base.check_flat(x, spec, add)
         base.check_cf(spec.cf)
+        if x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"x must be float32 or float64, got {x.dtype}")
         add = None if add is None else add.detach()
         return self._payload(self.select(x.detach(), spec.num_kept, add, spec.key), spec)
 

@@ -1,9 +1,7 @@
 """The kernels in NumPy, on the memory of CPU tensors (float32 or float64), block by block.
 
-All tensors are flat. `add`, where it is not None, has the dtype and length of `x` and is added to
-it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0. Where magnitudes
-are equal, the element with the lower index is chosen, so every selection is a function of the
-values alone.
+Where magnitudes are equal, the element with the lower index is chosen, so every selection is a
+function of the values alone.
 
 Exact selection costs little more than reading the tensor, where `torch.topk` costs some 60 copies
 of it. One pass over blocks that fit the cache adds the new gradient, sums the squared norm, and
@@ -60,16 +58,6 @@ _local = threading.local()
 # Norms -------------------------------------------------------------------------------------------
 
 
-def squared_norm(x: Tensor) -> float:
-    """||x||^2, accumulated in double precision."""
-    return _norm(x.detach().numpy(), None)
-
-
-def add_and_norm(memory: Tensor, tensor: Tensor) -> float:
-    """memory += tensor in place; returns ||memory||^2."""
-    return _norm(memory.detach().numpy(), tensor.detach().numpy())
-
-
 def _norm(x: Array, add: Array | None) -> float:
     total = 0.0
     with np.errstate(all="ignore"):
@@ -104,16 +92,6 @@ def checked_norm(total: float, x: Array) -> float:
 
 
 # Ranking -----------------------------------------------------------------------------------------
-
-
-def largest(x: Tensor, k: int) -> Tensor:
-    """Ascending positions (int32) of the `k` elements of largest magnitude."""
-    return torch.from_numpy(largest_positions(x.detach().numpy(), k).astype(np.int32))
-
-
-def kth_largest(x: Tensor, k: int) -> float:
-    """The k-th largest element of `x`; NaN counts as the largest."""
-    return float(_partitioned(x.numpy(), k))
 
 
 def largest_positions(x: Array, k: int) -> NDArray[np.intp]:
@@ -207,61 +185,6 @@ class Candidates:
 
     def selected(self) -> Selected:
         return _selected(*self.largest(), self.total)
-
-
-def select(x: Tensor, k: int, add: Tensor | None) -> Selected:
-    """The `k` elements of largest magnitude."""
-    with np.errstate(all="ignore"):
-        return _gather(x.numpy(), k, _array(add)).selected()
-
-
-def select_above(x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
-    """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).
-
-    If there are more than `k` of them, the `k` largest; if there are none, the largest of all
-    elements."""
-    array = x.numpy()
-    with np.errstate(all="ignore"):
-        candidates = _collect(array, k, array.dtype.type(threshold), _array(add))
-        if not candidates.count:
-            candidates = _gather(array, min(k, 1), None)
-        return candidates.selected()
-
-
-def select_by_count(x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch) -> Selected:
-    """As `select_above`, with the threshold that `search` finds by counting; k < numel.
-
-    It counts among the k + 1 largest elements or somewhat more: up to k, counts are the same there
-    as in the whole tensor."""
-    array = x.numpy()
-    with np.errstate(all="ignore"):
-        candidates = _gather(array, k + 1, _array(add), sum_magnitudes=True)
-        indices, values = candidates.all()
-        magnitude = np.abs(values)
-        threshold = search.by_counting(magnitude, candidates.magnitudes / array.size, k)
-        at = np.flatnonzero(magnitude >= array.dtype.type(threshold))
-    if at.size > k or not at.size:
-        at = largest_positions(values, k)
-    return _selected(indices.take(at), values.take(at), candidates.total)
-
-
-def select_bins(x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
-    """The elements x_i != 0 with |x_i + latest_i| at or above the maximum of |x| over their bin of
-    `bin_size` neighbours (1 to CACHE_BLOCK); latest is `add`, or `x` if that is None.
-
-    If there are more than `k` of them, the `k` largest; if there are none, the largest of all. So
-    that not all are gathered first, a few bins tell a magnitude that somewhat more than k of them
-    will reach. If they mislead, a second pass gathers all."""
-    array, latest = x.numpy(), _array(add)
-    with np.errstate(all="ignore"):
-        guess = _guess_in_bins(array, bin_size, k, latest)
-        bins = bin_size, array if latest is None else latest
-        candidates = _collect(array, k, guess, latest, False, bins)
-        if guess and candidates.count < k:
-            candidates = _collect(array, k, 0.0, None, False, bins)
-        if not candidates.count:
-            candidates = _gather(array, min(k, 1), None)
-        return candidates.selected()
 
 
 def _gather(x: Array, k: int, add: Array | None, sum_magnitudes: bool = False) -> Candidates:
@@ -386,48 +309,11 @@ def _peaks(magnitude: Array, bin_size: int) -> Array:
     return np.append(peaks, rest.max()) if rest.size else peaks
 
 
-# Single bits -------------------------------------------------------------------------------------
-
-
-def set_bits(positions: Tensor, present: Tensor | None, out: Tensor) -> None:
-    """Make `out` (uint8) a bit map, the first bit in a byte's lowest, with those set that are at
-    `positions` (ascending) and `present` (bool; None: all, as always on the host)."""
-    at, packed = positions.numpy(), out.numpy()
-    nbits = 8 * packed.size
-    flags = np.empty(min(_BITS_BLOCK, nbits), np.bool_)
-    starts = range(0, nbits, _BITS_BLOCK)
-    # Starts of another dtype than the positions would have all of those converted.
-    cuts = [*np.searchsorted(at, np.array(starts, at.dtype)), at.size]
-    for start, low, high in zip(starts, cuts, cuts[1:], strict=False):
-        block = flags[: nbits - start]
-        block[:] = False
-        block[at[low:high].astype(np.int64) - start] = True  # int32 subscripts are slower
-        packed[start // 8 : (start + _BITS_BLOCK) // 8] = np.packbits(block, bitorder="little")
-
-
-def find_bits(data: Tensor, count: int) -> Tensor:
-    """Ascending positions of the first `count` bits that are set in `data` (uint8), then 8 *
-    len(data) up to `count`."""
-    packed = data.numpy()
-    dtype = np.int32 if 8 * packed.size < 1 << 31 else np.int64
-    parts = []
-    for start in range(0, packed.size, _BITS_BLOCK // 8):
-        block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
-        parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
-    missing = max(0, count - sum(part.size for part in parts))
-    parts.append(np.full(missing, 8 * packed.size, dtype))
-    return torch.from_numpy(np.concatenate(parts)[:count])
-
-
 # The contract ------------------------------------------------------------------------------------
 
 
-_PLAIN = Kernels()
-
-
 class Host(Kernels):
-    """The kernels for CPU tensors: the functions above for float32 and float64; torch operations,
-    whose results have their empty places taken off, for other dtypes."""
+    """The kernels for CPU tensors. Norms are of any dtype, selections of float32 or float64."""
 
     may_read = True
     xp = np
@@ -509,11 +395,13 @@ class Host(Kernels):
         return by_householder(rows, rows.dtype)
 
     def squared_norm(self, x: Tensor) -> Scalar:
-        return squared_norm(x) if _is_fast(x) else _PLAIN.squared_norm(x)
+        return _norm(x.detach().numpy(), None) if _is_fast(x) else super().squared_norm(x)
 
     def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
         fast = _is_fast(memory) and tensor.dtype == memory.dtype and tensor.device == memory.device
-        return (add_and_norm if fast else _PLAIN.add_and_norm)(memory, tensor)
+        if not fast:
+            return super().add_and_norm(memory, tensor)
+        return _norm(memory.detach().numpy(), tensor.detach().numpy())
 
     def sum_pieces(self, x: Tensor, counts: Array) -> Tensor:
         if len(counts) == 1:
@@ -536,30 +424,50 @@ class Host(Kernels):
         return positive
 
     def largest(self, x: Tensor, k: int) -> Tensor:
-        return largest(x, k) if _is_fast(x) else _PLAIN.largest(x, k)
+        return torch.from_numpy(largest_positions(x.detach().numpy(), k).astype(np.int32))
 
     def kth_largest(self, x: Tensor, k: int) -> Scalar:
-        return kth_largest(x, k) if _is_fast(x) else _PLAIN.kth_largest(x, k)
+        return float(_partitioned(x.numpy(), k))
 
     def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
-        return select(x, k, add) if _is_fast(x) else _present(x, _PLAIN.select(x, k, add))
+        with np.errstate(all="ignore"):
+            return _gather(x.numpy(), k, _array(add)).selected()
 
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
-        if _is_fast(x):
-            return select_above(x, threshold, k, add)
-        return _present(x, _PLAIN.select_above(x, threshold, k, add))
+        array = x.numpy()
+        with np.errstate(all="ignore"):
+            candidates = _collect(array, k, array.dtype.type(threshold), _array(add))
+            if not candidates.count:
+                candidates = _gather(array, min(k, 1), None)
+            return candidates.selected()
 
     def select_by_count(
         self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
     ) -> Selected:
-        if _is_fast(x):
-            return select_by_count(x, k, add, search)
-        return _present(x, _PLAIN.select_by_count(x, k, add, search))
+        array = x.numpy()
+        with np.errstate(all="ignore"):
+            candidates = _gather(array, k + 1, _array(add), sum_magnitudes=True)
+            indices, values = candidates.all()
+            magnitude = np.abs(values)
+            threshold = search.by_counting(magnitude, candidates.magnitudes / array.size, k)
+            at = np.flatnonzero(magnitude >= array.dtype.type(threshold))
+        if at.size > k or not at.size:
+            at = largest_positions(values, k)
+        return _selected(indices.take(at), values.take(at), candidates.total)
 
     def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
-        if _is_fast(x):
-            return select_bins(x, bin_size, k, add)
-        return _present(x, _PLAIN.select_bins(x, bin_size, k, add))
+        """So that not all are gathered first, a few bins tell a magnitude that somewhat more than k
+        of them will reach. If they mislead, a second pass gathers all."""
+        array, latest = x.numpy(), _array(add)
+        with np.errstate(all="ignore"):
+            guess = _guess_in_bins(array, bin_size, k, latest)
+            bins = bin_size, array if latest is None else latest
+            candidates = _collect(array, k, guess, latest, False, bins)
+            if guess and candidates.count < k:
+                candidates = _collect(array, k, 0.0, None, False, bins)
+            if not candidates.count:
+                candidates = _gather(array, min(k, 1), None)
+            return candidates.selected()
 
     def heaviest(self, estimates: Callable[[int, int], Tensor], k: int, numel: int) -> Tensor:
         held = Candidates(k, 0.0)
@@ -608,10 +516,28 @@ class Host(Kernels):
         return torch.from_numpy(array.view(np.int64))
 
     def set_bits(self, positions: Tensor, present: Tensor | None, out: Tensor) -> None:
-        set_bits(positions, present, out)
+        at, packed = positions.numpy(), out.numpy()
+        nbits = 8 * packed.size
+        flags = np.empty(min(_BITS_BLOCK, nbits), np.bool_)
+        starts = range(0, nbits, _BITS_BLOCK)
+        # Starts of another dtype than the positions would have all of those converted.
+        cuts = [*np.searchsorted(at, np.array(starts, at.dtype)), at.size]
+        for start, low, high in zip(starts, cuts, cuts[1:], strict=False):
+            block = flags[: nbits - start]
+            block[:] = False
+            block[at[low:high].astype(np.int64) - start] = True  # int32 subscripts are slower
+            packed[start // 8 : (start + _BITS_BLOCK) // 8] = np.packbits(block, bitorder="little")
 
     def find_bits(self, data: Tensor, count: int) -> Tensor:
-        return find_bits(data, count)
+        packed = data.numpy()
+        dtype = np.int32 if 8 * packed.size < 1 << 31 else np.int64
+        parts = []
+        for start in range(0, packed.size, _BITS_BLOCK // 8):
+            block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
+            parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
+        missing = max(0, count - sum(part.size for part in parts))
+        parts.append(np.full(missing, 8 * packed.size, dtype))
+        return torch.from_numpy(np.concatenate(parts)[:count])
 
     def pack_bits(self, bits: Tensor) -> Tensor:
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
@@ -645,9 +571,3 @@ def _starts(counts: Array) -> Array:
 
 def _is_fast(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64)
-
-
-def _present(x: Tensor, chosen: Selected) -> Selected:
-    """The selection without empty places."""
-    count = int((chosen.indices < x.numel()).sum())
-    return Selected(chosen.indices[:count], chosen.values[:count], chosen.total)

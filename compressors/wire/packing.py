@@ -92,15 +92,21 @@ def _digits(levels: int) -> tuple[tuple[int, int], ...]:
 
 def codes_nbytes(count: int, levels: int) -> int:
     """Bytes of `count` codes below `levels`."""
+    if levels == 256:
+        return count
     rows, byte_rows = _rows(levels)
     blocks, rest = divmod(count, CODE_BLOCK)
     return (blocks * -(-CODE_BLOCK // rows) - (-rest // rows)) * byte_rows
 
 
 def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor) -> None:
-    """Pack the codes q + offset, each below `levels`, into `out`.
+    """Pack the codes q + offset, each below `levels`, into `out`; with 256 levels q in two's
+    complement.
 
     q: flat whole numbers. out: uint8, codes_nbytes elements."""
+    if levels == 256:
+        out.view(torch.int8).copy_(q)
+        return
     rows, byte_rows = _rows(levels)
     codes = scratch("codes", q.numel(), torch.int8, q.device).copy_(q).add_(offset)
     codes, native = codes.view(torch.uint8), kernels_for(q).native
@@ -115,6 +121,9 @@ def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor) -> None:
 
 def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor) -> None:
     """Fill flat `out` (floating point) with the q that `pack_codes` packed."""
+    if levels == 256:
+        out.copy_(packed.view(torch.int8))
+        return
     rows, byte_rows = _rows(levels)
     several = out.numel() > CODE_BLOCK
     data = _by_columns(packed, codes_nbytes(CODE_BLOCK, levels), byte_rows) if several else packed

@@ -356,7 +356,7 @@ class Levels(BlockFormat):
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
 
     def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
-        size = count if self.bits == 8 else codes_nbytes(count, 1 << self.bits)
+        size = codes_nbytes(count, 1 << self.bits)
         return ((-(-count // self.bucket), widened(dtype)), (size, torch.uint8))
 
     def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
@@ -375,22 +375,14 @@ class Levels(BlockFormat):
         if self.seed is None:
             q.round_()
         else:
-            noise = scratch("noise", count, x.dtype, x.device)
-            fill_random16(noise, self.seed, key, start)
-            levels.add_(noise, alpha=STEP).floor_()
-        if self.bits == 8:
-            packed.view(torch.int8).copy_(levels)
-        else:
-            pack_codes(levels, 1 << self.bits, self.levels, packed)
+            round_at_random(levels, self.seed, key, start)
+        pack_codes(levels, 1 << self.bits, self.levels, packed)
         q.mul_(scale)
         return levels
 
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scales, packed = parts
-        if self.bits == 8:
-            out.copy_(packed.view(torch.int8))
-        else:
-            unpack_codes(packed, 1 << self.bits, self.levels, out)
+        unpack_codes(packed, 1 << self.bits, self.levels, out)
         columns = numbers_of_rows(scales, out, self.bucket)
         for values, scale in zip(rows(out, self.bucket), columns, strict=True):
             values.mul_(scale)
@@ -419,69 +411,90 @@ def add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
         sums[cut.which] += kernels.sum_pieces(x.double().square(), cut.counts)
 
 
-class TensorLevels(BlockFormat):
+def add_largest(x: Tensor, cut: Cut, largest: Tensor) -> None:
+    """Raise `largest` to the largest magnitude of each piece."""
+    magnitude = torch.abs(x, out=scratch_like("work", x))
+    found = kernels_for(x).max_pieces(magnitude, cut.counts)
+    torch.maximum(largest[cut.which], found, out=largest[cut.which])
+
+
+class ScaledCodes(BlockFormat):
+    """This is the base of value formats that decode x to scale * q, with a scale for each segment
+    of the spec: for a whole tensor.
+
+    q is a whole number, and q + offset a code from 0 to codes - 1.
+    parts: scales (one for each segment), packed codes.
+    """
+
+    shared = 1
+    codes: int
+    offset: int = 1
+
+    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
+        return pieces(segments)
+
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((codes_nbytes(count, self.codes), torch.uint8),)
+
+    @abstractmethod
+    def round(self, q: Tensor, start: int, key: Key) -> None:
+        """Round a block of values in units of their scales to whole numbers, in place."""
+
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
+        scale, packed = parts
+        scale = kernels_for(x).spread(scale, cut.counts)
+        q = torch.div(x, scale, out=scratch_like("work", x))
+        self.round(q, start, key)
+        pack_codes(q, self.codes, self.offset, packed)
+        return q.mul_(scale)
+
+    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
+        scale, packed = parts
+        unpack_codes(packed, self.codes, self.offset, out)
+        out.mul_(kernels_for(out).spread(scale, cut.counts))
+
+
+class TensorLevels(ScaledCodes):
     """This value format is `Levels` with a scale for each segment of the spec, a whole tensor.
 
     bits, norm, seed: see `Levels`; always rounded at random. With "l2" the norm is at level
         2**(bits - 1), one more than `Levels` has. As a positive value that level has no code, and
         becomes the one below: only an element that is next to the whole tensor comes near it.
-    parts: scales (one for each segment), codes as in `Levels`.
     """
-
-    shared = 1
 
     def __init__(self, name: str, bits: int, norm: str = "l2", seed: int = 0) -> None:
         of_buckets = Levels(name, bits, CODE_BLOCK, norm, seed)  # checks what is given
         self.name, self.bits, self.norm, self.seed = name, bits, norm, seed
         self._largest = of_buckets.levels  # code
         self.levels = of_buckets.levels + (norm == "l2")
-
-    def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
-        return pieces(segments)
-
-    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
-        size = count if self.bits == 8 else codes_nbytes(count, 1 << self.bits)
-        return ((size, torch.uint8),)
+        self.codes, self.offset = 1 << bits, self.levels
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
-        if self.norm == "l2":
-            add_squares(x, cut, sums[0])
-            return
-        magnitude = torch.abs(x, out=scratch_like("work", x))
-        largest = kernels_for(x).max_pieces(magnitude, cut.counts)
-        torch.maximum(sums[0, cut.which], largest, out=sums[0, cut.which])
+        look = add_squares if self.norm == "l2" else add_largest
+        look(x, cut, sums[0])
 
     def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         (scale,) = shared
         norm = sums[0].sqrt() if self.norm == "l2" else sums[0]
         scale.copy_(norm.mul_(WIDER / self.levels)).clamp_(min=torch.finfo(scale.dtype).tiny)
 
-    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
-        scale, packed = parts
-        scale = kernels_for(x).spread(scale, cut.counts)
-        q = torch.div(x, scale, out=scratch_like("work", x))
-        noise = scratch_like("noise", x)
-        fill_random16(noise, self.seed, key, start)
-        q.add_(noise, alpha=STEP).floor_().clamp_(max=self._largest)
-        if self.bits == 8:
-            packed.view(torch.int8).copy_(q)
-        else:
-            pack_codes(q, 1 << self.bits, self.levels, packed)
-        return q.mul_(scale)
-
-    def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
-        scale, packed = parts
-        if self.bits == 8:
-            out.copy_(packed.view(torch.int8))
-        else:
-            unpack_codes(packed, 1 << self.bits, self.levels, out)
-        out.mul_(kernels_for(out).spread(scale, cut.counts))
+    def round(self, q: Tensor, start: int, key: Key) -> None:
+        round_at_random(q, self.seed, key, start)
+        q.clamp_(max=self._largest)
 
 
 def check_bucket(bucket: int) -> None:
     """Raise ValueError unless so many values can share a scale."""
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket not in _BUCKETS:
         raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
+
+
+def round_at_random(q: Tensor, seed: int, key: Key, start: int) -> None:
+    """Round a block to whole numbers, up or down at random so that the mean error is zero, in
+    place."""
+    noise = scratch_like("noise", q)
+    fill_random16(noise, seed, key, start)
+    q.add_(noise, alpha=STEP).floor_()
 
 
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:

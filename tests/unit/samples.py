@@ -69,8 +69,3 @@ def norm2(tensor: torch.Tensor) -> float:
     wide = tensor.double().numpy()
     with np.errstate(over="ignore"):
         return float((wide * wide).sum())
-
-
-def use_device_kernels(monkeypatch) -> None:
-    """From here on CPU tensors are selected from and added up by plain torch operations."""
-    monkeypatch.setattr("compressors.kernels.host._is_fast", lambda tensor: False)

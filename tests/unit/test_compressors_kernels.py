@@ -45,15 +45,6 @@ def test_what_is_overridden_keeps_its_signature(kernels):
         ), name
 
 
-def test_the_host_leaves_no_places_empty_for_other_dtypes():
-    x = torch.tensor([3, -1, 0.5, 2]).half()
-    for chosen in (
-        HOST.select_above(x, 1.5, 4, None),
-        HOST.select_by_count(x, 3, None, ThresholdSearch(*[lambda most, mean, k: 1.5] * 2)),
-    ):
-        assert (chosen.indices.tolist(), chosen.values.tolist()) == ([0, 3], [3, 2])
-
-
 @both
 def test_lists_of_indices(kernels):
     """Places that hold nothing come last, and are there on a device only."""

@@ -426,11 +426,10 @@ def test_non_finite_input_neither_crashes_nor_hides(compressor):
                 for cf in (1.0, 10.0):
                     tensor = torch.ones(numel)
                     tensor[:count] = bad
-                    for form in (tensor, tensor.half()):
-                        payload = compressor.compress(form, Spec.of(form, cf, KEY))
-                        assert payload.parts[0].numel() <= kept(numel, cf)
-                        assert not np.isfinite(float(payload.total))
-                        assert not np.isfinite(float(payload.error) + float(payload.energy))
+                    payload = compressor.compress(tensor, Spec.of(tensor, cf, KEY))
+                    assert payload.parts[0].numel() <= kept(numel, cf)
+                    assert not np.isfinite(float(payload.total))
+                    assert not np.isfinite(float(payload.error) + float(payload.energy))
 
 
 @every_compressor

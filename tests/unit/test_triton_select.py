@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compressors import DGC, Compressor, Key, RedSync, TopK
 from compressors.base import Spec
-from compressors.kernels import host
+from compressors.kernels import HOST
 from compressors.kernels.blocks import Selected, ThresholdSearch
 from compressors.kernels.triton import fits
 from compressors.thresholds import bisect, bisect_at_once
@@ -121,7 +121,7 @@ def test_the_sum_is_selected_as_on_the_host_to_the_bit(
 ) -> None:
     x, add = normal(numel + offset, seed=seed)[offset:], normal(numel, seed=seed + 1)
     k = 1 + seed % numel
-    expected = host.select(x.clone(), k, add)
+    expected = HOST.select(x.clone(), k, add)
     held = given_to(normal(numel + offset, seed=seed))
     found = triton_select.select(held[offset:], k, given_to(add), sizes)
     assert torch.equal(held[offset:].cpu(), x + add)
@@ -167,7 +167,7 @@ def test_where_lists_overflow_the_chunks_are_read(name: str) -> None:
 def test_by_count_as_on_the_host(numel: int, cf: float, seed: int, sizes: Sizes) -> None:
     x, add, k = normal(numel, seed=seed), normal(numel, seed=seed + 1), max(1, int(numel / cf))
     search = ThresholdSearch(bisect, bisect_at_once)
-    expected = host.select_by_count(x.clone(), k, add, search)
+    expected = HOST.select_by_count(x.clone(), k, add, search)
     held = given_to(x)
     found = triton_select.select_by_count(held, k, given_to(add), search, sizes)
     check(found, (x + add).numpy(), k, expected.indices.numpy())
