@@ -247,7 +247,8 @@ def ending(
         rows.append(("the interface has sent", told(outcome.netlab)))
     spent = result["step_milliseconds"]
     if spent:
-        told_parts = [f"{name} {number_text(value, 3)}" for name, value in spent.items()]
+        of_exchange = {"network": "of that network"}
+        told_parts = [f"{of_exchange.get(n, n)} {number_text(v, 3)}" for n, v in spent.items()]
         rows.append((f"ms of a {unit}, medians", ", ".join(told_parts)))
     parts: list[RenderableType] = ["", strong(title(config)), table(("", ""), rows, (0, 1), 2)]
     if result["cf_history"]:

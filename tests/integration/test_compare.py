@@ -351,6 +351,8 @@ def test_interrupted_and_continued(
         "gravac:window=4,steps=15",
         "--fixed-clock",
         0.1,
+        "--coding",
+        0,
     )
     options += ("--bandwidths", "100mbit", "1gbit,1ms", "--json", "--log-dir", tmp_path / "log")
 
