@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
 from adaptive import AdaptiveCompressor, Fixed, LocalSteps, Network, Policy, Schedule
+from compressors.kernels import blocks
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Clock,
@@ -22,6 +23,7 @@ from tests.distributed.setting import (
     same,
     small_net,
 )
+from tests.distributed.test_device_path import ByStep
 from tests.distributed.test_updates import differs, mean
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
@@ -263,3 +265,20 @@ def _local_steps(rank: int) -> float:
 
 def test_local_steps_are_those_of_replicas_that_step_by_themselves() -> None:
     assert max(run_ranks(2, _local_steps)) < 1e-6
+
+
+def _on_device_path(rank: int) -> tuple[float, float]:
+    """By how much ranks differ on the path of a device, and it from that of the host."""
+    ends = []
+    for on_device in (False, True):
+        blocks.force_device_path = on_device
+        policy = ByStep([20.0] * 7 + [1.0] * 3 + [4.0] * 4)
+        ends.append(Training("beside", policy).train(rank, 0, 14).flat)
+    blocks.force_device_path = False
+    return differs([ends[1]]), float((ends[0] - ends[1]).abs().max())
+
+
+def test_the_path_of_a_device_is_that_of_the_host() -> None:
+    for apart, from_host in run_ranks(2, _on_device_path):
+        assert apart == 0
+        assert from_host < 1e-5
