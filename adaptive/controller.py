@@ -249,6 +249,8 @@ class Controller(saved.Stateful):
             wire_bytes=traffic.wire,
             statistics_bytes=traffic.statistics,
             down_bytes=traffic.down,
+            hops=traffic.hops,
+            dense_hops=2 * (self.exchange.world_size - 1) * traffic.buckets,
             dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )

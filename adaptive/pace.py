@@ -277,7 +277,8 @@ class DenseTimer(Stateful):
         if isinstance(self.clock, StepClock):
             nbytes = self.nbytes(DENSE)  # half of them bring means back
             statistics = report.statistics_bytes
-            return DenseStep(self.clock.step(nbytes, statistics, 1, nbytes / 2))
+            hops = report.dense_hops
+            return DenseStep(self.clock.step(nbytes, statistics, 1, nbytes / 2, hops=hops))
         known = self.contrast.step(cf, seconds) if steps == 1 else NOT_TIMED
         return known if isfinite(known.seconds) else self._modelled(cf, steps, seconds)
 

@@ -202,6 +202,8 @@ class StepReport:
     peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
     down_bytes: float = 0.0  # the part of wire_bytes that brings means back. nan with shards
+    hops: int = 1  # messages that waited for one another. dense_hops: those of a dense step
+    dense_hops: int = 1
     # exchange_seconds of the rank that waited least. That rank was ready last and waited for
     # nobody, so this is the time of the network alone.
     network_seconds: float = nan

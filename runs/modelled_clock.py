@@ -90,17 +90,22 @@ class ModelledClock(StepClock):
         self.coded = coded
         self.network = "" if link is None else f"modelled {link} link"
 
-    def exchange(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
+    def exchange(
+        self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0, hops: int = 1
+    ) -> float:
         """Seconds that a step's bytes take; statistics: how many of them are. down: how many bring
-        means back."""
+        means back. hops: messages that wait for one another."""
         if not wire_bytes:
             return 0.0
-        return self.latency + self.sending(wire_bytes, statistics, down)
+        return self.latency(hops) + self.sending(wire_bytes, statistics, down)
 
-    @property
-    def latency(self) -> float:
-        """Of a step's exchange."""
-        return 0.0 if self.link is None else self.link.latency
+    def latency(self, hops: int) -> float:
+        """Seconds of so many messages without their bytes. With a server there is one to it in the
+        place of a ring's, which would go through all other workers."""
+        if self.link is None:
+            return 0.0
+        ring = 1 if self.server is None else max(1, self.server.workers - 1)
+        return self.link.latency * hops / ring
 
     def sending(self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0) -> float:
         """The part of that in which the links are busy."""
@@ -115,13 +120,18 @@ class ModelledClock(StepClock):
         return sum(8 * nbytes * max(1 / rate, 1 / own_rate / workers) for nbytes, rate in total)
 
     def exposed(
-        self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0, cf: float = DENSE
+        self,
+        wire_bytes: float,
+        statistics: float = 0.0,
+        down: float = 0.0,
+        cf: float = DENSE,
+        hops: int = 1,
     ) -> float:
         """What of that policies are told: with a delay what is not hidden, else all of it."""
         if self.delay:
             own = self.compute + self.coding(cf)
-            return self.step(wire_bytes, statistics, 1, down, cf) - own
-        return self.exchange(wire_bytes, statistics, down)
+            return self.step(wire_bytes, statistics, 1, down, cf, hops) - own
+        return self.exchange(wire_bytes, statistics, down, hops)
 
     def coding(self, cf: float) -> float:
         if cf == DENSE or not self.coded:
@@ -135,11 +145,13 @@ class ModelledClock(StepClock):
         steps: int = 1,
         down: float = 0.0,
         cf: float = DENSE,
+        hops: int = 1,
     ) -> float:
         """Seconds of so many steps, one of which has sent something. With a delay D those of one of
         many: the link carries one round after the other, and a round that leaves when a step ends
         must be there when the step D - 1 later does."""
-        exchange, coding = self.exchange(wire_bytes, statistics, down), self.coding(cf)
+        exchange = self.exchange(wire_bytes, statistics, down, hops)
+        coding = self.coding(cf)
         if self.delay:
             busy, own = self.sending(wire_bytes, statistics, down), self.compute + coding
             return max(own, busy, (own + exchange) / self.delay)

@@ -1,9 +1,9 @@
 """Where the time of a run's steps went, and what it would have been on another network or alone.
 
-The model of another network: seconds(step) = compute + compress + latency + bytes x 8 / rate.
-Compute is what is left of a step's measured time without compression and without what the (real or
-emulated) network took (what ranks wait for each other is in it): the run's median, since single
-steps have pauses in them. Compression, which includes decoding, is each step's own. Nothing
+The model of another network: seconds(step) = compute + compress + hops x latency + bytes x 8 /
+rate. Compute is what is left of a step's measured time without compression and without what the
+(real or emulated) network took (what ranks wait for each other is in it): the run's median, since
+single steps have pauses in them. Compression, which includes decoding, is each step's own. Nothing
 overlaps, so a run whose exchange hides behind backward is taken to be slower than it would be.
 """
 
@@ -55,7 +55,12 @@ def seconds_by_clock(config: TrainConfig, recorded: Recorded) -> float | None:
     for record, steps in zip(recorded.steps, local_steps(recorded.steps), strict=True):
         report = record.report
         clock.now += clock.step(
-            report.wire_bytes, report.statistics_bytes, steps, report.down_bytes, report.cf
+            report.wire_bytes,
+            report.statistics_bytes,
+            steps,
+            report.down_bytes,
+            report.cf,
+            report.hops,
         )
     return clock.now
 
@@ -125,7 +130,7 @@ def modelled_seconds(
     ends = accumulate(
         compute * steps
         + coded * spent
-        + network.latency
+        + network.latency * sent.hops
         + 8 * imagined_bytes(sent.wire_bytes, sent.statistics_bytes, times) / rate
         for sent, spent, steps in rounds
     )

@@ -38,7 +38,9 @@ class Traffic:
     algorithms), how many of these are statistics, which do not grow with the model, and elements
     of gradients sent, indices not counted. down: of the bytes on the wire those that bring means
     back, which a server would send in the ranks' stead. inside: bytes that a rank sent inside its
-    node, where it is one of several (`two_level.py`); they are not among those on the wire."""
+    node, where it is one of several (`two_level.py`); they are not among those on the wire. hops:
+    messages that had to wait for one another, but for statistics; those of several buckets count
+    one by one. buckets: that were exchanged."""
 
     payload: int = 0
     wire: float = 0.0
@@ -46,6 +48,8 @@ class Traffic:
     floats: float = 0.0
     down: float = 0.0
     inside: float = 0.0
+    hops: int = 0
+    buckets: int = 0
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
@@ -151,6 +155,7 @@ class Exchange:
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """Sum `tensor` over the ranks, in place."""
+        self._round_the_ring(2)  # other shards of a model may not be empty
         if tensor.numel() == 0:  # on every rank, since sizes agree
             nothing = new_future(tensor.device)
             nothing.set_result(tensor)
@@ -211,6 +216,7 @@ class Exchange:
         work = all_gather_single(out, payload, self.group)
         wire = gather_wire_bytes(size, n)
         self._traffic.down += wire * means
+        self._round_the_ring()
         return self._receive(work, size, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
@@ -222,6 +228,7 @@ class Exchange:
             out, payload, [size] * n, list(sizes), self.group, async_op=True
         )
         wire = payload.nbytes * (n - 1) / n  # on average over the ranks
+        self._round_the_ring()
         return self._receive(work, payload.nbytes, wire, out.view(n, size))
 
     def to_neighbours(
@@ -244,6 +251,7 @@ class Exchange:
         nbytes = payload.numel() * len(receivers)
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes
+        self._traffic.hops += 1  # to all of them at once
         arriving = Arriving(works, payload, rows)
         if self._link is not None:
             arriving.held = self._link.hold(arriving, nbytes, rows.device)
@@ -256,11 +264,13 @@ class Exchange:
         nbytes = round(hook_bytes(tensor.numel(), cf))
         wire = reduce_wire_bytes(nbytes, self.world_size)
         self._traffic.down += wire / 2
+        self._round_the_ring(2)
         return self._hold(done, nbytes, wire, tensor.device)
 
     def count_floats(self, floats: float) -> None:
-        """So many elements of gradients are sent."""
+        """So many elements of gradients are sent, of one bucket."""
         self._traffic.floats += floats
+        self._traffic.buckets += 1
 
     def count_invalid(self, flag: Flag) -> None:
         """Something that has arrived on a device cannot have been sent."""
@@ -281,6 +291,10 @@ class Exchange:
         """What was counted so far; counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
+
+    def _round_the_ring(self, times: int = 1) -> None:
+        """A collective whose messages go from rank to rank."""
+        self._traffic.hops += times * (self.world_size - 1)
 
     def _hold(
         self, done: Future[Tensor], nbytes: int, wire: float, device: torch.device

@@ -94,7 +94,7 @@ class StepClock(ABC):
     now: seconds. compute: seconds of forward, backward and optimizer in a step. network: the link
         in words, such as "modelled 10 Mbit/s link"; "" if there is no link.
     Bytes are those of a rank in a step. statistics: how many of them no CF changes. down: how many
-        bring means back.
+        bring means back. hops: messages that wait for one another, each of which takes the latency.
     """
 
     now: float = 0.0
@@ -112,6 +112,7 @@ class StepClock(ABC):
         steps: int = 1,
         down: float = 0.0,
         cf: float = 1.0,
+        hops: int = 1,
     ) -> float:
         """Seconds of so many local steps with one exchange."""
 
@@ -121,7 +122,12 @@ class StepClock(ABC):
 
     @abstractmethod
     def exposed(
-        self, wire_bytes: float, statistics: float = 0.0, down: float = 0.0, cf: float = 1.0
+        self,
+        wire_bytes: float,
+        statistics: float = 0.0,
+        down: float = 0.0,
+        cf: float = 1.0,
+        hops: int = 1,
     ) -> float:
         """Seconds of an exchange, as policies are told of them."""
 

@@ -138,6 +138,9 @@ def _problem(
                 f"a node's ranks, got {label!r} on rank {rank}; or TwoLevel(node=8)"
             )
     sizes = [len(node) for node in nodes]
+    told = {size for size, _ in labels} if levels.node is None else set()
+    if len(told) > 1:  # nodes of 2 and 4 ranks would look like three of 2
+        sizes = sorted(told)
     if len(set(sizes)) > 1:
         return f"all nodes must have as many ranks, got nodes of {', '.join(map(str, sizes))}"
     if isinstance(levels.node, dist.ProcessGroup):
@@ -233,6 +236,7 @@ class NodeExchange(Exchange):
             done = done_with(own)
         wire = reduce_wire_bytes(numel * tensor.element_size(), self.world_size)
         self._traffic.down += wire / 2
+        self._round_the_ring(2)
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
@@ -244,6 +248,7 @@ class NodeExchange(Exchange):
         work = all_gather_single(out, own, self.group)
         wire = gather_wire_bytes(numel, n)
         self._traffic.down += wire * means
+        self._round_the_ring()
         return self._receive(work, numel, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
@@ -257,6 +262,7 @@ class NodeExchange(Exchange):
             out, torch.cat(own), [parts[self.rank]] * n, parts, self.group, async_op=True
         )
         wire = payload.nbytes * (n - 1) / n
+        self._round_the_ring()
         return self._receive(work, payload.nbytes, wire, out.view(n, parts[self.rank]))
 
     def _gather_rows(self, numel: int, part: Tensor) -> Future[Tensor]:
@@ -296,6 +302,7 @@ class NodeExchange(Exchange):
             return done_with(tensor)
         wire = reduce_wire_bytes(tensor.nbytes, self._all)
         self._traffic.down += wire / 2
+        self._traffic.hops += 2 * (self._all - 1)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         done = work.get_future().then(lambda future: _shared(after(future, tensor), self.node_size))
         return self._hold(done, tensor.nbytes, wire, tensor.device)

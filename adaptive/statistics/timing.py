@@ -78,8 +78,8 @@ class StepTiming(saved.Stateful):
     the next step's forward; None if unknown. calls: spans of hook calls. waits: spans of waiting
     for the network, inside hook calls. exchanged: the arrival of the last mean. decoded: spans in
     which a thread of the process group decoded.
-    cf: the CF sent. wire, statistics, down: bytes sent, see `Traffic`. steps: steps that the rank
-    takes until the next exchange, more than one with local steps.
+    cf: the CF sent. wire, statistics, down, hops: what was sent, see `Traffic`. steps: steps that
+    the rank takes until the next exchange, more than one with local steps.
     """
 
     _fields = saved.declare(
@@ -87,6 +87,7 @@ class StepTiming(saved.Stateful):
         **dict.fromkeys(("calls", "waits", "decoded"), list[tuple[float, float]]),
         exchanged=float | None,
         steps=int,
+        hops=int,
     )
 
     began: Timestamp
@@ -95,6 +96,7 @@ class StepTiming(saved.Stateful):
     wire: float = 0.0
     statistics: float = 0.0
     down: float = 0.0
+    hops: int = 1
     calls: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
     exchanged: Timestamp = None
@@ -205,7 +207,7 @@ class Stopwatch:
         if not isinstance(clock, StepClock) or running is None:
             return clock()
         sent = running.wire, running.statistics, running.steps, running.down
-        return clock() + clock.step(*sent, running.cf)
+        return clock() + clock.step(*sent, running.cf, running.hops)
 
     def start(self, cf: float, steps: int = 1) -> dict[str, float]:
         """Begin a step at `cf` where the last one ended; the next exchange comes after so many
@@ -222,7 +224,7 @@ class Stopwatch:
             seconds["compute_seconds"] = self.clock.compute * timed.steps
             seconds["compress_seconds"] = self.clock.coding(timed.cf)
             seconds["exchange_seconds"] = self.clock.exposed(
-                timed.wire, timed.statistics, timed.down, timed.cf
+                timed.wire, timed.statistics, timed.down, timed.cf, timed.hops
             )
         times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
         if isfinite(seconds["seconds"]):
@@ -246,7 +248,7 @@ class Stopwatch:
         """Note the bytes that the running step put on the wire."""
         assert self._running is not None
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
-        self._running.down = traffic.down
+        self._running.down, self._running.hops = traffic.down, traffic.hops
 
     def state_dict(self) -> dict[str, Any]:
         running = None if self._on_device else self._running

@@ -53,10 +53,10 @@ Ctrl-C saves what was done (exit code 130); the same command goes on from
 there and repeats no run that is finished. More contenders, seeds and bandwidths can be added to a
 comparison in the same way.
 
-The modelled seconds of a step are compute + compression (both measured) + latency + bytes x 8 /
-rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to target" the
-first evaluation that is at least as good as the end of the dense run of the same seed, or as it was
-after --goal-step steps ("never": none was).
+The modelled seconds of a step are compute + compression (both measured) + hops x latency + bytes x
+8 / rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to target"
+the first evaluation that is at least as good as the end of the dense run of the same seed, or as it
+was after --goal-step steps ("never": none was).
 
 files in the log folder: compare.json, table.txt, time.png, techniques.png (of a suite whose entries
 have their own learning rates), and each run's own in runs/."""

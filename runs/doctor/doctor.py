@@ -251,6 +251,7 @@ class Doctor:
         )
         with _quiet():
             self._session = Session(own, replica)
+        self._rehearsal = self._session.exchanging()
         self._names = {cf: base.at(cf).name for cf in base.known_gains}
         self._low = self._session.supported(low)
         self._high = self._session.supported(min(FAR * low, settings.cf_range[1]))
@@ -283,7 +284,7 @@ class Doctor:
             self.verdict = self._conclude()
             with _quiet():
                 self._session.detach()
-            if self._tell is not None and self._session.exchange.place == 0:
+            if self._tell is not None and self._session.exchange.first:
                 self._tell(self.verdict)
         self._trial.cf = self._kind
         self._began = self._clock()
@@ -300,7 +301,7 @@ class Doctor:
         with self._stopped():
             copy = buffer.clone()
         with _quiet():
-            self._copies.append(self._session.reduce(_Copied(bucket, copy)))  # type: ignore[arg-type]
+            self._copies.append(self._rehearsal.reduce(_Copied(bucket, copy)))  # type: ignore[arg-type]
         mean: Future[Tensor] = new_future(buffer.device)
         self._gradients.append((buffer, mean))
         return mean
@@ -310,7 +311,7 @@ class Doctor:
         if not self._copies:
             return last
         with _quiet():
-            self._copies.append(self._session.end_backward(self._copies[-1]))
+            self._copies.append(self._rehearsal.end_backward(self._copies[-1]))
         for rehearsed in self._copies:
             rehearsed.wait()
         exchange = self._session.exchange
@@ -320,7 +321,7 @@ class Doctor:
                 waiting.set_result(arriving.wait())
             exchange.take_traffic()
             # Some ranks are through earlier than others, by what queues on the way hold.
-            dist.barrier(group=exchange.group)
+            dist.barrier(group=exchange.everyone)
         self._copies, self._gradients = [], []
         return last
 
@@ -361,7 +362,7 @@ class Doctor:
         """Each number's largest of all ranks, or its smallest. A collective that is waited for."""
         vector = torch.tensor(numbers, dtype=torch.float64, device=self._session.device)
         how = dist.ReduceOp.MIN if least else dist.ReduceOp.MAX
-        dist.all_reduce(vector, op=how, group=self._session.exchange.group)
+        dist.all_reduce(vector, op=how, group=self._session.exchange.everyone)
         return [float(value) for value in vector.tolist()]
 
     def _know_dense(self) -> None:
@@ -465,4 +466,4 @@ def _quiet() -> Iterator[None]:
 def _dense_mean(exchange: Exchange, gradients: Tensor) -> Future[Tensor]:
     if gradients.is_sparse:
         return exchange.mean_as_it_is(gradients)
-    return exchange.all_reduce(gradients.div_(exchange.world_size))
+    return exchange.total(gradients.div_(exchange.world_size))

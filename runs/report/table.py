@@ -31,7 +31,7 @@ READING = {
     "scaling eff.": "T_N / (N T_1), T in samples/s, by the time of one worker that was given "
     "(--one-worker-seconds) or is modelled",
     TARGET: "until the first evaluation that is at least as good; never: none was",
-    "modelled s": "compute + compression (measured) + latency + bytes x 8 / rate, nothing "
+    "modelled s": "compute + compression (measured) + hops x latency + bytes x 8 / rate, nothing "
     "overlaps; all: the whole run",
 }
 """What columns mean that have this in their heads."""

@@ -57,7 +57,11 @@ OPTIONS = {
     "training": options(Training, told={"workers": "simulated in turn (8)"}),
     "optimizer": options(Optimizing),
     "compression": options(
-        Compressing, told={"link": "model a network between the workers, e.g. 1gbit,5ms"}
+        Compressing,
+        told={
+            "link": "model a network between the workers, e.g. 1gbit,5ms; the latency is of each "
+            "hop of each bucket: N - 1 round a ring of N workers, one to neighbours"
+        },
     ),
     "policy": options(PolicyArguments),
     "output": options(Keeping),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from math import exp, hypot, log, sqrt
 from random import Random
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
 from adaptive.exchange.link import LinkCost
+from adaptive.exchange.two_level import VARIABLE
 from policies import DENSE
 from runs.doctor.doctor import DOUBT, LEAST, LEVEL, Verdict, _error, look_at
 from tests.distributed.processes import run_ranks
@@ -50,7 +52,8 @@ def _train(rank: int, kind: str, visit: bool) -> tuple[list[Tensor], Any]:
     return [p.detach() for p in model.parameters()], verdict
 
 
-def _both(rank: int, kind: str) -> dict[str, Any]:
+def _both(rank: int, kind: str, per_node: int) -> dict[str, Any]:
+    os.environ[VARIABLE] = str(per_node)
     plain, _ = _train(rank, kind, visit=False)
     seen, verdict = _train(rank, kind, visit=True)
     same = all(map(torch.equal, plain, seen))
@@ -58,9 +61,11 @@ def _both(rank: int, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "sgd"), (4, "adamw")])
-def test_training_is_what_it_would_have_been(ranks: int, kind: str) -> None:
-    results = run_ranks(ranks, _both, kind)
+@pytest.mark.parametrize(
+    ("ranks", "kind", "per_node"), [(2, "sgd", 1), (4, "adamw", 1), (4, "sgd", 2)]
+)
+def test_training_is_what_it_would_have_been(ranks: int, kind: str, per_node: int) -> None:
+    results = run_ranks(ranks, _both, kind, per_node)
     assert all(result["same"] for result in results)
     first = results[0]["verdict"]
     assert all(result["verdict"] == first for result in results)

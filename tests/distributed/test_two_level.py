@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, ParameterServer, TwoLevel
-from adaptive.exchange.two_level import VARIABLE, NodeExchange
+from adaptive.exchange.two_level import VARIABLE, NodeExchange, _problem
 from policies import Fixed
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
@@ -199,6 +199,12 @@ def test_nodes_are_found_or_said_to_be_none() -> None:
         for error, part in zip(found["errors"], parts, strict=True):
             assert "exchange" in error or "TwoLevel" in error
             assert part in error
+
+
+def test_torchruns_nodes_of_two_sizes_are_not_taken_for_more_of_one() -> None:
+    labels = [(2, 0), (2, 0), (4, 0), (4, 0), (4, 1), (4, 1)]
+    told = _problem(TwoLevel(), labels, [[0, 1], [2, 3], [4, 5]], range(6))
+    assert "got nodes of 2, 4" in told
 
 
 @pytest.mark.parametrize("node", [0, 1.5, "2", True])

@@ -41,8 +41,9 @@ def test_a_worker_may_be_slower_than_its_share_of_the_server() -> None:
     spec = ServerSpec.parse("1gbit", 4)
     fast = ModelledClock(COMPUTE, LinkSpec(1e12, 0.01), server=spec)
     slow = ModelledClock(COMPUTE, LinkSpec(1e6, 0.01), server=spec)
-    assert fast.exchange(wire, down=down) == pytest.approx(0.01 + 8 * 4 * 3e6 / 1e9)
-    assert slow.exchange(wire, down=down) == pytest.approx(0.01 + 8 * 3e6 / 1e6)
+    hops = 6  # of a ring of four: up, and back
+    assert fast.exchange(wire, 0, down, hops) == pytest.approx(0.02 + 8 * 4 * 3e6 / 1e9)
+    assert slow.exchange(wire, 0, down, hops) == pytest.approx(0.02 + 8 * 3e6 / 1e6)
     assert str(spec) == "1 Gbit/s"
     assert str(ServerSpec.parse("1gbit/s/100mbit/s", 4)) == "1 Gbit/s up, 100 Mbit/s down"
 
