@@ -111,14 +111,12 @@ class Threshold(ThresholdSparsifier):
 
 # SIDCo -------------------------------------------------------------------------------------------
 
-LATER = {"exponential": "exponential", "gamma": "pareto", "pareto": "pareto"}
-"""By name of the distribution that the first stage fits: the name of that which the others fit."""
-
 _FIRST_SHARE = log(0.25)  # the logarithm, as of all shares below
 
 
 class SIDCo(ThresholdSparsifier):
-    """SIDCo takes a quantile of a distribution, fitted in several stages, as its threshold.
+    """SIDCo takes a quantile of an exponential distribution, fitted in several stages, as its
+    threshold.
 
     Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression
     Technique for Distributed Training Systems" (MLSys 2021):
@@ -129,42 +127,30 @@ class SIDCo(ThresholdSparsifier):
     Stage 1 keeps 1/4, each other of M stages (4 k / numel) ** (1 / (M - 1)), as in the authors'
     code. The paper moves M step by step; here that one of M = 1 to 4 is taken which comes nearest
     to k in the sample, so nothing is carried from step to step. Zeros, which no continuous
-    distribution has, are left out and allowed for in the share.
-
-    distribution: "exponential" (the paper's choice for speed), "gamma" (then generalised Pareto) or
-        "pareto" (generalised Pareto): SIDCo-E, SIDCo-GP and SIDCo-P.
+    distribution has, are left out and allowed for in the share. This is SIDCo-E, the paper's choice
+    for speed.
     """
 
     name = "sidco"
-
-    def __init__(
-        self, distribution: str = "exponential", values: str | ValueFormat = "fp32"
-    ) -> None:
-        super().__init__(values)
-        if distribution not in LATER:
-            raise ValueError(
-                f"distribution must be one of {', '.join(LATER)}; got {distribution!r}"
-            )
-        self.distribution = distribution
 
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 8)).double()
         wanted = k / tensor.numel() * sample.numel()
         kernels = kernels_for(sample)
         with np.errstate(all="ignore"):
-            found = fitted_threshold(kernels.xp, kernels.native(sample), wanted, self.distribution)
+            found = fitted_threshold(kernels.xp, kernels.native(sample), wanted)
         return kernels.scalar(found)
 
 
 # `xp` is NumPy on the host and torch on a device: `Kernels.xp`.
 
 
-def fitted_threshold(xp: Any, x: Any, wanted: float, distribution: str) -> Any:
+def fitted_threshold(xp: Any, x: Any, wanted: float) -> Any:
     """The threshold that about `wanted` of the magnitudes `x` (float64) reach."""
     x = xp.where(x < inf, x, 0.0)
     count, scale = xp.count_nonzero(x), x.max()
     x = x / scale  # so that squares neither vanish nor overflow
-    thresholds = staged_thresholds(xp, x, xp.log(wanted / count), distribution)
+    thresholds = staged_thresholds(xp, x, xp.log(wanted / count))
     reached = xp.count_nonzero(x >= thresholds[:, None], 1).clip(max=count)
     distance = abs(xp.log(reached / wanted))  # infinite if none is reached
     thresholds = xp.where(xp.isinf(distance), 1.0, thresholds)
@@ -172,17 +158,17 @@ def fitted_threshold(xp: Any, x: Any, wanted: float, distribution: str) -> Any:
     return xp.where(count <= wanted, 0.0, scale * best)
 
 
-def staged_thresholds(xp: Any, x: Any, log_share: Any, distribution: str) -> Any:
+def staged_thresholds(xp: Any, x: Any, log_share: Any) -> Any:
     """The thresholds that this share of the magnitudes `x` should exceed, found in 1, 2, 3 and 4
     stages. There is one stage if the first of several would have nothing to do."""
     shares = xp.stack([log_share, xp.full_like(log_share, _FIRST_SHARE)])
-    alone, first = fitted_quantiles(xp, x[None], shares, distribution)
+    alone, first = fitted_quantiles(xp, x[None], shares)
     x = (x - first).clip(min=0.0)
     rows = xp.stack([x[x > 0] if xp is np else x] * 3)  # a device has no sizes that depend on data
     thresholds = xp.stack([first] * 3)
     shares = xp.stack([(log_share - _FIRST_SHARE) / later for later in (1, 2, 3)])
     for stage in range(3):
-        steps = fitted_quantiles(xp, rows, shares[stage:], LATER[distribution])
+        steps = fitted_quantiles(xp, rows, shares[stage:])
         steps = xp.where(steps > 0, steps, 0.0)  # nan where nothing is left to fit to
         thresholds[stage:] += steps
         rows = (rows[1:] - steps[1:, None]).clip(min=0.0)
@@ -190,27 +176,11 @@ def staged_thresholds(xp: Any, x: Any, log_share: Any, distribution: str) -> Any
     return xp.concatenate([alone[None], thresholds])
 
 
-def fitted_quantiles(xp: Any, x: Any, log_shares: Any, distribution: str) -> Any:
-    """What a share of a distribution exceeds that is fitted to what is not 0 in a row of `x`
-    (float64), by moments, in closed form (section 2 of the paper); nan if all is 0. For gamma it is
-    an approximation that is meant for shapes <= 1 (Minka's estimate)."""
-    count = xp.count_nonzero(x, 1)
-    mean = x.sum(1) / count
-    exponential = -mean * log_shares
-    if distribution == "gamma":
-        s = xp.log(mean) - xp.log(xp.where(x > 0, x, 1.0)).sum(1) / count
-        shape = (3 - s + xp.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-        log_gamma = xp.asarray(torch.as_tensor(shape).lgamma())
-        gamma = -mean / shape * (log_shares + log_gamma)
-        return xp.where(s > 0, gamma.clip(min=0.0), exponential)
-    if distribution == "pareto":
-        variance = xp.square(xp.where(x > 0, x - mean[:, None], 0.0)).sum(1) / count
-        ratio = mean**2 / variance
-        shape, scale = 0.5 * (1 - ratio), 0.5 * mean * (1 + ratio)
-        pareto = scale * xp.expm1((-shape * log_shares).clip(max=700.0)) / shape
-        pareto = xp.where(abs(shape) < 1e-9, -scale * log_shares, pareto)
-        return xp.where(variance > 0, pareto, exponential)
-    return exponential
+def fitted_quantiles(xp: Any, x: Any, log_shares: Any) -> Any:
+    """What a share of an exponential distribution exceeds that is fitted to what is not 0 in a row
+    of `x` (float64), by its mean (section 2 of the paper); nan if all is 0."""
+    mean = x.sum(1) / xp.count_nonzero(x, 1)
+    return -mean * log_shares
 
 
 # RedSync -----------------------------------------------------------------------------------------
