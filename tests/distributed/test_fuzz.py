@@ -168,7 +168,7 @@ LOCAL = st.one_of(
 SYNCHRONISED = st.one_of(
     EVERY_STEP,
     EVERY_STEP,
-    _one("exchange", _made(ParameterServer, down_cf=[1, 5, 50], own_memory=[True])),
+    _one("exchange", _made(ParameterServer, down_cf=[1, 5, 50, "auto"], own_memory=[True])),
     _one("sync", LOCAL),
     _one("sync", st.builds(Delayed, st.sampled_from([1, 2, 3]))),
     _one(
