@@ -189,7 +189,8 @@ class Goodput(DeclaredPolicy):
         """Steps at the present CF before another is considered."""
         if self._since == self._steps:  # only the first CF has been sent yet
             return self.opening
-        early = self._striding or self._was_a_mistake(self.t_comp())
+        visiting = self._came_from is not None and self._since < self.cooldown
+        early = self._striding or (visiting and self._was_a_mistake(self.t_comp()))
         return min(STRIDE_STEPS, self.cooldown) if early else self.cooldown
 
     def _was_a_mistake(self, promised: Mapping[float, float]) -> bool:

@@ -28,7 +28,10 @@ LAST = 32
 """`StepReport.median_seconds` is the median over at most this many last steps sent at a CF."""
 
 WEIGHT = 0.2
-"""Weight of a new step in the averages of work and of compressing and decoding."""
+"""Weight of a new step in the averages of compressing and decoding."""
+
+WORKS = 9
+"""The work at a CF is the median of so many last steps."""
 
 PAUSE = 3.0
 """A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
@@ -80,7 +83,7 @@ class StepTime(Stateful):
     changes: int = saved(0)  # how often the network has become another one
     _faster: bool = saved(False)  # one of these changes made it faster: `link` is no bound
     _work: dict[float, float] = saved({})  # by CF that was run, as it would be now
-    _stay: Averages = saved(Averages(WEIGHT))  # work at the CF in use, since it is in use
+    _stay: list[float] = saved([])  # work of the last steps at the CF in use, since it is in use
     _left: float | None = saved(None)  # the CF in use before
     _compress: Averages = saved(Averages(WEIGHT))
     _decode: Averages = saved(Averages(WEIGHT))
@@ -113,10 +116,9 @@ class StepTime(Stateful):
         if cf != self._cf:
             self._left, self._cf = self._cf, cf
             self._before, self._work_before = self._typical.get(cf), self._work.get(cf)
-            self._recent, self._same, self._stay = [], 0, Averages(WEIGHT)
+            self._recent, self._same, self._stay = [], 0, []
         self._observe_work(cf, self._work_of_one(seconds, exposed, coding))
-        self._compress.add(cf, compress)
-        self._decode.add(cf, coding - compress)
+        self._observe_coding(cf, compress, coding - compress)
         self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
@@ -227,8 +229,8 @@ class StepTime(Stateful):
     def _observe_work(self, cf: float, work: float) -> None:
         """Take in the work of a step. What changes while a CF is in use changes at all CFs. Between
         two stays at a CF it changes in even steps, so half of that was there at the CF between."""
-        self._stay.add(cf, work)
-        now, steps, returned = self._stay[cf], self._stay.steps(cf), self._work_before is not None
+        self._stay = [*self._stay, work][-WORKS:]
+        now, steps, returned = median_low(self._stay), len(self._stay), self._returned
         if returned and steps < RECENT:
             return  # too few to tell what has changed meanwhile
         moved = now - self._work.get(cf, now)
@@ -236,6 +238,21 @@ class StepTime(Stateful):
             half = 0.5 if steps == RECENT and other == self._left else 1.0
             self._work[other] = max(0.0, self._work[other] + half * moved)
         self._work[cf] = now
+
+    def _observe_coding(self, cf: float, compress: float, decode: float) -> None:
+        """Take in a step's coding. The first one of a stay counts only until there is another: what
+        a CF needs is made in it."""
+        steps = len(self._stay)
+        for part, seconds in ((self._compress, compress), (self._decode, decode)):
+            if steps == 2 and not self._returned:
+                part.keep_only({*part.cfs()} - {cf})
+            if steps > 1 or not self._returned:
+                part.add(cf, seconds)
+
+    @property
+    def _returned(self) -> bool:
+        """Whether the CF in use was in use before."""
+        return self._work_before is not None
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
         """Seconds of one local step's work, from the times of a report."""

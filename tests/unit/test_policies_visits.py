@@ -82,7 +82,7 @@ def machines(draw):
         draw(st.floats(0, BACKWARD)),
         draw(st.floats(0, 0.5)),
         top_k,
-        {cf: top_k * draw(st.floats(0.5, 2)) for cf in RUNGS},
+        {cf: top_k * draw(st.floats(0.8, 2)) for cf in RUNGS},
         draw(st.sampled_from([0.0, 0.7, 1.0])),
     )
 
@@ -90,10 +90,10 @@ def machines(draw):
 # An emulated link of 1 Gbit/s and a GPT of 10.9 M parameters.
 GPT = Machine(0.15, 0.348, BACKWARD, 0.3, 0.12, {2.0: 0.03, 4.0: 0.09, 8.0: 0.1})
 UNKNOWN = Machine(**{**vars(GPT), "known": 0.0})
-STEPS = 400
+STEPS = 200
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(machines())
 @example(GPT)
 @example(UNKNOWN)
@@ -106,7 +106,7 @@ def test_a_run_makes_about_the_progress_of_the_best_fixed_cf(machine):
     assert machine.t_comp(sent[-1]) >= machine.t_comp(DENSE) / 1.03
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(machines())
 @example(GPT)
 @example(UNKNOWN)
@@ -136,7 +136,7 @@ def test_a_link_that_is_known_needs_no_visit():
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_costs_few_visits(seed):
     noisy = Machine(**{**vars(UNKNOWN), "work": 0.15 + seed / 50})
-    sent = noisy.train(1000, noise=0.15)
+    sent = noisy.train(400, noise=0.15)
     best = max(WORTH, key=noisy.t_comp)
     lost = sum(1 - noisy.t_comp(cf) / noisy.t_comp(best) for cf in sent)
-    assert lost <= 0.05 * 1000 + VISITS * 1000 + 10
+    assert lost <= (0.05 + VISITS) * 400 + 10
