@@ -88,7 +88,6 @@ class Payload:
         receiving.
     invalid: on a device, whether what was received cannot have been sent by any compressor; there
         it is decoded all the same, within bounds. On the host such bytes raise InvalidPayload.
-    exact: a sparsifier's values before coding, to compress them further; None after receiving.
     indices: positions of the kept elements (flat whole numbers; on a device `numel` in an empty
         slot); None if all elements are kept.
     """
@@ -97,7 +96,6 @@ class Payload:
     spec: Spec
     energies: Tensor | None = None
     invalid: Flag = False
-    exact: Tensor | None = None
     indices: Tensor | None = None
 
     @property

@@ -18,32 +18,26 @@ from compressors import base
 from compressors.base import Compressor, Key, Payload, Spec
 from compressors.kernels import add_and_norm, kernels_at, squared_norm
 from compressors.kernels.blocks import Scalar, energies
-from compressors.wire.values import ValueFormat, make_values
 
 
 class RandomK(Compressor):
     """Random-k keeps k = max(1, floor(numel / cf)) elements, each equally likely over the steps.
 
-    The payload holds the coded values alone.
+    The payload holds the values alone.
 
     seed: the same on all ranks.
     unbiased: scale the values by numel / k, so that E[C(a)] = a; then the error is not fed back.
         Otherwise C is a projection, to be used with error feedback.
-    values: how the values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd" or a
-        `ValueFormat`. Coded values cannot be summed, so their payloads are gathered.
     """
 
     name = "randomk"
+    sums = True
     selects = True
 
-    def __init__(
-        self, seed: int = 0, unbiased: bool = False, values: str | ValueFormat = "fp32"
-    ) -> None:
+    def __init__(self, seed: int = 0, unbiased: bool = False) -> None:
         self.seed = seed
         self.unbiased = unbiased
         self.feeds_back = not unbiased
-        self.values = make_values(values)
-        self.sums = self.values.lossless
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         base.check_flat(x, spec, add)
@@ -55,7 +49,7 @@ class RandomK(Compressor):
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
-        values = self._decoded(payload) if payload.exact is None else payload.exact
+        (values,) = payload.parts
         scale, indices = self._scale(spec.numel, values.numel()), payload.indices
         assert indices is not None
         few = slice(spec.num_kept)
@@ -64,14 +58,14 @@ class RandomK(Compressor):
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
         assert payload.indices is not None
-        values = self._decoded(payload).to(out.dtype)
+        values = payload.parts[0].to(out.dtype)
         out.detach().index_add_(0, payload.indices, values, alpha=scale)
 
     def nbytes(self, spec: Spec) -> int:
-        return self.values.size(spec.num_kept, spec.dtype)
+        return spec.num_kept * spec.dtype.itemsize
 
     def read(self, data: Tensor, spec: Spec) -> list[Payload]:
-        rows = base.split_rows(data, *self.values.layout(spec.num_kept, spec.dtype))
+        rows = base.split_rows(data, (spec.num_kept, spec.dtype))
         indices = self._indices(spec, data.device)
         return [Payload(parts, spec, indices=indices) for parts in rows]
 
@@ -91,18 +85,8 @@ class RandomK(Compressor):
             values = values * (scale / scaled)
         energy = scale**2 * inner
         error = base.projection_error(total + energy, 2 * scale * inner) if k < numel else 0.0
-        parts, sent = self.values.encode(values, spec.key)
-        if not self.values.lossless:
-            # ||a - q||^2 = ||a - c||^2 + 2 <a - c, c - q> + ||c - q||^2, where a = c / scale
-            rounded = values - sent
-            across = (values.double() * rounded.double()).sum() * (1 / scale - 1)
-            error = base.projection_error(error + 2 * across + squared_norm(rounded), 0.0)
-            energy = squared_norm(sent)
         of = energies(total, energy, error, values)
-        return Payload(parts, spec, of, exact=values, indices=indices)
-
-    def _decoded(self, payload: Payload) -> Tensor:
-        return self.values.decode(payload.parts, payload.spec.num_kept, payload.dtype)
+        return Payload((values,), spec, of, indices=indices)
 
     def _scale(self, numel: int, k: int) -> float:
         return numel / k if self.unbiased and k else 1.0

@@ -50,7 +50,7 @@ def make_compressor(base: str | Compressor) -> Compressor:
     factory = _registry[name]
     if not plus:
         return factory()
-    if not (isinstance(factory, type) and issubclass(factory, (Sparsifier, RandomK))):
+    if not (isinstance(factory, type) and issubclass(factory, Sparsifier)):
         raise ValueError(f"base must be a sparsifier to be followed by '+', got {base!r}")
     if values not in value_names():
         raise ValueError(

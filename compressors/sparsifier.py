@@ -38,10 +38,12 @@ class SparsePayload(Payload):
         values come first. There are at most as many indices as slots, on a device exactly as many:
         there slots that hold nothing come last, with index `numel` and value 0.
     full: whether there are always as many indices as slots.
-    sent: the values after coding, if that loses something; None after receiving.
+    exact: the values before coding, to compress them further. sent: the values after coding, if
+        that loses something. None after receiving.
     """
 
     full: bool = False
+    exact: Tensor | None = None
     sent: Tensor | None = None
 
     @property
@@ -110,6 +112,7 @@ class Sparsifier(Compressor):
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
         """Keeps the largest of the elements in `payload`, whatever rule chose those."""
+        assert isinstance(payload, SparsePayload)
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         values = self._decoded(payload) if payload.exact is None else payload.exact
         positions = kernels_for(values).largest(values, min(spec.num_kept, values.numel()))

@@ -21,7 +21,7 @@ CFS = (10.0, 100.0, 1.0, 2.5, 1000.0)
 def _bases() -> dict[str, Compressor]:
     """All that feed their error back, and some with coded values."""
     named = {name: make_compressor(name) for name in compressor_names() if name != "none"}
-    more = ("topk+bf16", "topk+int8", "dgc+fp16", "topk+qsgd", "randomk+bf16")
+    more = ("topk+bf16", "topk+int8", "dgc+fp16", "topk+qsgd")
     named |= {name: make_compressor(name) for name in more}
     named["qsgd, fed back"] = QSGD(feeds_back=True)
     return {name: base for name, base in named.items() if base.feeds_back}

@@ -44,12 +44,11 @@ from tests.unit.samples import compressed, decompressed, norm2, normal, ordinary
 
 KEY = Key("layer.weight", 7)
 DTYPES = (torch.float32, torch.float64)
-CODED = ("topk+bf16", "topk+int4", "dgc+fp16", "redsync+int8", "topk+qsgd", "randomk+int8")
+CODED = ("topk+bf16", "topk+int4", "dgc+fp16", "redsync+int8", "topk+qsgd")
 
 COMPRESSORS: dict[str, Compressor] = {
     **{name: make_compressor(name) for name in (*compressor_names(), *CODED)},
     "randomk unbiased": RandomK(seed=3, unbiased=True),
-    "randomk unbiased bf16": RandomK(seed=3, unbiased=True, values="bf16"),
     "threshold 0.5": Threshold(0.5),
     "adacomp 50": AdaComp(bin_size=50),
     "qsgd l2": QSGD(norm="l2", bucket=64, seed=1),
@@ -437,7 +436,7 @@ def test_properties_of_each():
     assert linear == {"none", "fp16", "bf16", "randomk", "randomk unbiased"}
     not_fed_back = {name for name, c in COMPRESSORS.items() if not c.feeds_back}
     assert not_fed_back == {
-        "randomk unbiased", "randomk unbiased bf16", "qsgd", "qsgd l2", "terngrad",
+        "randomk unbiased", "qsgd", "qsgd l2", "terngrad",
         "terngrad unclipped", "natural",
     }  # fmt: skip
     assert DGC.masking == 1.0

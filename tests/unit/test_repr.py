@@ -37,7 +37,7 @@ def test_a_compressor_says_what_it_is() -> None:
     run_ranks(2, train)
     assert len(set(said)) == 3
     fresh, attached, detached = dict.fromkeys(said)
-    assert "(base='topk', cf_range=(10, 100), policy=Warmup(" in fresh
+    assert "(base='topk+int4', cf_range=(10, 100), policy=Warmup(" in fresh
     assert fresh.endswith("; not attached)")
     assert attached.endswith("memory='residual'; CF 16 after 4 steps on 2 ranks)")
     assert "; detached, " in detached
