@@ -37,7 +37,7 @@ STEPS = 12
 WAYS: dict[str, dict[str, Any]] = {
     "gathered": {"base": "topk+int4"},
     "layers": {"base": "topk+fp32", "granularity": "layer"},
-    "server": {"base": "topk", "between": ParameterServer(down_cf=5, own_memory=True)},
+    "server": {"base": "topk+fp32", "between": ParameterServer(down_cf=5, own_memory=True)},
     "votes": {"base": "topk+fp32", "between": "voted_indices"},
     "summed": {"base": "bf16", "cf": 2},
     "rounds": {"base": "powersgd", "cf": 4},
@@ -61,19 +61,21 @@ def _node_loss(model: nn.Module, step: int, ranks: list[int]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _train(rank: int, way: str, optimizer: str, levels: bool, steps: int = STEPS) -> dict[str, Any]:
-    """With levels rank i has the batches i, without 2i and 2i + 1."""
+def _train(
+    rank: int, way: str, optimizer: str, levels: bool, size: int = 2, link: str | None = None
+) -> dict[str, Any]:
+    """With levels rank i has the batches i, without those of a node of so many ranks."""
     settings = dict(WAYS[way])
     cf, between = settings.pop("cf", 10), settings.pop("between", "auto")
     model = DDP(small_net(), bucket_cap_mb=0.002)
     opt = OPTIMIZERS[optimizer](list(model.parameters()))
-    exchange = TwoLevel(node=2, between=between) if levels else between
+    exchange = TwoLevel(node=size, between=between) if levels else between
     compressor = AdaptiveCompressor(
-        policy=Fixed(cf), cf_range=(2, 100), exchange=exchange, **settings
+        policy=Fixed(cf), cf_range=(2, 100), exchange=exchange, network=link, **settings
     )
     compressor.attach(model, optimizer=None if optimizer == "none" else opt)
-    ranks = [rank] if levels else [2 * rank, 2 * rank + 1]
-    for step in range(steps):
+    ranks = [rank] if levels else [size * rank + i for i in range(size)]
+    for step in range(STEPS):
         opt.zero_grad()
         _node_loss(model, step, ranks).backward()
         opt.step()
@@ -102,6 +104,16 @@ def test_a_node_is_one_rank(way: str, optimizer: str) -> None:
         assert not expected.inside_bytes
         # Statistics are summed over all ranks, and not over nodes.
         assert 0 <= told.bytes_sent - expected.bytes_sent <= 8 * 200 * STEPS
+
+
+@pytest.mark.parametrize("way", ["gathered", "server", "rounds", "dense"])
+def test_parts_of_a_payload_may_be_unequal(way: str) -> None:
+    """Three ranks a node, over an emulated link."""
+    nodes = run_ranks(6, _train, way, "adamw", True, 3, "100mbit")
+    alone = run_ranks(2, _train, way, "adamw", False, 3)[0]["parameters"]
+    for each in nodes:
+        assert torch.equal(each["parameters"], nodes[0]["parameters"])
+        assert torch.allclose(each["parameters"], alone, rtol=1e-6, atol=1e-9)
 
 
 def _balance(rank: int, base: str, between: str, ddp_options: dict[str, Any], bad: bool) -> Any:
