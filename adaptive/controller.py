@@ -108,7 +108,7 @@ class Controller(saved.Stateful):
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
     _compressed_last: int = -1  # the step
-    _last_gain: tuple[float, float] = (DENSE, nan)  # the CF, and its gain
+    _last_gain: tuple[float, float] = saved.saved((DENSE, 1.0))  # the CF, and its gain
     _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
     _down_cf: float | None = saved.saved(None)  # of the last step's means
 
@@ -405,8 +405,7 @@ class Controller(saved.Stateful):
         if average is not None:
             return average
         gain = report.gain(report.cf, self.policy.gain)
+        if not isnan(gain):
+            self._last_gain = (report.cf, gain)
         cf, last = self._last_gain
-        if cf == report.cf and isnan(gain):
-            return last
-        self._last_gain = (report.cf, gain)
-        return gain
+        return last if cf == report.cf else nan
