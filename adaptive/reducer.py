@@ -321,7 +321,7 @@ def _decode(
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)
-    # The next mean divides by the number of ranks what its owner alone has lost of this one.
+    # Only this rank keeps what was lost here, and its share of the next mean is 1/N: so N times it.
     memory.add_lost(received.lost, exchange.world_size)
 
 

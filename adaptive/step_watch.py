@@ -1,8 +1,9 @@
-"""What a script does with the gradients between `backward()` and `optimizer.step()`.
+"""The watch over gradients between `backward()` and `optimizer.step()`.
 
-With momentum correction `p.grad` holds velocities: clipping or unscaling them is not what a script
-means. It is noticed, from `p.grad` itself and from torch's hooks around every optimizer's step.
-Nothing waits for a device. By the same hooks the memory and local steps do their part of a step.
+With momentum correction `p.grad` holds velocities. A script that clips or unscales them means
+gradients. The watch notices such a change by comparing `p.grad` at the end of backward and before
+the step. No comparison waits for a device. torch's hooks around every optimizer's step call the
+watch, and through it the memory and local steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Error feedback: what was not sent in one step is added to the gradient of the next.
 
-r' = a - c with a = g + r and c what was *sent* (Karimireddy and others 2019). In the hook the
-gradient is accumulated (`open`; `fold` in a dense step). Once the payloads of all ranks are there,
-what was sent is taken off. If any rank's gradient was not finite, nothing was sent: that rank has
-accumulated nothing, and what the others have accumulated goes with later steps. On a device a
-residual counts as filled until the ranks have agreed that a dense step has emptied it.
+r' = a - c, where a = g + r, and c is what was *sent* (Karimireddy and others 2019). The hook
+accumulates the gradient: `open` in a compressed step, `fold` in a dense one. After the exchange the
+sent part is taken off. If any rank's gradient was not finite, nothing was sent: that rank has
+accumulated nothing, and the others' residuals go with later steps. On a device a residual counts
+as filled until the ranks have agreed that a dense step has emptied it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from policies.state import Stateful
 
 
 class NoMemory:
-    """Nothing is remembered: what is not sent is lost (for unbiased compressors). A residual that
-    another memory has left behind goes with the next dense step.
+    """The memory of unbiased compressors, and the contract of all memories. It remembers nothing:
+    an unsent part is lost. A residual that another memory has left goes with the next dense step.
 
-    This is also what every memory can do. What is called a parameter here may stand for several
-    whose flat tensors lie together and which move alike. `nonfinite` says of a gradient of zeros
-    that it was not finite, or is skipped: nothing must move, as a device finds out.
+    A `parameter` may stand for several parameters: their flat tensors lie together and move alike.
+    `nonfinite`: the gradient was not finite, or the parameter is skipped. Then the gradient is
+    zeros, and nothing must move. On a device it is a tensor, which the host does not read.
     """
 
     name = "none"

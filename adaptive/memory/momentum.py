@@ -4,10 +4,10 @@ Deep Gradient Compression (Lin and others 2018), section 3: with momentum in the
 coordinate that is sent rarely loses its momentum's discount; accumulating u = m u + g before
 compression keeps it. Momentum factor masking clears the velocity of what was sent.
 
-What waits in a residual is late, as what waits in a velocity is: delay acts as momentum (Mitliagkas
-and others, "Asynchrony begets momentum", 2016). So while gradients are compressed the velocity may
-move with a smaller momentum, in proportion to a larger gain, and the two delays do not add up
-(measured: docs/defaults.md). What a velocity has yet to deliver stays when the momentum changes.
+A residual delays gradients, and so does a velocity: delay acts as momentum (Mitliagkas and others,
+"Asynchrony begets momentum", 2016). So while gradients are compressed, the velocity moves with a
+smaller momentum and a larger gain, and the two delays do not add up (measured: docs/defaults.md).
+When the momentum changes, the velocity is scaled: the sum of its future contributions stays.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Owner = tuple[Optimizer, dict[str, Any]]
 class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
-    Parameters are looked up one by one only after an optimizer's groups have changed.
+    The lookup is remembered until an optimizer's groups change.
     rate_scales: of parameters whose updates are told in another learning rate than their group's,
     that rate as a multiple of the group's."""
 
