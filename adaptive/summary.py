@@ -114,8 +114,8 @@ class Summary(Stateful):
         require(
             counted and self.local_steps >= self.steps, "the numbers of steps contradict each other"
         )
-        sums = (self.switches, self.bytes_sent, self.payload_bytes, self.dense_bytes)
-        require(min(sums) >= 0, "totals must not be negative")
+        sent = (self.bytes_sent, self.inside_bytes, self.payload_bytes, self.dense_bytes)
+        require(min(self.switches, *sent) >= 0, "totals must not be negative")
 
     def __str__(self) -> str:
         return f"{self.headline}\n{self.table()}"

@@ -140,6 +140,7 @@ def test_a_file_on_a_full_disk_is_given_up_without_an_error_at_exit() -> None:
 def test_the_summary_prints_a_table() -> None:
     summary = Summary(
         steps=4,
+        local_steps=4,
         cf=10.0,
         steps_at_cf={1.0: 1, 10.0: 3},
         switches=1,
