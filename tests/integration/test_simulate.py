@@ -85,7 +85,7 @@ def test_what_is_read_and_run_again(text: Path, tmp_path: Path, capsys: Any) -> 
     capsys.readouterr()
     assert main(["report", str(first), "--out", str(tmp_path / "page"), "--json"]) == 0
     notes = json.dumps(json.loads(capsys.readouterr().out))
-    assert "--step-seconds 0.1: its step times are modelled" in notes
+    assert "its step times are modelled, not measured" in notes
 
 
 class _Broken(TextTask):
