@@ -247,7 +247,8 @@ class Settings:
 
     def keeps(self) -> list[Policy | Compressor]:
         """The objects that hold state of one model: no two sessions may share them."""
-        return [*_policies_in(self.policy), self.base, self.base.at(inf)]
+        rungs = self.base.rungs.values() if isinstance(self.base, Ladder) else ()
+        return [*_policies_in(self.policy), self.base, self.base.at(inf), *rungs]
 
     def _check_sync(self) -> None:
         """ValueError for what does not go with the way to synchronise."""

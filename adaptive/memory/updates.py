@@ -410,8 +410,8 @@ class UpdateMemory(Residual):
         return self._of[p][1]["lr"] * self._of.rate_scales.get(p, 1.0)
 
     def part(self) -> None:
-        """Before ranks step by themselves for longer: momentum has all of its lag, and what waits
-        is in the residuals."""
+        """Before ranks step by themselves for longer: momentum gets all of its lag, and takes what
+        waits in residuals."""
         self._begin_apart(1.0)
 
     def agree(self, exchange: Exchange) -> bool:

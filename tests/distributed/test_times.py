@@ -15,7 +15,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, Scripted, loss_of
 
 DECODE = 0.001
-"""Seconds for each payload that is read."""
+"""Seconds for reading the payloads of a bucket, those of all ranks at once."""
 INPUT, OPTIMIZER, PAUSE = 0.002, 0.003, 100.0
 DENSE_SECONDS = 0.08
 WAIT = 0.5
@@ -79,11 +79,11 @@ def test_a_step_is_split_into_all_that_it_does() -> None:
     results = run_ranks(2, _run, [10.0, 1.0], 1.0, 1, [])
     for report in _timed(results):
         dense = report.timed_cf == 1
-        payloads = 0 if dense else 2  # of two ranks, all tensors as one
+        reads = 0 if dense else 1  # all tensors are one bucket
         parts = {
             "compute": (report.compute_seconds, COMPUTE),
             "compress": (report.compress_seconds, 0.0),
-            "decode": (report.decode_seconds, payloads * DECODE),
+            "decode": (report.decode_seconds, reads * DECODE),
             "rest": (report.rest_seconds, INPUT + OPTIMIZER),
         }
         if dense:
@@ -91,7 +91,7 @@ def test_a_step_is_split_into_all_that_it_does() -> None:
         for name, (measured, true) in parts.items():
             assert measured == pytest.approx(true, abs=1e-9), name
         assert report.seconds == pytest.approx(
-            COMPUTE + INPUT + OPTIMIZER + payloads * DECODE + report.exchange_seconds
+            COMPUTE + INPUT + OPTIMIZER + reads * DECODE + report.exchange_seconds
         )
     assert results[0][2] == 1  # the hook on forward goes when the compressor does
 
