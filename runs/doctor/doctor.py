@@ -389,16 +389,18 @@ class Doctor:
                 by_cf.setdefault(cf, []).append(seconds)
         best, dense = self._best, by_cf[DENSE]
         candidates = sorted({*self._trial.candidates(), *by_cf} - {DENSE})
+        waits = median(self._agreed(self._dense_waits, least=True))
         expected = {DENSE: median(dense)}
+        work = expected[DENSE] - waits  # no CF saves more than the wait for the network
         for cf in candidates:
             modelled = self._trial.expected(cf)
             if cf in by_cf or modelled is not None:
-                expected[cf] = median(by_cf[cf]) if cf in by_cf else modelled or 0.0
+                seconds = median(by_cf[cf]) if cf in by_cf else modelled or 0.0
+                expected[cf] = max(seconds, work)
         speedup = expected[DENSE] / expected[best]
         doubt = LEVEL * hypot(_error(dense), _error(by_cf[best]), DOUBT)
         promised = self._trial.promised().get(best, 0.0) / (self._trial.t_comp()[DENSE] or inf)
         worth = speedup >= WORTH and promised > 1
-        waits = median(self._agreed(self._dense_waits, least=True))
         span = min(self._agreed(self._dense_spans, least=True)) or inf
         beta = max(self._link.beta, self._trial.dense_nbytes() / span)
         return Verdict(
@@ -410,7 +412,7 @@ class Doctor:
             speedup=speedup,
             low=speedup * exp(-doubt),
             high=speedup * exp(doubt),
-            compute=max(0.0, expected[DENSE] - waits),
+            compute=max(0.0, work),
             waits=waits,
             ranks=self._session.exchange.world_size,
             link=replace(self._link, beta=beta),
