@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.unit.device_path import device_path
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Studies and commands, which a test may run in this process, make the library's log quiet."""
+    log = logging.getLogger("adaptive")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(autouse=True, scope="module")
