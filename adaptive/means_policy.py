@@ -23,7 +23,7 @@ from policies.words import named
 
 @dataclass(eq=False)
 class MeansPolicy(Stateful):
-    """A policy at work on the means. Its steps are those that compress gradients.
+    """The policy of the means. Only steps that compress gradients count as its steps.
 
     policy: a second instance of the run's policy, not started. means: the exchange's. wire_bytes:
     of a step, by the CF of gradients and that of means. known_gains: CFs whose gains are assumed
@@ -59,18 +59,18 @@ class MeansPolicy(Stateful):
         return self.wire_bytes(cf, cf) / 2
 
     def bytes_of_gradients(self, cf: float) -> float:
-        """Bytes of a step at this CF of gradients, but for those of means as they are now."""
+        """Bytes of the gradients alone, in a step at this CF of gradients."""
         return self.wire_bytes(cf, self.cf) - self._one_way(self.cf)
 
     def report_of_gradients(self, report: StepReport, cf_before: float | None) -> StepReport:
-        """The report for the policy of gradients: the wait is that for bytes of gradients.
+        """The report for the policy of gradients: it has only the wait for the gradients' bytes.
 
         cf_before: see `observe`."""
         cf = self.cf if cf_before is None else cf_before
         return _with_wait(report, 1 - self._share(report, cf))
 
     def _share(self, report: StepReport, cf: float) -> float:
-        """The share that means at this CF have in the bytes of the step that the times are of."""
+        """The share of means at this CF in the bytes of the timed step."""
         known = isfinite(report.timed_cf)
         total = self.wire_bytes(report.timed_cf, cf) if known else 0.0
         return self._one_way(cf) / total if total else 0.0

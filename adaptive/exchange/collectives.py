@@ -72,7 +72,7 @@ class PendingSum:
     """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
     of the process group when the interpreter exits, which aborts the process.
 
-    copies: so many ranks have the same, which is counted once."""
+    copies: the number of ranks with the same tensor, which counts once."""
 
     tensor: Tensor
     group: dist.ProcessGroup
@@ -131,8 +131,8 @@ class Exchange:
 
     everyone: all ranks that decide alike, whose statistics are summed; None: those of the group.
     Where a model is sharded they are more: the group then has the ranks that hold the same shard.
-    distinct: of these the ranks whose states differ. replicas: those whose parameters are the same.
-    first: this rank speaks for all.
+    distinct: the ranks with states of their own. replicas: the ranks with the same parameters.
+    first: this rank logs and writes for all.
     """
 
     def __init__(

@@ -75,7 +75,9 @@ class TwoLevel:
 
 
 class Nodes(NamedTuple):
-    """inside: the ranks of this rank's node. between: those of its place on every node."""
+    """The two process groups of a rank.
+
+    inside: the ranks of its node. between: on every node the rank of its place."""
 
     inside: dist.ProcessGroup
     between: dist.ProcessGroup
@@ -276,7 +278,7 @@ class NodeExchange(Exchange):
         return self._gather(part.reshape(-1), in_order)
 
     def _gather(self, own: Tensor, made: Callable[[Tensor], Tensor]) -> Future[Tensor]:
-        """Of what the ranks of the node have, one after the other, what is `made` of it."""
+        """Gather `own` of the ranks of the node. Returns a future of `made` of the whole."""
         out = fresh(self.node_size * own.numel(), own.dtype, own.device)
         if not own.numel():
             return done_with(made(out))
@@ -285,7 +287,7 @@ class NodeExchange(Exchange):
         return work.get_future().then(lambda future: made(after(future, out)))
 
     def _part(self, numel: int) -> int:
-        """Elements of the largest part of so many that a rank of the node has."""
+        """Elements of a rank's part, where the node's ranks share `numel`: rounded up."""
         return -(-numel // self.node_size)
 
     # -- for all others --
@@ -297,7 +299,7 @@ class NodeExchange(Exchange):
         return pipeline.run(self._in_two(rounds()), 2, lambda total: total, tensor.device)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
-        """In one collective of all ranks, of which those of a node have the same."""
+        """In one collective of all ranks. A node's ranks have the same, which is counted once."""
         if tensor.numel() == 0:
             return done_with(tensor)
         wire = reduce_wire_bytes(tensor.nbytes, self._all)
@@ -341,7 +343,8 @@ def _shared(total: Tensor, copies: int) -> Tensor:
 
 @dataclass(eq=False)
 class _Bucket:
-    """One whose node's mean is under way. done: what DDP waits for."""
+    """A bucket of DDP's, and the mean of the node's ranks that is under way. done: the future that
+    DDP waits for."""
 
     bucket: dist.GradBucket
     mean: Future[Tensor]
@@ -349,8 +352,8 @@ class _Bucket:
 
 
 class NodeMeans:
-    """Stands between DDP and a session, which gets the mean of a node's gradients in the place of a
-    rank's. A bucket is handed on in the body of the next hook call, once its mean is there.
+    """A hook between DDP and a session. In place of a rank's gradients the session gets the mean of
+    its node's. A bucket is handed on in the body of the next hook call, once its mean is there.
 
     calls: the context of a call, see `Averager.replica_calls`.
     """

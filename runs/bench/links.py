@@ -33,7 +33,7 @@ FIXED: Mapping[str, tuple[str, int]] = {
     "DiLoCo, every 50": (DILOCO.format(50), 102),
     "DiLoCo, every 10": (DILOCO.format(10), 42),
 }
-"""Contenders, as `compare` names them, and in how many steps their step is timed."""
+"""Contenders, as `compare` names them, and the number of steps in which their step is timed."""
 
 AT_REST = 50
 """Steps at the end of the default's run, over which its step is timed."""
@@ -42,8 +42,8 @@ EVALUATIONS = 30
 
 
 class Task(NamedTuple):
-    """data: the argument that has its folder. options: of `compare`; schedule: those of a whole run
-    beside them. steps: of a whole run."""
+    """A training task. data: the argument with the folder of its data. options: of `compare`.
+    schedule: further options of a whole run. steps: of a whole run."""
 
     data: str
     options: tuple[str, ...]

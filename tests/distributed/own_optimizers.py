@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,32 +10,39 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 
-class Lion(Optimizer):
+def _steps(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Each parameter with a gradient, and its group."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                yield group, p
+
+
+class _Decaying(Optimizer):
+    """Two betas, and a decoupled weight decay."""
+
+    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float) -> None:
+        given = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay}
+        super().__init__(params, given)
+
+
+class Lion(_Decaying):
     """Steps by the sign of a momentum (Chen and others 2023, algorithm 2)."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.1,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
+        super().__init__(params, lr, weight_decay)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
+        for group, p in _steps(self):
             beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                mean = state["exp_avg"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(torch.lerp(p.grad, mean, beta1).sign_(), alpha=group["lr"])
-                mean.lerp_(p.grad, 1 - beta2)
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(p)
+            mean = state["exp_avg"]
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(torch.lerp(p.grad, mean, beta1).sign_(), alpha=group["lr"])
+            mean.lerp_(p.grad, 1 - beta2)
 
 
 class LARS(SGD):
@@ -47,35 +54,25 @@ class LARS(SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.dim() > 1:
-                    p.grad.mul_(self.trust * p.norm() / p.grad.norm().clamp(min=1e-9))
+        for _, p in _steps(self):
+            if p.dim() > 1:
+                p.grad.mul_(self.trust * p.norm() / p.grad.norm().clamp(min=1e-9))
         return super().step(closure)
 
 
-class LAMB(Optimizer):
+class LAMB(_Decaying):
     """Adam whose step of each layer is as large as the layer (You and others 2020, algorithm 2)."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.02,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, weight_decay: float = 0.01) -> None:
+        super().__init__(params, lr, weight_decay)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = self._adams(p, group).add_(p, alpha=group["weight_decay"])
-                sizes = p.norm(), update.norm()
-                ratio = torch.where((sizes[0] > 0) & (sizes[1] > 0), sizes[0] / sizes[1], 1.0)
-                p.sub_(update * ratio, alpha=group["lr"])
+        for group, p in _steps(self):
+            update = self._adams(p, group).add_(p, alpha=group["weight_decay"])
+            sizes = p.norm(), update.norm()
+            ratio = torch.where((sizes[0] > 0) & (sizes[1] > 0), sizes[0] / sizes[1], 1.0)
+            p.sub_(update * ratio, alpha=group["lr"])
 
     def _adams(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[p]
