@@ -30,7 +30,6 @@ from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.hook import send_through
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.memory.momentum import SGDMomentum
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.reducer import OnGradient, Reducer, Step
 from adaptive.sizes import Sizes
@@ -130,7 +129,7 @@ class Averager:
             by_hook = controller.plan.send in self.settings.hooks
             bad = controller.agreed.nonfinite > 0
             may_rest = not (by_hook or bad or controller.cfs.measured)
-            memory.now.begin_step(self.exchange, self.compresses, may_rest)
+            memory.now.handover.begin_step(self.exchange, self.compresses, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)
@@ -142,7 +141,7 @@ class Averager:
         """Falling back is decided on an agreed statistic; warnings are each rank's own."""
         controller, memory = self.controller, self.memory.now
         if controller.agreed.changed > 0 and "velocity" in memory.keeps:
-            foreign = memory.foreign if isinstance(memory, SGDMomentum) else ""
+            foreign = memory.handover.foreign
             why = OTHER_OPTIMIZER.format(foreign) if foreign else CHANGED
             controller.note(f"{why}; {FALLEN_BACK}")
             self.fall_back()

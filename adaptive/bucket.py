@@ -175,7 +175,7 @@ class Bucket:
         """Look at the local gradients of these parameters, clip them, and add their norms to the
         tally. energy: the squared norm of all, if it is known."""
         grads = self.work.split([parameter.numel for parameter in parameters])
-        one_by_one = clip_norm is not None or memory.skips_zeros()
+        one_by_one = clip_norm is not None or memory.maybe_unused()
         pieces = grads if one_by_one else [self.work]
         if energy is None or one_by_one:
             energies = squared_norms(pieces)

@@ -196,7 +196,7 @@ class Controller(saved.Stateful):
             ladder=requested.ladder if shadow else (),
             layers=len(layers),
             sketch=0 if peers is None else WIDTH,
-            updates=self.memory().sends_updates,
+            updates=self.memory().handover.sends_updates,
             drift=peers is not None and len(self.numbers) > 1,
             norms=self.policy.gain == "raw",
             mean_cfs=() if self.means is None else self.means.means.measured,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptive.replicas import Replica
+from compressors.kernels.blocks import Flag, fill_if
 
 COMPILED = "_orig_mod."
 """What torch.compile puts before the names of a module's parameters; a state fits with and without.
@@ -85,6 +86,14 @@ class ModelParameter:
             self.residual.zero_()
         self.filled = True
         return self.residual
+
+    def end_dense(self, nonfinite: Flag) -> None:
+        """A dense step has sent all that was kept, unless some rank's gradient was nonfinite."""
+        if nonfinite is False:
+            self.filled = False
+        elif self.filled:
+            assert self.residual is not None
+            fill_if(nonfinite ^ True, self.residual, 0.0)
 
 
 class ModelParameters(dict[Tensor, ModelParameter]):

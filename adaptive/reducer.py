@@ -187,7 +187,7 @@ class Reducer:
                 return mean
             nonfinite = all_finite(mean) ^ True
             for part in sending:
-                memory.end_dense(part.parameter, either(nonfinite, part.skipped))
+                part.parameter.end_dense(either(nonfinite, part.skipped))
             if sending:  # what was folded in is not to be taken for sent
                 fill_if(nonfinite, mean, nan)
             _tell(step.on_mean, parameters, mean, nonfinite)
@@ -242,7 +242,7 @@ class Reducer:
         if units:
             grads = [part.grad for part in bucket.parts]
             of = [part.parameter for part in bucket.parts]
-            turned = self.memory.preview(of, grads, [1] * len(grads))
+            turned = self.memory.handover.preview(of, grads, [1] * len(grads))
             measured = bucket.work if turned is grads else torch.cat([*turned])
             record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]

@@ -410,7 +410,6 @@ class Session:
         self._averager.check_whole()
         self._sync.make_up()
         self.controller.flush()
-        self._memory.now.conclude()
         values = {name: part.save() for name, part in self._parts(self._memory.now.name).items()}
         return {**self._identity(), "resharded_from": None, **values}
 
@@ -426,7 +425,9 @@ class Session:
             "compressor": SavedPart(base.state_dict, base.load_state_dict),
             **self._choice.parts(self.device, resharded),
             "moments": SavedPart(
-                memory.moments_state, partial(memory.check_moments, kind=kind), memory.load_moments
+                memory.handover_state,
+                partial(memory.check_handover, kind=kind),
+                memory.load_handover,
             ),
             "memory": SavedPart(
                 memory.state_dict, partial(memory.check, kind=kind), memory.load_state_dict

@@ -28,14 +28,13 @@ from torch import Tensor
 from compressors import base
 from compressors.base import Payload, Spec, check_cf
 from compressors.kernels import kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, energies, fill_if
+from compressors.kernels.blocks import Flag, energies, fill_if, zeros_if
 from compressors.rounds import (
     Report,
     Rounds,
     RoundsCompressor,
     not_finite,
     projection_energies,
-    zeros_if,
 )
 
 

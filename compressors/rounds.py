@@ -81,13 +81,6 @@ def not_finite(x: Tensor) -> Flag:
     return all_finite(x) ^ True
 
 
-def zeros_if(flag: Flag, x: Tensor) -> Tensor:
-    """`x`, or zeros if `flag` is set."""
-    if isinstance(flag, Tensor):
-        return x.masked_fill(flag, 0.0)
-    return torch.zeros_like(x) if flag else x
-
-
 def projection_energies(
     totals: Tensor, kept: Tensor, whole: Sequence[bool], bad: Flag
 ) -> tuple[Tensor, ...]:

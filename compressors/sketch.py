@@ -33,14 +33,13 @@ from torch import Tensor
 from compressors import base
 from compressors.base import Payload, Spec
 from compressors.kernels import kernels_for, squared_norm, squared_norms
-from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if
+from compressors.kernels.blocks import CACHE_BLOCK, block_bounds, energies, fill_if, zeros_if
 from compressors.rounds import (
     Report,
     Rounds,
     RoundsCompressor,
     not_finite,
     projection_energies,
-    zeros_if,
 )
 
 

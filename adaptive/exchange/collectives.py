@@ -275,7 +275,7 @@ class Exchange:
         self._traffic.buckets += 1
 
     def count_invalid(self, flag: Flag) -> None:
-        """Something that has arrived on a device cannot have been sent."""
+        """Something that has arrived on a device cannot have been sent. The host raises at once."""
         if isinstance(flag, Tensor):
             self.invalid.append(flag)
 

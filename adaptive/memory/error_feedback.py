@@ -10,16 +10,15 @@ as filled until the ranks have agreed that a dense step has emptied it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from adaptive.exchange.collectives import Exchange
+from adaptive.memory.handover import Handover
 from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
-from policies.state import Stateful
 
 
 class NoMemory:
@@ -34,16 +33,14 @@ class NoMemory:
     name = "none"
     keeps: tuple[str, ...] = ()
     """The tensors of a parameter that it keeps: fields of `ModelParameter`."""
-    sends_updates = False
-    """What is accumulated are updates, not gradients."""
-    moments: Stateful | None = None
-    """State of a memory that does a part of the optimizers' work; saved with a checkpoint."""
-    rests = False
-    """The optimizers do all their work themselves. A dense step adds nothing to the gradients."""
+    masking = inf
+    """Momentum factor masking: the velocity of what was sent is cleared from this CF on."""
 
-    def __init__(self, maybe_unused: Callable[[], bool]) -> None:
-        """maybe_unused: a step may leave a parameter unused on all ranks."""
+    def __init__(self, maybe_unused: Callable[[], bool], handover: Handover | None = None) -> None:
+        """maybe_unused: a step may leave a parameter unused on all ranks. handover: what is done in
+        the optimizers' place; None: nothing."""
         self.maybe_unused = maybe_unused
+        self.handover = Handover() if handover is None else handover
 
     def open(
         self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
@@ -58,61 +55,19 @@ class NoMemory:
             assert parameter.residual is not None
             add_if(nonfinite ^ True, grad, parameter.residual)
 
-    def end_dense(self, parameter: ModelParameter, nonfinite: Flag) -> None:
-        """What `fold` made was sent, and nothing remains, unless some rank's was nonfinite."""
-        if not isinstance(nonfinite, Tensor):
-            parameter.filled = parameter.filled and nonfinite
-        elif parameter.filled:
-            assert parameter.residual is not None
-            parameter.residual.masked_fill_(nonfinite ^ True, 0.0)
-
-    def preview(
-        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """The updates that would be made of samples of gradients, every stride-th element of each
-        (flat), if updates are what is sent."""
-        return grads
-
-    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
-        """Called on all ranks before the first bucket of a step. Before a dense one the ranks agree
-        on what it needs (a collective).
-
-        may_rest: no foreign hook sends the step, it measures no CF, and no rank had a bad gradient
-        in the step before."""
-
-    def agree(self, exchange: Exchange) -> bool:
-        """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of
-        them, and what waits for the optimizer's next step moves the parameters now. Returns whether
-        there may have been something of either."""
-        return False
-
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
-        """An optimizer is to step by gradients that this memory has made, with these parameter
-        groups. Returns groups to step with instead, or None."""
-        return None
-
-    def conclude(self) -> None:
-        """Before a state is saved: what was to go with a dense step waits in the residuals."""
-
     def idle(self, parameter: ModelParameter) -> bool:
         """A dense step has nothing to fold in, now and for this parameter."""
         return not parameter.filled
 
-    def skips_zeros(self) -> bool:
-        """A parameter whose gradient is exactly zero sends nothing this step, and keeps its memory
-        to itself. DDP throws away what arrives for a globally unused parameter, and such a one must
-        not spend its residual."""
-        return self.maybe_unused()
-
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
     ) -> Sequence[Flag]:
-        """Which of these parameters send nothing this step and keep their memory to themselves.
+        """Which of these parameters send nothing this step and keep their memory to themselves:
+        where some may be unused, those with a gradient of exactly zero. DDP throws away what
+        arrives for a globally unused parameter, and such a one must not spend its residual.
 
-        grad_energies: the squared norm of each gradient; none unless `skips_zeros`."""
-        if not self.skips_zeros():
+        grad_energies: the squared norm of each gradient; none unless `maybe_unused`."""
+        if not self.maybe_unused():
             return [False] * len(parameters)
         return [energy == 0.0 for energy in grad_energies]
 
@@ -124,14 +79,6 @@ class NoMemory:
         """How the velocity moves in a compressed step at a CF, and what that step multiplies it by
         before. None without momentum."""
         return None
-
-    def masks(self, cf: float) -> bool:
-        """The velocity of what is sent at this CF is cleared."""
-        return False
-
-    def hand_back(self, exchange: Exchange | None) -> None:
-        """Make residuals ones of gradients, and let the optimizer do all its work itself again.
-        What velocities have yet to deliver goes to it (a collective), or to the residuals."""
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         return {}

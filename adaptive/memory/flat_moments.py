@@ -50,14 +50,17 @@ class FlatMoments:
             return []
         groups = {id(group): group for _, group in owners if "betas" in group}
         settings = {each: _settings(group) for each, group in groups.items()}
-        counts = [0.0] * len(owners)
-        if self._steps.device.type == "cpu":  # where optimizers count unless capturable or fused
-            counts = self._steps.tolist()
+        counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
         ahead = [count - counts[0] for count in counts]
         runs_for = (owners, settings, ahead)
-        if runs_for != self._runs_for or self._steps.device.type != "cpu":
+        if runs_for != self._runs_for or not self._counts_on_host:
             self._runs, self._runs_for = self._find(owners, settings, counts), runs_for
         return self._runs
+
+    @property
+    def _counts_on_host(self) -> bool:
+        """Optimizers count their steps there, unless they are capturable or fused."""
+        return self._steps is not None and self._steps.device.type == "cpu"
 
     def _find(
         self, owners: Sequence[Owner], settings: Mapping[int, object], counts: Sequence[float]
@@ -78,7 +81,7 @@ class FlatMoments:
 
     def _step(self, first: int, last: int) -> Tensor:
         assert self._steps is not None
-        if self._steps.device.type == "cpu":
+        if self._counts_on_host:
             return self._steps[first]
         if self._sizes is None:  # once, since this waits for the device
             self._sizes = torch.tensor(self.chunk.sizes, device=self._steps.device)

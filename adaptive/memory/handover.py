@@ -16,10 +16,65 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from adaptive.exchange.collectives import Exchange
+from adaptive.parameters import ModelParameter
 from compressors.kernels import kernels_for
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
+
+
+class Handover:
+    """What is done in the place of the user's optimizers, and the contract of it: here nothing.
+
+    sends_updates: what is exchanged are updates, not gradients. leaves_gradients: `p.grad` holds
+    what DDP without a compressor would leave there, or is the script's to change. foreign: the name
+    of an optimizer that has stepped our parameters, and in whose place nothing can be done."""
+
+    sends_updates = False
+    foreign = ""
+
+    @property
+    def leaves_gradients(self) -> bool:
+        return self.sends_updates
+
+    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
+        """Called on all ranks before the first bucket of a step. Before a dense one the ranks agree
+        on what it needs (a collective).
+
+        may_rest: no foreign hook sends the step, it measures no CF, and no rank had a bad gradient
+        in the step before."""
+
+    def agree(self, exchange: Exchange) -> bool:
+        """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of
+        them, and what waits for the optimizer's next step moves the parameters now. Returns whether
+        there may have been something of either."""
+        return False
+
+    def before_step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """An optimizer is to step by gradients that a memory has made, with these parameter groups.
+        Returns groups to step with instead, or None."""
+        return None
+
+    def preview(
+        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """The updates that would be made of samples of gradients, every stride-th element of each
+        (flat), if updates are what is sent."""
+        return grads
+
+    def hand_back(self, exchange: Exchange | None) -> None:
+        """Make residuals ones of gradients, and let the optimizers do all their work themselves
+        again. What velocities have yet to deliver goes to them (a collective), or to residuals."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between steps, before what a memory keeps of each parameter is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`, before what the memory keeps is loaded."""
 
 
 def learning_rate(optimizer: Optimizer | None) -> float:

@@ -14,10 +14,11 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import steps_as
 from adaptive.memory.moments import is_adaptive
-from adaptive.memory.momentum import DenseSteps, MomentumMemory, SGDMomentum
+from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
-from adaptive.memory.updates import MomentState, UpdateMemory
+from adaptive.memory.sgd import DenseSteps, SGDHandover
+from adaptive.memory.updates import MomentState, UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
 from adaptive.sync.options import Synchronisation
@@ -77,7 +78,8 @@ class MemoryChoice:
         by_itself = bool(optimizers) and all(map(_steps_by_itself, optimizers))
         plain = len(optimizers) == 1 and is_sgd(optimizer)
         if by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain)):
-            return UpdateMemory(optimizers, parameters, ranks, self._update_lag_at)
+            own = UpdateHandover(optimizers, parameters, ranks, self._update_lag_at)
+            return UpdateMemory(own)
         if self.kind == "updates":
             raise ValueError(
                 f"memory='updates' needs an optimizer that steps by itself on each rank, "
@@ -86,7 +88,8 @@ class MemoryChoice:
             )
         momenta = {group.get("momentum", 0) for o in optimizers for group in o.param_groups}
         if plain and momenta - {0} and isinstance(optimizer, SGD):
-            return SGDMomentum(optimizer, parameters, self._masking, self._lag_at)
+            own_rules = SGDHandover(optimizer, parameters)
+            return MomentumMemory(own_rules, self._masking, self._lag_at, maybe_unused)
         if self.kind == "auto":
             return Residual(maybe_unused)
         raise ValueError(
@@ -179,10 +182,9 @@ class ModelMemory:
         """What whoever handed these optimizers over should know; nothing if that is as expected."""
         if not optimizers or not self.now.keeps:
             return ""
-        if isinstance(self.now, UpdateMemory):
-            apart = [
-                parameter.name for p, parameter in self._parameters.items() if self.now.apart([p])
-            ]
+        handover = self.now.handover
+        if isinstance(handover, UpdateHandover):
+            apart = [of.name for p, of in self._parameters.items() if handover.apart([p])]
             said = []
             if apart:
                 said.append(
@@ -225,7 +227,7 @@ class ModelMemory:
         """Only the residual stays: the optimizer does all its work itself again. What velocities
         have yet to deliver goes to it (a collective with momentum), without `exchange` to the
         residual."""
-        self.now.hand_back(exchange)
+        self.now.handover.hand_back(exchange)
         for parameter in self._parameters.values():
             parameter.velocity, parameter.lag = None, 1.0
             parameter.started = parameter.stepped = False
@@ -271,18 +273,17 @@ class ModelMemory:
         for parameter in self._parameters.values():
             self.now.load_state_dict(parameter, state.get(parameter.name, {}))
 
-    def moments_state(self) -> dict[str, Any]:
+    def handover_state(self) -> dict[str, Any]:
         """What has become of what optimizers keep."""
-        return self.now.moments.state_dict() if self.now.moments else {}
+        return self.now.handover.state_dict()
 
-    def check_moments(self, state: Mapping[str, Any], kind: str) -> None:
-        """The same as `check`, of these."""
-        of = {UpdateMemory.name: MomentState, SGDMomentum.name: DenseSteps}.get(kind)
+    def check_handover(self, state: Mapping[str, Any], kind: str) -> None:
+        """The same as `check`, of this."""
+        of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
         if of is None:
             check_like("moments", state, {})
         else:
             of().load_state_dict(state)
 
-    def load_moments(self, state: Mapping[str, Any]) -> None:
-        if self.now.moments is not None:
-            self.now.moments.load_state_dict(state)
+    def load_handover(self, state: Mapping[str, Any]) -> None:
+        self.now.handover.load_state_dict(state)

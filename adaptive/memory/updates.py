@@ -38,7 +38,7 @@ from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.flat_moments import FlatMoments
-from adaptive.memory.handover import Group
+from adaptive.memory.handover import Group, Handover
 from adaptive.memory.moments import (
     Run,
     deliver,
@@ -81,15 +81,29 @@ class MomentState(saved.Stateful):
 
 
 class UpdateMemory(Residual):
-    """One residual of updates for each parameter, and what is done around an optimizer's step.
+    """One residual of updates for each parameter."""
+
+    name = "updates"
+
+    def __init__(self, handover: UpdateHandover) -> None:
+        super().__init__(lambda: False, handover)
+        self._of = handover
+
+    def skipped(
+        self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
+    ) -> Sequence[Flag]:
+        """Those that have not been stepped."""
+        return self._of.unstepped(parameters)
+
+
+class UpdateHandover(Handover):
+    """What is done around the steps of each rank's own optimizers.
 
     ranks: world size. lag: the share of its lag that momentum keeps in a step at a CF, in [0, 1].
     pending: a backward has ended whose updates are yet to be exchanged.
     """
 
-    name = "updates"
     sends_updates = True
-    moments: MomentState
 
     def __init__(
         self,
@@ -98,7 +112,6 @@ class UpdateMemory(Residual):
         ranks: int,
         lag: Callable[[float], float],
     ) -> None:
-        super().__init__(parameters.maybe_unused)
         self.moments = MomentState()
         self.moments.differ = any(optimizer.state for optimizer in optimizers)
         self._own = False  # moments are of this rank's own gradients
@@ -426,15 +439,16 @@ class UpdateMemory(Residual):
         if exchange is not None:
             self.agree(exchange)
 
-    def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(parameter, state)
-        self._own = self.moments.differ
-        self._late.pop(parameter.tensor, None)  # of a step before
-        self.pending = False
-
-    def conclude(self) -> None:
-        """Before a state is saved: what was to go with a dense step waits again."""
+    def state_dict(self) -> dict[str, Any]:
+        """What was to go with a dense step waits in residuals again."""
         self._back_to_residuals()
+        return self.moments.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.moments.load_state_dict(state)
+        self._own = self.moments.differ
+        self._late.clear()  # of a step before
+        self.pending = False
 
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
@@ -449,17 +463,12 @@ class UpdateMemory(Residual):
             found.append(grad)
         return found
 
-    def skipped(
-        self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
-    ) -> Sequence[Flag]:
-        """Those that have not been stepped."""
+    def unstepped(self, parameters: Sequence[ModelParameter]) -> Sequence[Flag]:
+        """Which of these parameters no optimizer has stepped since the last backward."""
         if not self.pending or self.all_stepped:
             return [False] * len(parameters)
         owners = (self._of.get(parameter.tensor) for parameter in parameters)
         return [owner is None or owner[0] not in self._stepped for owner in owners]
-
-    def skips_zeros(self) -> bool:
-        return False
 
     def _begin_apart(self, share: float) -> None:
         """From here on moments are this rank's, and momentum has this share of its lag."""

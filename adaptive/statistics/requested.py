@@ -21,7 +21,7 @@ from adaptive.statistics.shadow import ShadowLadder, check_shadow
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm
-from compressors.kernels.blocks import Flag, Scalar
+from compressors.kernels.blocks import Flag, Scalar, zeros_if
 from policies import Policy
 
 
@@ -39,7 +39,7 @@ class GradientSum:
         total = self._totals.get(parameter)
         if total is None:
             total = self._totals[parameter] = parameter.zeros()
-        total.add_(mean.masked_fill(nonfinite, 0) if isinstance(nonfinite, Tensor) else mean)
+        total.add_(zeros_if(nonfinite, mean))
 
     def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
         """The norm of the sum, 0-dim and in double, and each parameter's norm; begins a new sum."""

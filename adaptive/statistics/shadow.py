@@ -132,7 +132,7 @@ class ShadowLadder:
 
     def __post_init__(self) -> None:
         self.peers = Peers(len(self.cfs)) if self.signal else None
-        masks = [self.memory.masks(cf) for cf in self.cfs]
+        masks = [cf >= self.memory.masking for cf in self.cfs]
         self._masked = torch.tensor(masks)[:, None] if any(masks) else None
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
@@ -152,10 +152,10 @@ class ShadowLadder:
             self._choose_stride(section)
         group = self._group(as_one if bucket.whole else singly)
         before = {}
-        if isinstance(bucket.nonfinite, Tensor):  # "sent" is replaced, the others are written to
+        if bucket.nonfinite is not False:  # "sent" is replaced, the others are written to
             before = {n: x if n == "sent" else x.clone() for n, x in group.arrays.items()}
         self._step(group, parts, bucket, tally)
-        if isinstance(bucket.nonfinite, Tensor):
+        if bucket.nonfinite is not False:
             group.undo(before, bucket.nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class ShadowLadder:
         samples = [part.grad[::stride] for part, stride in zip(parts, strides, strict=True)]
         if updates:
             return samples
-        return self.memory.preview([part.parameter for part in parts], samples, strides)
+        return self.memory.handover.preview([part.parameter for part in parts], samples, strides)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
         """Give all parameters of a section one stride, the first time that they are seen. The state

@@ -159,16 +159,18 @@ class AutoStepsSync(OwnStepSync):
     def _go_off(self) -> None:
         """In a round of several steps, from its first step on: the anchor is where all ranks stand,
         and the residual moves this rank's own parameters."""
-        self.memory.part()
+        self.handover.part()
         if self._anchors:
             return
-        self.averager.requested.follow(self.memory)  # what is exchanged is in other units
+        self.averager.requested.follow(
+            self.averager.memory.now
+        )  # what is exchanged is in other units
         for chunk in self._chunks:
             anchor = self._anchors[chunk] = chunk.here("anchor")
             rest = chunk.room("done").zero_()
             for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
                 if p.filled and p.residual is not None:
-                    piece.copy_(p.residual).mul_(self.memory.learning_rate(p))
+                    piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
             self._move(chunk, anchor, rest)
 
     def _move(self, chunk: Chunk, to: Tensor, less: Tensor) -> None:
@@ -210,10 +212,10 @@ class AutoStepsSync(OwnStepSync):
                     fill_if(any_nonfinite, tensor.grad, 0.0)
         if meets:
             self._anchors = {}
-            self.averager.requested.follow(self.memory)
+            self.averager.requested.follow(self.averager.memory.now)
             for p in self.averager.parameters.values():
                 if p.filled and p.residual is not None:
-                    p.residual.mul_(inverse(self.memory.learning_rate(p)))
+                    p.residual.mul_(inverse(self.handover.learning_rate(p)))
 
     # -- between steps --
 
@@ -256,7 +258,7 @@ class AutoStepsSync(OwnStepSync):
         if not self._anchors:
             return super().unite()
         unite(list(self.averager.parameters.values()), self.averager.exchange)
-        self.memory.agree(self.averager.exchange)
+        self.handover.agree(self.averager.exchange)
         self._anchors = {chunk: chunk.here("anchor") for chunk in self._chunks}
         return list(self.averager.optimizers)
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.memory.momentum import SGDMomentum
 from adaptive.parameters import travel_as_they_are
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
@@ -80,7 +79,7 @@ class EveryStepSync(Synchroniser):
         averager.end()
         # After `detach` nobody would compare gradients. In parameter space they are the script's.
         memory = averager.memory.now
-        changes_gradients = bool(memory.keeps) and not (memory.sends_updates or memory.rests)
+        changes_gradients = bool(memory.keeps) and not memory.handover.leaves_gradients
         compare = changes_gradients and not averager.controller.forced_dense
         averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
@@ -94,8 +93,8 @@ class EveryStepSync(Synchroniser):
                 log.warning("%s", told)
         if not averager.watch.ours:
             return None  # another DDP's gradients, say, which no memory has changed
-        changed = memory.now.before_step(optimizer, groups)
-        if isinstance(memory.now, SGDMomentum) and memory.now.foreign:
+        changed = memory.now.handover.before_step(optimizer, groups)
+        if memory.now.handover.foreign:
             averager.watch.note_change()
         return changed
 

@@ -16,7 +16,7 @@ from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
 from adaptive.memory.handover import loss_scale
-from adaptive.memory.updates import UpdateMemory
+from adaptive.memory.updates import UpdateHandover
 from adaptive.parameters import travel_as_they_are
 from adaptive.reducer import Step
 from adaptive.step_watch import Groups
@@ -36,10 +36,10 @@ class OwnStepSync(EveryStepSync):
         self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
 
     @property
-    def memory(self) -> UpdateMemory:
-        memory = self.averager.memory.now
-        assert isinstance(memory, UpdateMemory)
-        return memory
+    def handover(self) -> UpdateHandover:
+        handover = self.averager.memory.now.handover
+        assert isinstance(handover, UpdateHandover)
+        return handover
 
     # -- a backward --
 
@@ -76,7 +76,7 @@ class OwnStepSync(EveryStepSync):
             for p in of:
                 averager.parameters.find(p)  # raises if it is none of the model's
             self._buckets.add(seen)
-        apart = self.memory.apart(of)
+        apart = self.handover.apart(of)
         if not sums and not apart:
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
@@ -109,7 +109,7 @@ class OwnStepSync(EveryStepSync):
         entered, stream = controller.stopwatch.timestamps(), averager.pipeline.stream
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
-        self.memory.backward_ends(controller.plan.send)
+        self.handover.backward_ends(controller.plan.send)
         averager.watch.backward_ends(None, False, stream.backward_waited)
         nonfinite = averager.exchange.any_rank(flag, averager.device)
 
@@ -129,14 +129,14 @@ class OwnStepSync(EveryStepSync):
         self.make_up()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        self.memory.step_begins(optimizer)
+        self.handover.step_begins(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        return self.memory.before_step(optimizer, groups)
+        return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.memory.after_step(optimizer)
-        if self.memory.pending and self.memory.all_stepped:
+        self.handover.after_step(optimizer)
+        if self.handover.pending and self.handover.all_stepped:
             self.make_up()
 
     def make_up(self) -> None:
@@ -144,7 +144,7 @@ class OwnStepSync(EveryStepSync):
 
         Once for each compressed backward, on every rank. Where a step was left out that is before
         the next forward, since other ranks may have made theirs."""
-        updates, averager, controller = self.memory, self.averager, self.averager.controller
+        updates, averager, controller = self.handover, self.averager, self.averager.controller
         if not updates.pending:
             return
         averager.check_whole()
@@ -179,7 +179,7 @@ class OwnStepSync(EveryStepSync):
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
-        agreed = self.averager.memory.now.agree(self.averager.exchange)
+        agreed = self.averager.memory.now.handover.agree(self.averager.exchange)
         return list(self.averager.optimizers) if agreed else None
 
     def stop(self) -> None:

@@ -158,6 +158,13 @@ def fill_if(flag: Flag, x: Tensor, value: float) -> None:
         x.fill_(value)
 
 
+def zeros_if(flag: Flag, x: Tensor) -> Tensor:
+    """`x`, or zeros if `flag` is set."""
+    if isinstance(flag, Tensor):
+        return x.masked_fill(flag, 0.0)
+    return torch.zeros_like(x) if flag else x
+
+
 def add_if(flag: Flag, x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
     """x += alpha * y, in place, if `flag` is set. `y` must be finite."""
     if isinstance(flag, Tensor):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.memory import momentum
+from adaptive.memory import sgd
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
 
@@ -36,7 +36,7 @@ class Run:
     @property
     def rests(self) -> bool:
         assert self.compressor._session is not None
-        return self.compressor._session._memory.now.rests
+        return self.compressor._session._memory.now.handover.rests
 
     def train(self, rank: int, first: int, last: int) -> None:
         for step in range(first, last):
@@ -55,7 +55,7 @@ class Run:
 
 
 def _steps(rank: int, settings: dict[str, Any], resting: int) -> tuple[Tensor, bool]:
-    with patch.object(momentum, "RESTING", resting):
+    with patch.object(sgd, "RESTING", resting):
         run = Run(CFS, settings)
         run.train(rank, 0, len(CFS))
         return flat_parameters(run.model), run.rests

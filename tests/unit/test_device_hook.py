@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.futures import Future
-from torch.optim import Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket import Granularity, StepCFs
@@ -26,9 +26,10 @@ from adaptive.exchange.collectives import Exchange, Traffic
 from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
-from adaptive.memory.momentum import MomentumMemory, MomentumRule
-from adaptive.memory.updates import UpdateMemory
-from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.memory.momentum import MomentumMemory
+from adaptive.memory.sgd import SGDHandover
+from adaptive.memory.updates import UpdateHandover, UpdateMemory
+from adaptive.parameters import ModelParameter
 from adaptive.reducer import Reducer, Step
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.samples import WIDTH
@@ -38,6 +39,7 @@ from compressors.base import Spec
 from compressors.kernels.blocks import CODE_BLOCK
 from policies import Goodput
 from tests.unit.device_path import Operations
+from tests.unit.model_parameters import Parameters
 
 CF = 32.0
 MOST = {"topk+int4": 200, "int8": 85, "qsgd": 110, "signsgd": 112}
@@ -73,31 +75,20 @@ def _done(tensor: Tensor) -> Future[Tensor]:
     return future
 
 
-def _memory(kind: str, unused: bool) -> NoMemory:
+def _memory(kind: str, of: Parameters) -> NoMemory:
     if kind == "none":
-        return NoMemory(lambda: unused)
+        return NoMemory(of.maybe_unused)
     if kind == "residual":
-        return Residual(lambda: unused)
-    rule = MomentumRule(0.9, dampening=0.1, nesterov=kind == "nesterov")
-    if kind == "nesterov":
-        rule = rule._replace(dampening=0.0)
-    return MomentumMemory(rule, 10.0, lambda cf: 1.2 / cf ** (1 / 3), lambda: unused)
-
-
-class Parameters(ModelParameters):
-    """Of a model whose parameters a step may leave unused, or not."""
-
-    def __init__(self, parameters: Sequence[ModelParameter], unused: bool) -> None:
-        dict.__init__(self)
-        self.update({parameter.tensor: parameter for parameter in parameters})
-        self._unused = unused
-
-    def maybe_unused(self) -> bool:
-        return self._unused
+        return Residual(of.maybe_unused)
+    nesterov = kind == "nesterov"
+    dampening = 0.0 if nesterov else 0.1
+    sgd = SGD(list(of), lr=0.1, momentum=0.9, dampening=dampening, nesterov=nesterov)
+    handover = SGDHandover(sgd, of)
+    return MomentumMemory(handover, 10.0, lambda cf: 1.2 / cf ** (1 / 3), of.maybe_unused)
 
 
 def _updates(optimizer: Optimizer, parameters: Parameters) -> UpdateMemory:
-    return UpdateMemory([optimizer], parameters, 2, lambda cf: 0.5 * (cf < CF))
+    return UpdateMemory(UpdateHandover([optimizer], parameters, 2, lambda cf: 0.5 * (cf < CF)))
 
 
 def _parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[ModelParameter]:
@@ -130,12 +121,12 @@ class Hook:
         self.exchange = MetaExchange()
         whole = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
         requested = RequestedStatistics(policy, self.parameters, LADDER if ladder else (), whole)
+        of = Parameters(self.parameters, unused)
         if memory == "updates":
             self.optimizer = optimizer([parameter.tensor for parameter in self.parameters])
-            of = Parameters(self.parameters, unused)
             self.memory: NoMemory = _updates(self.optimizer, of)
         else:
-            self.memory = _memory(memory if base.feeds_back else "none", unused)
+            self.memory = _memory(memory if base.feeds_back else "none", of)
         requested.follow(self.memory)
         self.requested, self.ladder = requested, LADDER if ladder else ()
         self.reducer = Reducer(
@@ -160,7 +151,7 @@ class Hook:
             cfs.measured,
             self.ladder,
             sketch=sketch,
-            updates=self.memory.moments is not None,
+            updates=self.memory.handover.sends_updates,
             ranks=2,
             device=buffer.device,
         )
@@ -168,8 +159,9 @@ class Hook:
             peers.begin_step(tally)
         add = self.requested.sums.add if self.accumulate else None
         step = Step(self.step, cfs, tally, add)
-        if isinstance(self.memory, UpdateMemory) and measured:
-            self._step_and_exchange(self.memory, step)
+        handover = self.memory.handover
+        if isinstance(handover, UpdateHandover) and measured:
+            self._step_and_exchange(handover, step)
             done = _done(buffer)
         elif not measured:
             done = self.reducer.dense(step, buffer, self.parameters)
@@ -185,34 +177,35 @@ class Hook:
         self.step += 1
         return tally
 
-    def _step_and_exchange(self, memory: UpdateMemory, step: Step) -> None:
+    def _step_and_exchange(self, updates: UpdateHandover, step: Step) -> None:
         """What a session does in a compressed step in parameter space."""
-        memory.backward_ends(step.cfs.send)
+        updates.backward_ends(step.cfs.send)
         self.optimizer_steps()
-        assert memory.pending
-        assert memory.all_stepped
+        assert updates.pending
+        assert updates.all_stepped
         step = replace(step, updates=True)
-        for i, chunk in enumerate(memory.chunks):
-            work, energy = memory.outgoing(chunk)
-            to = memory.destination(chunk)
+        for i, chunk in enumerate(updates.chunks):
+            work, energy = updates.outgoing(chunk)
+            to = updates.destination(chunk)
             args = chunk.parameters, self.strategy, i, to, energy
             done = self.reducer.compressed(step, work, *args)
             self.reducer.pipeline.finish()
             mean = done.wait()
             left = mean if to is None else None
-            memory.apply(chunk, left, lambda: step.tally.at("stepped"))
-        memory.exchanged()
+            updates.apply(chunk, left, lambda: step.tally.at("stepped"))
+        updates.exchanged()
 
     def optimizer_steps(self) -> None:
         """As the hooks of torch around it see it."""
-        assert isinstance(self.memory, UpdateMemory)
+        handover = self.memory.handover
+        assert isinstance(handover, UpdateHandover)
         for parameter in self.parameters:
             parameter.tensor.grad = torch.empty_like(parameter.tensor)
         stand_in, groups = stand_in_for(self.optimizer), self.optimizer.param_groups
         vars(stand_in).pop("found_inf", None)  # there is no fused step of meta tensors
-        stand_in.param_groups = self.memory.before_step(self.optimizer, groups) or groups
+        stand_in.param_groups = handover.before_step(self.optimizer, groups) or groups
         stand_in.step()
-        self.memory.after_step(self.optimizer)
+        handover.after_step(self.optimizer)
 
 
 BASES = [name for name in compressor_names() if name != "none"]
@@ -287,7 +280,7 @@ def test_no_value_is_read_where_updates_are_sent(
         hook = Hook(make_compressor("topk+int4"), "updates", optimizer=made, **options)
         for measured in ((CF,), (CF, 2 * CF), (CF / 2,), (), (CF,)):
             if not measured and name == "capturable":  # others keep their steps on the host
-                hook.memory.begin_step(hook.exchange, compressed=False)
+                hook.memory.handover.begin_step(hook.exchange, compressed=False)
             hook.run(*measured)
             if not measured:
                 hook.optimizer_steps()

@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from adaptive.bucket import Part
 from adaptive.memory.error_feedback import NoMemory, Residual
-from adaptive.memory.momentum import MomentumMemory, MomentumRule
+from adaptive.memory.momentum import MomentumMemory
+from adaptive.memory.momentum_rule import MomentumRule
+from adaptive.memory.sgd import SGDHandover
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.shadow import ShadowLadder
 from compressors.base import Key, kept
 from compressors.kernels.blocks import Flag
 from tests.unit.device_path import count_operations, device_path
 from tests.unit.ladder_tally import make_tally
+from tests.unit.model_parameters import Parameters
 
 CFS = (2.0, 10.0, 30.0, 100.0)
 SIZES = (1, 3000, 70, 900)
@@ -60,8 +64,9 @@ class Run:
         self._rule = MomentumRule(0.9, dampening=0.0, nesterov=kind == "nesterov")
         memory: NoMemory = Residual(lambda: False)
         if kind in ("momentum", "nesterov"):
+            sgd = SGD(tensors, lr=0.1, momentum=0.9, nesterov=kind == "nesterov")
             memory = MomentumMemory(
-                self._rule,
+                SGDHandover(sgd, Parameters(self.parameters)),
                 masking=30.0,
                 lag=lambda cf: 0.5,
                 maybe_unused=lambda: False,

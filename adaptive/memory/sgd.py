@@ -1,0 +1,234 @@
+"""Momentum correction, as far as the user's SGD has to do with it: its settings, its weight decay,
+its own velocities, and when it gets its momentum back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from adaptive.chunks import chunks
+from adaptive.exchange.collectives import Exchange
+from adaptive.memory.handover import Group, Handover, steps_as, with_settings
+from adaptive.memory.momentum_rule import MomentumRule
+from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
+from policies import state as saved
+
+_NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+"""Settings with which SGD steps by what is in `p.grad`, and does nothing else."""
+
+
+def _has_momentum(group: Group) -> bool:
+    return bool(group["momentum"] != 0)
+
+
+RESTING = 8
+"""Dense steps in a row after which SGD has its momentum back. That takes one all-reduce of
+velocities, so a policy that sends dense for a few steps only does not pay for it."""
+
+
+@dataclass(eq=False)
+class DenseSteps(saved.Stateful):
+    """How many dense steps there were in a row, and whether SGD has its momentum back."""
+
+    count: int = saved.saved(0)
+    rests: bool = saved.saved(False)
+
+
+class SGDHandover(Handover):
+    """Momentum in the place of an SGD, by the settings in its parameter groups as they are in each
+    step, so that schedulers keep working.
+
+    torch adds weight decay to the gradient before momentum. The decay term is the same on every
+    rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
+    Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
+    of this is linear, a buffer that was there before simply goes on decaying.
+
+    After `RESTING` dense steps in a row SGD has its momentum back, and a dense step costs no more
+    than without compression. With the next compressed step velocities begin at zero.
+
+    An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
+    place as it steps. Velocities go on. foreign: the name of an optimizer that cannot, but has
+    stepped these parameters.
+    """
+
+    def __init__(self, optimizer: SGD, parameters: ModelParameters) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._dense = DenseSteps()
+        self._index: dict[Tensor, int] = {}
+        self._indexed: list[int] = []
+
+    @property
+    def rests(self) -> bool:
+        """SGD has its momentum back: a dense step adds nothing to the gradients."""
+        return self._dense.rests
+
+    @property
+    def leaves_gradients(self) -> bool:
+        return self.rests
+
+    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
+        if compressed:
+            self._dense.count, self._dense.rests = 0, False
+            return
+        self._dense.count = self._dense.count + 1 if may_rest else 0
+        parameters = self._parameters.values()
+        if self.rests or self._dense.count <= RESTING or self._parameters.maybe_unused():
+            return
+        # On all ranks or on none, after so many dense steps without a bad one.
+        if any(parameter.filled for parameter in parameters):
+            return
+        self._add_to_buffers(exchange)
+        for parameter in parameters:
+            parameter.velocity, parameter.started, parameter.lag = None, False, 1.0
+        self._dense.rests = True
+
+    def rule(self, parameter: ModelParameter) -> MomentumRule:
+        """Its momentum settings as they stand now; no momentum if it is not optimized."""
+        group = self._group(parameter.tensor)
+        if group is None:
+            return MomentumRule(0.0)
+        return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])
+
+    def before_step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        if optimizer is not self._optimizer:
+            tensors = [p for group in optimizer.param_groups for p in group["params"]]
+            of = [self._parameters[p] for p in tensors if p in self._parameters]
+            moved = [parameter for parameter in of if self.rule(parameter).momentum]
+            if not moved:
+                return None
+            if not steps_as(optimizer, SGD):
+                if self.rests:
+                    return None
+                self._show_gradients(moved)
+                self.foreign = type(optimizer).__name__
+                return None
+            assert isinstance(optimizer, SGD)
+            self._optimizer, self._indexed = optimizer, []
+        if self.rests:
+            return None
+        for group in filter(_has_momentum, groups):
+            self._add_decay(group)
+        return with_settings(groups, _NEUTRAL, _has_momentum, self._parameters)
+
+    @torch.no_grad()
+    def _show_gradients(self, of: Sequence[ModelParameter]) -> None:
+        """Scale `p.grad`, which holds velocities, to the size of gradients."""
+        for parameter in of:
+            if parameter.tensor.grad is not None:
+                local(parameter.tensor.grad).div_(self._gradient_to_velocity(parameter))
+
+    def _group(self, p: Tensor) -> Group | None:
+        """The user's settings for a parameter, as they stand now; None if it is not optimized."""
+        groups = self._optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._indexed:  # built late, and again after add_param_group
+            self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
+            self._indexed = sizes
+        index = self._index.get(p)
+        return None if index is None else groups[index]
+
+    def has_buffer(self, parameter: ModelParameter) -> bool:
+        """SGD has a velocity of its own for this parameter already."""
+        state = self._optimizer.state.get(parameter.tensor, {})
+        return state.get("momentum_buffer") is not None
+
+    def hand_back(self, exchange: Exchange | None) -> None:
+        if exchange is not None:
+            self._add_to_buffers(exchange)
+            exchange.take_traffic()  # no step's
+        for parameter in self._parameters.values():
+            if exchange is None and parameter.started and parameter.velocity is not None:
+                rule = self.rule(parameter)
+                ahead = rule.momentum / (1 - rule.momentum) if rule.momentum < 1 else 0.0
+                ahead = ahead * rule.change_of_lag(parameter.lag, 1.0) * rule.sent_share
+                parameter.open_residual().add_(parameter.velocity, alpha=ahead)
+            if parameter.filled and parameter.residual is not None:
+                parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dense.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._dense.load_state_dict(state)
+
+    def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
+        """What a gradient adds up to once momentum is through with it."""
+        rule = self.rule(parameter)
+        damped = rule.dampening == 1 or not rule.momentum
+        return 1.0 if damped else (1 - rule.dampening) / (1 - rule.momentum)
+
+    def _add_to_buffers(self, exchange: Exchange) -> None:
+        """Add the ranks' mean velocities to SGD's own. Collectives."""
+        for chunk in chunks(self._parameters.values()):
+            velocities = [p.zeros() if p.velocity is None else p.velocity for p in chunk]
+            shares = [self.rule(p).change_of_lag(p.lag, 1.0) / exchange.world_size for p in chunk]
+            own = torch.cat(torch._foreach_mul(velocities, shares))
+            started = own.new_tensor([float(p.started) for p in chunk])
+            total = exchange.total(torch.cat([own, started])).wait()
+            *means, known = total.split([*map(len, velocities), len(chunk)])
+            for parameter, mean, any_started in zip(chunk, means, known, strict=True):
+                if parameter.stepped or (self.rule(parameter).momentum and any_started):
+                    self._add_to_buffer(parameter, mean)
+
+    def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
+        p = parameter.tensor
+        group, state = self._group(p), self._optimizer.state[p]
+        if group is not None and group["maximize"]:
+            mean = -mean
+        velocity = shaped(mean.to(p.dtype, copy=True), parameter.local)
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            state["momentum_buffer"] = like(velocity, p)
+        else:
+            local(buffer).add_(velocity)
+
+    @torch.no_grad()
+    def _add_decay(self, group: Group) -> None:
+        """To the gradients of a group, before a step."""
+        decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
+        sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
+        # A fused SGD unscales gradients itself, and skips the step if they are not finite.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        skips = getattr(self._optimizer, "found_inf", None)
+        begun: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients, parameters, buffers
+        moved: list[tuple[Tensor, Tensor, Tensor]] = []
+        for p in group["params"]:
+            if p.grad is None or p not in self._parameters:
+                continue
+            parameter, state = self._parameters[p], self._optimizer.state[p]
+            fresh, parameter.stepped = not parameter.stepped, True
+            here, grad = parameter.local, local(p.grad)
+            buffer = state.get("momentum_buffer")
+            if buffer is not None:
+                moved.append((grad, here, local(buffer)))
+            elif decay:
+                first = here * (decay if fresh else rate * decay)
+                state["momentum_buffer"] = like(first, p)
+                begun.append((grad, here, first))
+        if not begun and not moved:
+            return
+        _, heres, buffers = map(list, zip(*moved, strict=True)) if moved else ([], [], [])
+        before = [] if skips is None else [buffer.clone() for buffer in buffers]
+        if moved:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, heres, alpha=rate * decay)
+        if skips is not None:
+            for buffer, old in zip(buffers, before, strict=True):
+                buffer.lerp_(old, skips.to(buffer.dtype))
+            for *_, buffer in begun:
+                buffer.mul_(1 - skips.to(buffer.dtype))
+        grads, heres, buffers = map(list, zip(*begun, *moved, strict=True))
+        nesterov = [(heres, sign * decay), (buffers, sign * momentum)]
+        for tensors, factor in nesterov if group["nesterov"] else [(buffers, sign)]:
+            if scale is None:
+                torch._foreach_add_(grads, tensors, alpha=factor)
+            else:
+                torch._foreach_add_(grads, torch._foreach_mul(tensors, scale * factor))
