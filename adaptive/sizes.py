@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import ceil, prod
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ class Sizes:
     world_size: int
     _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
     _pieces_of: dict[tuple[float, int], list[Piece]] = field(default_factory=dict)
+    _wire_bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _by_name: dict[str, ModelParameter] = field(default_factory=dict)
 
     def numel(self) -> int:
@@ -95,11 +97,18 @@ class Sizes:
     def wire_bytes(self, cf: float, down_cf: float | None = None) -> float:
         """Bytes a rank puts on the wire in a step at `cf`, of what may be compressed. down_cf: that
         of the means in a sharded exchange; None: the one in use."""
+        choice = self.choice
+        down_cf = choice.means.cf if down_cf is None else down_cf
+        key = (cf, down_cf, len(self.parameters), choice.link, choice.messages)
+        if key not in self._wire_bytes:
+            self._wire_bytes[key] = self._count_wire_bytes(cf, down_cf)
+        return self._wire_bytes[key]
+
+    def _count_wire_bytes(self, cf: float, down_cf: float | None) -> float:
         if cf == DENSE:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
         if cf in self.hooks:
             return reduce_wire_bytes(hook_bytes(self.numel(), cf), self.world_size)
-        down_cf = self.choice.means.cf if down_cf is None else down_cf
         means = None if down_cf is None else self._pieces(down_cf)
         return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf, means)
 

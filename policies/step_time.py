@@ -181,18 +181,19 @@ class StepTime(Stateful):
         known = self._typical.get(cf)
         if known is not None or not self._work:
             return known or 0.0
-        predicted = self._predicted(self._network, self.nbytes(cf))
-        # Steps that were faster than the link is said to be show a faster one.
-        hidden, shown = BACKWARD * self._work_at(cf), 0.0 if self._faster else 1.0
-        for other, time in self._network.items():
-            shown = min(shown, (time + hidden) / (self._link_seconds(other) or inf) or 1.0)
-        return max(predicted, shown * self._link_seconds(cf) - hidden)
-
-    def _link_seconds(self, cf: float) -> float:
-        """Seconds that the link needed for these bytes when the run began; 0 if unknown."""
+        wanted = self.nbytes(cf)
+        predicted = self._predicted(self._network, wanted)
+        # Seconds that the link needed for so many bytes when the run began; 0 if unknown.
         latency, seconds_a_byte = self.link()
-        seconds = latency + self.nbytes(cf) * seconds_a_byte
-        return seconds if isfinite(seconds) else 0.0
+        needed = latency + wanted * seconds_a_byte
+        if self._faster or not 0 < needed < inf:
+            return predicted
+        # Steps that were faster than the link is said to be show a faster one.
+        hidden, shown = BACKWARD * self._work_at(cf), 1.0
+        for other, time in self._network.items():
+            its = latency + self.nbytes(other) * seconds_a_byte
+            shown = min(shown, (time + hidden) / (its or inf) or 1.0)
+        return max(predicted, shown * needed - hidden)
 
     def timed(self) -> tuple[float, ...]:
         """The CFs that were run on the network as it is now."""

@@ -35,6 +35,7 @@ from adaptive.statistics.samples import (
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.base import kept
+from compressors.kernels import kernels_for
 from compressors.kernels.blocks import Flag
 from policies import state as saved
 
@@ -46,6 +47,9 @@ WHOLE_BUCKET = 16384
 
 SHARE = 1 / 64
 """The share of the elements of larger tensors that is sampled, but at least as many as above."""
+
+MOST = 32768
+"""Elements of a sample, at most. CF 1000 keeps 32 of them."""
 
 
 class ShadowGroup:
@@ -118,7 +122,7 @@ class ShadowLadder:
     cfs: ascending. memory: the memory in use, whose momentum and masking the shadow follows. With
     `signal` the shadow follows plain error feedback, and also finds the products of signal gain
     (signal.py). whole_buckets: the parameters of a bucket are compressed as one. share: the share
-    of the elements of large tensors that is sampled.
+    of the elements of large tensors that is sampled. most: elements of a sample.
     """
 
     cfs: tuple[float, ...]
@@ -126,6 +130,7 @@ class ShadowLadder:
     signal: bool = False
     whole_buckets: bool = False
     share: float = SHARE
+    most: int = MOST
     _group_of: dict[ModelParameter, ShadowGroup] = field(default_factory=dict)
     _strides: dict[ModelParameter, int] = field(default_factory=dict)
     _moving: set[ModelParameter] = field(default_factory=set)  # with a velocity in the shadow
@@ -200,8 +205,11 @@ class ShadowLadder:
         # A residual that is not finite, after finite but huge gradients, would stay so.
         overflown = ~(total.amax(0) < inf)  # (sections,)
         left_out = overflown | bucket.nonfinite
+        none = kernels_for(a).look(lambda: not overflown.any(), False)  # as the host can see
         if self.peers is not None:
-            rows = torch.cat((g[None], a * sent)).masked_fill_(sections.spread(left_out), 0)
+            rows = torch.cat((g[None], a * sent))
+            if not none:
+                rows.masked_fill_(sections.spread(left_out), 0)
             if "sent" in group.arrays:
                 found = products(group.arrays["sent"], g, sections)
                 tally.at("signal_total").add_(found[:1])
@@ -216,9 +224,11 @@ class ShadowLadder:
         if velocity is not None and self._masked is not None:
             self._masked = self._masked.to(velocity.device)
             velocity.masked_fill_(sent & self._masked, 0)
-        for array in group.arrays.values():
-            array.masked_fill_(sections.spread(overflown), 0)
-        error, all_of_it = (levels.masked_fill_(left_out, 0) @ sections.weights).unbind()
+        if not none:
+            levels.masked_fill_(left_out, 0)
+            for array in group.arrays.values():
+                array.masked_fill_(sections.spread(overflown), 0)
+        error, all_of_it = (levels @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
         tally.at("shadow_total").add_(all_of_it)
 
@@ -239,7 +249,7 @@ class ShadowLadder:
             return
         numel = sum(parameter.local.numel() for parameter in parameters)
         least = WHOLE_BUCKET if self.whole_buckets else WHOLE
-        stride = max(1, numel // max(least, int(numel * self.share)))
+        stride = max(1, numel // max(least, min(self.most, int(numel * self.share))))
         for parameter in parameters:
             if self._strides.get(parameter) != stride:
                 self._group_of.pop(parameter, None)

@@ -103,25 +103,30 @@ class Recorder(Stateful):
         self._start()
         if self._started_at is None:
             self._started_at = now
+        verdict = policy.verdict()
+        if self._timeline.sinks:
+            elapsed = now - self._started_at
+            recorded |= {"elapsed": elapsed, "verdict": verdict}
+            self._timeline.step(self._record(report, policy, recorded))
+        if verdict and verdict not in self._logged:
+            log.warning("%s", verdict)
+            self._logged.add(verdict)
+
+    def _record(
+        self, report: StepReport, policy: Policy, recorded: Mapping[str, Any]
+    ) -> StepRecord:
         seconds = report.median_seconds
         status = dict(policy.status())
         t_sys = status.pop("t_sys", 1 / seconds if seconds > 0 else nan)
         gain = 1.0 if report.timed_cf == DENSE else report.gain(report.timed_cf, policy.gain)
         t_comp = status.pop("t_comp", t_sys * gain)
-        verdict = policy.verdict()
-        record = StepRecord(
+        return StepRecord(
             report,
-            elapsed=now - self._started_at,
             t_sys=t_sys * report.timed_steps * self._samples,
             t_comp=t_comp * report.timed_steps * self._samples,
             status=status,
-            verdict=verdict,
             **recorded,
         )
-        self._timeline.step(record)
-        if verdict and verdict not in self._logged:
-            log.warning("%s", verdict)
-            self._logged.add(verdict)
 
     def close(self) -> None:
         """Close the sinks; nothing is recorded from here on."""

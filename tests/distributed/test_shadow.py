@@ -81,7 +81,7 @@ def _real_task(
     model = DDP(task.build_model())
     optimizer = task.optimizer(model)
     policy = Watching([cf])
-    requested.ShadowLadder = partial(ShadowLadder, share=sample)
+    requested.ShadowLadder = partial(ShadowLadder, share=sample, most=10**9)
     compressor = AdaptiveCompressor(base, (10, 1000), policy=policy, granularity=granularity)
     compressor.attach(model, optimizer=optimizer)
     for step in range(steps):
