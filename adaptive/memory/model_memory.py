@@ -17,8 +17,9 @@ from adaptive.memory.moments import is_adaptive
 from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
+from adaptive.memory.own_moments import MomentState
 from adaptive.memory.sgd import DenseSteps, SGDHandover
-from adaptive.memory.updates import MomentState, UpdateHandover, UpdateMemory
+from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
 from adaptive.sync.options import Synchronisation

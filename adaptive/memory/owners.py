@@ -3,14 +3,15 @@ its steps are."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import Chunk
+from adaptive.chunks import Chunk, chunks
 from adaptive.memory.muon import is_muon, rate_scale
+from adaptive.parameters import ModelParameters
 
 Owner = tuple[Optimizer, dict[str, Any]]
 """An optimizer, and its parameter group."""
@@ -23,7 +24,7 @@ class Owners(dict[Tensor, Owner]):
     rate_scales: of parameters whose updates are told in another learning rate than their group's,
     that rate as a multiple of the group's."""
 
-    def __init__(self, parameters: Container[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, parameters: ModelParameters, optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
         self._parameters = parameters
         self._groups: dict[Optimizer, list[tuple[int, int]]] = {}  # as they were learned
@@ -31,6 +32,8 @@ class Owners(dict[Tensor, Owner]):
         self._groups_of: dict[Chunk, list[dict[str, Any]]] = {}
         self.rate_scales: dict[Tensor, float] = {}
         self.distinct: list[Owner] = []
+        self._chunks: list[Chunk] = []
+        self._chunked = 0  # the number of their parameters
         for optimizer in optimizers:
             self.learn(optimizer)
 
@@ -52,6 +55,15 @@ class Owners(dict[Tensor, Owner]):
         self._of_chunk.clear()
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
+        if self._chunked != len(self):
+            self._chunked = len(self)
+            ours = [parameter for p, parameter in self._parameters.items() if p in self]
+            self._chunks = [Chunk(each) for each in chunks(ours)]
+        return self._chunks
 
     def steppers(self, optimizer: Optimizer) -> set[Optimizer]:
         """The owners of an optimizer's parameters: itself, or one that it wraps."""

@@ -24,8 +24,7 @@ over some ten steps what would throw the model far back in one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,50 +33,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.bucket import Destination
-from adaptive.chunks import Chunk, chunks
+from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.flat_moments import FlatMoments
 from adaptive.memory.handover import Group, Handover
 from adaptive.memory.moments import (
-    Run,
-    deliver,
     enlarge,
     is_adaptive,
     is_decoupled,
-    mean_share,
     noise_of,
     normalized,
-    scale_second_moments,
-    undelivered,
-    with_lag,
 )
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
+from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
 from adaptive.optimizer_states import agree_on_states
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from compressors.kernels import kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar
-from policies import state as saved
-
-
-@dataclass(eq=False)
-class MomentState(saved.Stateful):
-    """What has become of the optimizers' moments since the last dense step.
-
-    differ: they are each rank's own, and residuals may hold something. share: of its lag that
-    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
-
-    differ: bool = saved.saved(False)
-    share: float = saved.saved(1.0)
-    muon_steps: int = saved.saved(0)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        saved.require(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
-        steps = self.muon_steps
-        saved.require(steps >= 0, f"'muon_steps' must be at least 0, got {steps!r}")
 
 
 class UpdateMemory(Residual):
@@ -112,25 +86,19 @@ class UpdateHandover(Handover):
         ranks: int,
         lag: Callable[[float], float],
     ) -> None:
-        self.moments = MomentState()
-        self.moments.differ = any(optimizer.state for optimizer in optimizers)
-        self._own = False  # moments are of this rank's own gradients
         self.pending = False
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
         self._of = Owners(parameters, optimizers)
-        self._chunks: list[Chunk] = []
-        self._chunked = 0  # the number of their parameters
-        self._share = 1.0  # of momentum's lag, in the step to come
+        self._moments = OwnMoments(self._of, ranks)
+        self._moments.state.differ = any(optimizer.state for optimizer in optimizers)
         self._outer: Optimizer | None = None  # whose step is under way
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
         self._shrinks: dict[Chunk, Scalar] = {}  # by which that is yet to be multiplied
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._stepped: set[Optimizer] = set()  # since the last backward
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
-        self._moments: dict[Chunk, FlatMoments] = {}
-        self._aside: dict[Chunk, Tensor] = {}  # first moments before a step without momentum
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
 
     # -- what is exchanged --
@@ -138,12 +106,7 @@ class UpdateHandover(Handover):
     @property
     def chunks(self) -> Sequence[Chunk]:
         """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
-        if self._chunked != len(self._of):
-            self._chunked = len(self._of)
-            ours = [parameter for p, parameter in self._parameters.items() if p in self._of]
-            self._chunks = [Chunk(each) for each in chunks(ours)]
-            self._moments = {chunk: FlatMoments(chunk) for chunk in self._chunks}
-        return self._chunks
+        return self._of.chunks
 
     def apart(self, parameters: Iterable[Tensor]) -> list[int]:
         """Places of the parameters that no known optimizer steps."""
@@ -153,15 +116,14 @@ class UpdateHandover(Handover):
 
     def backward_ends(self, cf: float) -> None:
         """The gradients of a step that is compressed at `cf` are there."""
-        self._put_back()  # a step that raised never came to its end
+        self._moments.put_back()  # a step that raised never came to its end
         self.pending = True
-        self._share = self._lag(cf)
         self._stepped.clear()
         self._enlargements.clear()
         if self._outer is None:
             self._before.clear()
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
-        self._begin_apart(self._share)
+        self._begin_apart(self._lag(cf))
 
     @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
@@ -177,14 +139,14 @@ class UpdateHandover(Handover):
         rate = inverse(rates[0][0]) if len(rates) == 1 else None
         shrink = self._shrinks.pop(chunk, 1.0)
         energies: list[Scalar] = []
-        runs = [(run, run.mean, run.square) for run in self._runs(chunk)]
-        noises = [noise_of(run, self._share) for run, *_ in runs]
-        aside = self._aside.pop(chunk, None)
+        runs = [(run, run.mean, run.square) for run in self._moments.runs(chunk)]
+        noises = [noise_of(run, self._moments.state.share) for run, *_ in runs]
+        aside = self._moments.aside.pop(chunk, None)
         for block in chunk.blocks():
             inside = [run.inside(block.start, block.stop) for run, *_ in runs]
             if aside is not None:
                 for (run, *_), part in zip(runs, inside, strict=True):
-                    _average(run, aside, part)
+                    average(run, aside, part)
             update, stood = work[block.start : block.stop], before[block.start : block.stop]
             if _is_tensor(shrink) or shrink != 1:
                 stood.mul_(shrink)
@@ -244,7 +206,7 @@ class UpdateHandover(Handover):
 
     def exchanged(self) -> None:
         """All chunks have been."""
-        self._put_back()
+        self._moments.put_back()
         self.pending = False
         if self._outer is None:
             self._before.clear()
@@ -268,7 +230,7 @@ class UpdateHandover(Handover):
     ) -> list[dict[str, Any]] | None:
         """An optimizer has its gradients, perhaps within a step of another. Returns the parameter
         groups of its step, if these are to be others than `groups`."""
-        self._put_back()  # a step that raised never came to its end
+        self._moments.put_back()  # a step that raised never came to its end
         self._of.learn(optimizer)
         if self._outer is None:
             self._outer = optimizer
@@ -279,7 +241,7 @@ class UpdateHandover(Handover):
         self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
         if self._outer is optimizer and not self._before:
             self._remember()
-        return self._with_share(optimizer, groups)
+        return self._moments.settings_with_share(optimizer, groups)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
@@ -287,9 +249,9 @@ class UpdateHandover(Handover):
         block in `outgoing`, if that comes next."""
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
-            self.moments.muon_steps += optimizer is first
+            self._moments.state.muon_steps += optimizer is first
             if self.pending:
-                steps = max(self.moments.muon_steps, 1)
+                steps = max(self._moments.state.muon_steps, 1)
                 self._enlargements |= enlargements(optimizer, steps, self._ranks)
         if self._outer is optimizer:
             self._outer = None
@@ -298,7 +260,7 @@ class UpdateHandover(Handover):
             else:
                 self._before.clear()
         if not (self.pending and self.all_stepped):
-            self._put_back()
+            self._moments.put_back()
             self._shrink()
 
     def _note_step(self, optimizer: Optimizer) -> None:
@@ -342,63 +304,14 @@ class UpdateHandover(Handover):
         self._before = {chunk: chunk.here("before") for chunk in self.chunks}
         self._shrinks = {}
 
-    def _with_share(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
-        """For this step, momentum of our parameters has its share of the lag. With none the first
-        moment is put aside, since it still tells what is noise."""
-        if self._share == 1 or not is_adaptive(optimizer):
-            return None
-        if any(self._moments[c].left_out(self._of.of_chunk(c)) for c in self.chunks):
-            return None
-        changed: list[dict[str, Any]] = []
-        without = False
-        for group in groups:
-            beta1, *beta2 = group.get("betas", (0.0,))
-            ours = [p for p in group["params"] if p in self._parameters]
-            if not ours or not beta1:
-                changed.append(group)
-                continue
-            betas = (with_lag(beta1, self._share), *beta2)
-            changed.append({**group, "params": ours, "betas": betas})
-            others = [p for p in group["params"] if p not in self._parameters]
-            changed += [{**group, "params": others}] if others else []
-            without = self._share == 0
-        if without:
-            self._put_aside(optimizer)
-        return changed
-
-    def _put_aside(self, optimizer: Optimizer) -> None:
-        """Copy the first moments of chunks with some of an optimizer's parameters, in a room that
-        is not needed until after the step."""
-        for chunk in self.chunks:
-            if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
-                continue
-            mean = self._moments[chunk].tensors.get("exp_avg")
-            work = chunk.room("work")
-            self._aside[chunk] = work.zero_() if mean is None else work.copy_(mean)
-
-    @torch.no_grad()
-    def _put_back(self) -> None:
-        """After a step without momentum first moments are its gradients: average them."""
-        for chunk, aside in self._aside.items():
-            for run in self._runs(chunk):
-                _average(run, aside, run.inside(run.start, run.stop))
-        self._aside = {}
-
     # -- dense steps, and ranks that part --
 
     def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
         """Before a dense step: the ranks agree on what their optimizers keep (collectives). First
         moments take what waits in residuals; where an optimizer has none, it goes at once."""
-        if compressed or not self.moments.differ:
+        if compressed or not self._moments.state.differ:
             return
-        if self._own:
-            for run in self._all_runs():
-                of_mean = mean_share(run, self._ranks, self.moments.share)
-                scale_second_moments(run.tensors, of_mean)
-            self._own = False
-        self._change_share(1.0)
+        self._moments.meet()
         ours = [(p, parameter) for p, parameter in self._parameters.items() if p in self._of]
         states = {parameter: self._state(p) for p, parameter in ours}
         agree_on_states(states, exchange)
@@ -415,7 +328,7 @@ class UpdateHandover(Handover):
             mean = exchange.total(waiting.div_(self._ranks)).wait().clone()
             pieces = zip(chunk.parameters, chunk.split(mean), strict=True)
             self._late |= {parameter.tensor: piece for parameter, piece in pieces}
-        self.moments.differ = False
+        self._moments.state.differ = False
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
@@ -428,25 +341,25 @@ class UpdateHandover(Handover):
         self._begin_apart(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed = self.moments.differ or bool(self._late)
+        differed = self._moments.state.differ or bool(self._late)
         self.begin_step(exchange, compressed=False)
         exchange.take_traffic()  # no step's
         self._deliver_late()
         return differed
 
     def hand_back(self, exchange: Exchange | None) -> None:
-        self._put_back()
+        self._moments.put_back()
         if exchange is not None:
             self.agree(exchange)
 
     def state_dict(self) -> dict[str, Any]:
         """What was to go with a dense step waits in residuals again."""
         self._back_to_residuals()
-        return self.moments.state_dict()
+        return self._moments.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.moments.load_state_dict(state)
-        self._own = self.moments.differ
+        self._moments.state.load_state_dict(state)
+        self._moments.own = self._moments.state.differ
         self._late.clear()  # of a step before
         self.pending = False
 
@@ -471,51 +384,9 @@ class UpdateHandover(Handover):
         return [owner is None or owner[0] not in self._stepped for owner in owners]
 
     def _begin_apart(self, share: float) -> None:
-        """From here on moments are this rank's, and momentum has this share of its lag."""
-        self.moments.differ = True
-        if not self._own:
-            self._own = True
-            for run in self._all_runs():
-                # A second moment of the mean has the signal's, and 1 / N of the noise's.
-                part = mean_share(run, self._ranks, self.moments.share)
-                scale = part.mul_(-self._ranks).add_(1 + self._ranks)
-                scale_second_moments(run.tensors, scale)
+        if not self._moments.own:
             self._back_to_residuals()
-        self._change_share(share)
-
-    def _change_share(self, share: float) -> None:
-        """What the steps so far have yet to deliver stays the same with another share of the lag.
-
-        With a smaller one the residual takes what momentum no longer delivers. With a larger one
-        momentum takes all, and delivers over steps what a residual would deliver at once."""
-        before, self.moments.share = self.moments.share, share
-        if before == share:
-            return
-        for chunk in self.chunks:
-            for run in self._runs(chunk):
-                beta1 = run.group["betas"][0]
-                if not beta1:
-                    continue
-                of_mean = mean_share(run, self._ranks, before) if self._own else 1.0
-                if share < before:
-                    waiting = undelivered(run, before, of_mean).mul_(before - share)
-                    for parameter, piece in chunk.within(waiting, run.start):
-                        parameter.open_residual().add_(piece)
-                    continue
-                waiting = undelivered(run, before, of_mean).mul_(before)
-                for parameter, piece in chunk.within(waiting, run.start):
-                    if parameter.filled and parameter.residual is not None:
-                        piece.add_(parameter.residual)
-                    parameter.filled = False
-                deliver(run, waiting, share, of_mean)
-
-    def _runs(self, chunk: Chunk) -> list[Run]:
-        """The moments of a chunk's parameters, as far as they have both."""
-        return self._moments[chunk].runs(self._of.of_chunk(chunk))
-
-    def _all_runs(self) -> Iterator[Run]:
-        for chunk in self.chunks:
-            yield from self._runs(chunk)
+        self._moments.begin_apart(share)
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's of a parameter; of a sharded one with the shards that are here."""
@@ -539,7 +410,7 @@ class UpdateHandover(Handover):
             late = self._late.pop(parameter.tensor, None)
             if late is not None:
                 parameter.open_residual().add_(late)
-                self.moments.differ = True
+                self._moments.state.differ = True
 
     @torch.no_grad()
     def _deliver_late(self) -> None:
@@ -567,14 +438,6 @@ def inverse(lr: Scalar) -> Scalar:
     if isinstance(lr, Tensor):
         return torch.where(lr > 0, 1 / lr, 0.0)
     return 1 / lr if lr > 0 else 0.0
-
-
-def _average(run: Run, before: Tensor, part: slice) -> None:
-    """Of elements of a first moment that is a gradient: make it the average again that it was
-    `before` (flat, of a chunk), with this gradient taken in."""
-    mean = run.mean[part]
-    old = before[run.start : run.stop][part].to(mean.dtype)
-    torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)
 
 
 def _multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:

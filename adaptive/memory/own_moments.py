@@ -1,0 +1,176 @@
+"""The moments that this rank's optimizers keep, from one dense step to the next.
+
+While steps are compressed they are of this rank's own gradients. Momentum then has a share of its
+lag, and the residual has the rest. Before a dense step they become those of the mean gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from adaptive.chunks import Chunk
+from adaptive.memory.flat_moments import FlatMoments
+from adaptive.memory.moments import (
+    Run,
+    deliver,
+    is_adaptive,
+    mean_share,
+    scale_second_moments,
+    undelivered,
+    with_lag,
+)
+from adaptive.memory.owners import Owners
+from policies import state as saved
+
+
+@dataclass(eq=False)
+class MomentState(saved.Stateful):
+    """What has become of the optimizers' moments since the last dense step.
+
+    differ: they are each rank's own, and residuals may hold something. share: of its lag that
+    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
+
+    differ: bool = saved.saved(False)
+    share: float = saved.saved(1.0)
+    muon_steps: int = saved.saved(0)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        saved.require(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
+        steps = self.muon_steps
+        saved.require(steps >= 0, f"'muon_steps' must be at least 0, got {steps!r}")
+
+
+class OwnMoments:
+    """First and second moments of the parameters that some optimizer steps.
+
+    owners: who steps them. ranks: world size. own: they are of this rank's own gradients. aside:
+    first moments (flat) before a step without momentum, until they take in its gradients."""
+
+    def __init__(self, owners: Owners, ranks: int) -> None:
+        self.state = MomentState()
+        self.own = False
+        self.aside: dict[Chunk, Tensor] = {}
+        self._of, self._ranks = owners, ranks
+        self._flats: dict[Chunk, FlatMoments] = {}
+
+    def runs(self, chunk: Chunk) -> list[Run]:
+        """The moments of a chunk's parameters, as far as they have both."""
+        return self._flat(chunk).runs(self._of.of_chunk(chunk))
+
+    def _all_runs(self) -> Iterator[Run]:
+        for chunk in self._of.chunks:
+            yield from self.runs(chunk)
+
+    def _flat(self, chunk: Chunk) -> FlatMoments:
+        if chunk not in self._flats:
+            self._flats[chunk] = FlatMoments(chunk)
+        return self._flats[chunk]
+
+    # -- momentum's share of its lag --
+
+    def settings_with_share(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """Parameter groups of a step in which momentum of our parameters has its share of the lag;
+        None: as they are. With no lag first moments are put aside, since they tell what is noise.
+        """
+        if self.state.share == 1 or not is_adaptive(optimizer):
+            return None
+        if any(self._flat(chunk).left_out(self._of.of_chunk(chunk)) for chunk in self._of.chunks):
+            return None
+        changed: list[dict[str, Any]] = []
+        without = False
+        for group in groups:
+            beta1, *beta2 = group.get("betas", (0.0,))
+            ours = [p for p in group["params"] if p in self._of]
+            if not ours or not beta1:
+                changed.append(group)
+                continue
+            betas = (with_lag(beta1, self.state.share), *beta2)
+            changed.append({**group, "params": ours, "betas": betas})
+            others = [p for p in group["params"] if p not in self._of]
+            changed += [{**group, "params": others}] if others else []
+            without = self.state.share == 0
+        if without:
+            self._put_aside(optimizer)
+        return changed
+
+    def _put_aside(self, optimizer: Optimizer) -> None:
+        """Copy the first moments of chunks with some of an optimizer's parameters, in a room that
+        is not needed until after the step."""
+        for chunk in self._of.chunks:
+            if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
+                continue
+            mean = self._flat(chunk).tensors.get("exp_avg")
+            work = chunk.room("work")
+            self.aside[chunk] = work.zero_() if mean is None else work.copy_(mean)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """After a step without momentum first moments are its gradients: average them."""
+        for chunk, aside in self.aside.items():
+            for run in self.runs(chunk):
+                average(run, aside, run.inside(run.start, run.stop))
+        self.aside = {}
+
+    def begin_apart(self, share: float) -> None:
+        """From here on moments are this rank's, and momentum has this share of its lag."""
+        self.state.differ = True
+        if not self.own:
+            self.own = True
+            for run in self._all_runs():
+                # A second moment of the mean has the signal's, and 1 / N of the noise's.
+                part = mean_share(run, self._ranks, self.state.share)
+                scale = part.mul_(-self._ranks).add_(1 + self._ranks)
+                scale_second_moments(run.tensors, scale)
+        self._change_share(share)
+
+    def meet(self) -> None:
+        """From here on second moments are as the mean gradient's, and momentum has all its lag. The
+        ranks have yet to agree on them."""
+        if self.own:
+            for run in self._all_runs():
+                of_mean = mean_share(run, self._ranks, self.state.share)
+                scale_second_moments(run.tensors, of_mean)
+            self.own = False
+        self._change_share(1.0)
+
+    def _change_share(self, share: float) -> None:
+        """What the steps so far have yet to deliver stays the same with another share of the lag.
+
+        With a smaller one the residual takes what momentum no longer delivers. With a larger one
+        momentum takes all, and delivers over steps what a residual would deliver at once."""
+        before, self.state.share = self.state.share, share
+        if before == share:
+            return
+        for chunk in self._of.chunks:
+            for run in self.runs(chunk):
+                beta1 = run.group["betas"][0]
+                if not beta1:
+                    continue
+                of_mean = mean_share(run, self._ranks, before) if self.own else 1.0
+                if share < before:
+                    waiting = undelivered(run, before, of_mean).mul_(before - share)
+                    for parameter, piece in chunk.within(waiting, run.start):
+                        parameter.open_residual().add_(piece)
+                    continue
+                waiting = undelivered(run, before, of_mean).mul_(before)
+                for parameter, piece in chunk.within(waiting, run.start):
+                    if parameter.filled and parameter.residual is not None:
+                        piece.add_(parameter.residual)
+                    parameter.filled = False
+                deliver(run, waiting, share, of_mean)
+
+
+def average(run: Run, before: Tensor, part: slice) -> None:
+    """Of elements of a first moment that is a gradient: make it the average again that it was
+    `before` (flat, of a chunk), with this gradient taken in."""
+    mean = run.mean[part]
+    old = before[run.start : run.stop][part].to(mean.dtype)
+    torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)
