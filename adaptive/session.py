@@ -170,7 +170,7 @@ class Session:
             second = another(settings.policy)
             of_both = self._sizes.wire_bytes
             self._means = MeansPolicy(second, self._choice.means, of_both, base.known_gains)
-        context = start_policy(settings, self._sizes, self._memory.now.name, self._means)
+        context = start_policy(settings, self._sizes, self._memory.now, self._means)
         if self._means is not None:
             self._means.start(context)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)

@@ -17,6 +17,7 @@ from adaptive.exchange.collectives import hook_bytes, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
 from adaptive.means_policy import MeansPolicy
+from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
@@ -149,10 +150,10 @@ class Sizes:
 
 
 def start_policy(
-    settings: Settings, sizes: Sizes, memory: str, means: MeansPolicy | None = None
+    settings: Settings, sizes: Sizes, memory: NoMemory, means: MeansPolicy | None = None
 ) -> Context:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. memory: the name of the one in use. means: chooses the CF of means. ValueError
+    what it was told. memory: the one in use. means: chooses the CF of means. ValueError
     if the settings do not go together or do not fit the model."""
     hooks, (low, high) = settings.hooks, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
@@ -177,7 +178,8 @@ def start_policy(
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
-        updates=are_updates(memory, settings.sync.numbers),
+        updates=are_updates(memory.name, settings.sync.numbers),
+        keeps_momentum=memory.handover.keeps_momentum,
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(
@@ -241,6 +243,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
         overlap=context.overlap,
+        keeps_momentum=context.keeps_momentum,
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,

@@ -34,6 +34,7 @@ def context_of(header: Header) -> Context:
         local_steps=header.local_steps,
         overlap=header.overlap,
         updates=are_updates(header.memory, header.local_steps),
+        keeps_momentum=header.keeps_momentum,
     )
 
 

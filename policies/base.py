@@ -50,6 +50,8 @@ class Context:
     overlap: int | None = 0
     # Updates of parameters are fed back and sent, not gradients. No optimizer scales them later.
     updates: bool = False
+    # Of updates: some optimizer keeps its momentum beside the residual, which acts as momentum too.
+    keeps_momentum: bool = False
     # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # The link as it was when the run began: its latency in seconds, and seconds for each byte of

@@ -72,8 +72,8 @@ this."""
 
 POWER, POWER_OF_UPDATES = 0.5, 0.2
 """Default exponents of signal gain in T_comp. The second is for local steps, and for updates of two
-ranks. With more ranks large CFs cost more quality. While local steps may follow, local steps cost
-less quality than the largest CFs (docs/defaults.md)."""
+ranks. Large CFs cost more quality with more ranks, and beside a momentum that is kept. While local
+steps may follow, these cost less quality than the largest CFs (docs/defaults.md)."""
 
 FOREIGN = 3
 """Reports arrive late: this many after a switch are about gradients from before it."""
@@ -107,7 +107,8 @@ class Goodput(DeclaredPolicy):
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
         and give more quality in as many steps. None: 0.5, of updates
-        (`Context.updates`) of two ranks, and with local steps, 0.2.
+        (`Context.updates`) of two ranks, and with local steps, 0.2, unless an optimizer keeps its
+        momentum (`Context.keeps_momentum`).
     """
 
     name = "goodput"
@@ -149,6 +150,7 @@ class Goodput(DeclaredPolicy):
         weight = WEIGHT_OF_UPDATES if context.updates else WEIGHT
         self._signal = SignalGain(weight) if self.gain == "signal" else None
         self._updates = context.updates
+        self._keeps_momentum = context.keeps_momentum
         self._send = ladder[0]
         self._numbers, self._ranks = context.local_steps, context.world_size
         self._local_steps = self._numbers[0]
@@ -224,6 +226,7 @@ class Goodput(DeclaredPolicy):
         if self._signal is None:
             return 1.0
         cautious = self._local_steps == 1 and (len(self._numbers) > 1 or self._ranks > 2)
+        cautious = cautious or self._keeps_momentum
         usual = POWER_OF_UPDATES if self._updates and not cautious else POWER
         return self.power or usual
 

@@ -101,6 +101,11 @@ class UpdateHandover(Handover):
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
         self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
 
+    @property
+    def keeps_momentum(self) -> bool:
+        """Muon does, and whatever else is not one of Adam's kind."""
+        return not all(is_adaptive(of) for of, _ in self._of.distinct)
+
     # -- what is exchanged --
 
     @property

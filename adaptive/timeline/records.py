@@ -31,7 +31,8 @@ class Header:
     supported: by CF that the policy may send, the nearest CF that the compressor can do.
     wire_bytes: by supported CF, the bytes of a step without statistics. link: see `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
-    during an exchange; None: half of them. gossip: ranks exchange parameters with neighbours.
+    during an exchange; None: half of them. keeps_momentum: see `Context`. gossip: ranks exchange
+    parameters with neighbours.
     network: an emulated or modelled link, in words; "" for the real network.
     """
 
@@ -50,6 +51,7 @@ class Header:
     assumed: Mapping[float, float] = field(default_factory=dict)
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
+    keeps_momentum: bool = False
     network: str = ""
     expression: str = ""
     gain: GainKind = "gradient"

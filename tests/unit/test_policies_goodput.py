@@ -41,9 +41,10 @@ def best(rate):
     return max((DENSE, *GAINS), key=lambda cf: t_comp(cf, rate))
 
 
-def started(gain="error_fed", updates=False, ranks=2, **options):
+def started(gain="error_fed", updates=False, ranks=2, keeps_momentum=False, **options):
     policy = Goodput(gain=gain, **options)
-    policy.start(Context((10, 1000), ranks, wire_bytes=nbytes, updates=updates))
+    told = {"updates": updates, "keeps_momentum": keeps_momentum}
+    policy.start(Context((10, 1000), ranks, wire_bytes=nbytes, **told))
     return policy
 
 
@@ -340,19 +341,20 @@ def test_times_and_products_may_be_as_large_as_numbers_go():
 
 
 @pytest.mark.parametrize(
-    ("given", "updates", "ranks", "power"),
+    ("given", "updates", "ranks", "keeps", "power"),
     [
-        (0.3, False, 2, 0.3),
-        (2.0, True, 2, 2.0),
-        (None, False, 2, 0.5),
-        (None, True, 2, 0.2),
-        (None, True, 4, 0.5),
+        (0.3, False, 2, False, 0.3),
+        (2.0, True, 2, False, 2.0),
+        (None, False, 2, False, 0.5),
+        (None, True, 2, False, 0.2),
+        (None, True, 4, False, 0.5),
+        (None, True, 2, True, 0.5),
     ],
 )
-def test_signal_gain_counts_to_a_power(given, updates, ranks, power):
+def test_signal_gain_counts_to_a_power(given, updates, ranks, keeps, power):
     """Unless somebody chooses it, to another one where two ranks send updates."""
     rate = 1e6
-    policy = started(gain="signal", updates=updates, ranks=ranks, power=given)
+    policy = started("signal", updates, ranks, keeps, power=given)
     for step in range(300):
         level = 1.0 - step % 2 / 10
         products = {cf: level * gain for cf, gain in GAINS.items()}
