@@ -27,10 +27,10 @@ Group = Mapping[str, Any]
 class Handover:
     """What is done in the place of the user's optimizers, and the contract of it: here nothing.
 
-    sends_updates: what is exchanged are updates, not gradients. keeps_momentum: see `Context`.
-    leaves_gradients: `p.grad` holds
-    what DDP without a compressor would leave there, or is the script's to change. foreign: the name
-    of an optimizer that has stepped our parameters, and in whose place nothing can be done."""
+    sends_updates: updates are exchanged, not gradients. keeps_momentum: see `Context`.
+    leaves_gradients: `p.grad` is as DDP without a compressor leaves it, or the script's to change.
+    foreign: the name of an optimizer that has stepped our parameters, and in whose place nothing
+    can be done."""
 
     sends_updates = False
     foreign = ""

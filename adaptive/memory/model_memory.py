@@ -79,8 +79,8 @@ class MemoryChoice:
         by_itself = bool(optimizers) and all(map(_steps_by_itself, optimizers))
         plain = len(optimizers) == 1 and is_sgd(optimizer)
         if by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain)):
-            own = UpdateHandover(optimizers, parameters, ranks, self._update_lag_at)
-            return UpdateMemory(own)
+            lag = self._update_lag_at
+            return UpdateMemory(UpdateHandover(optimizers, parameters, ranks, lag))
         if self.kind == "updates":
             raise ValueError(
                 f"memory='updates' needs an optimizer that steps by itself on each rank, "
@@ -89,8 +89,8 @@ class MemoryChoice:
             )
         momenta = {group.get("momentum", 0) for o in optimizers for group in o.param_groups}
         if plain and momenta - {0} and isinstance(optimizer, SGD):
-            own_rules = SGDHandover(optimizer, parameters)
-            return MomentumMemory(own_rules, self._masking, self._lag_at, maybe_unused)
+            handover = SGDHandover(optimizer, parameters)
+            return MomentumMemory(handover, self._masking, self._lag_at, maybe_unused)
         if self.kind == "auto":
             return Residual(maybe_unused)
         raise ValueError(
