@@ -30,7 +30,7 @@ FIXED: Mapping[str, tuple[str, int]] = {
     "plain DDP": ("off", 8),
     "bf16 hook": ("off:ddp_hook=bf16", 8),
     "PowerSGD hook": ("off:ddp_hook=powersgd", 14),
-    "DiLoCo, every 50": (DILOCO.format(50), 102),
+    "DiLoCo, every 50": (DILOCO.format(50), 202),
     "DiLoCo, every 10": (DILOCO.format(10), 42),
 }
 """Contenders, as `compare` names them, and the number of steps in which their step is timed."""
