@@ -2,10 +2,12 @@
 
     python -m runs.bench.links --text WIKITEXT --images CIFAR
 
-A fixed method needs the same steps to a quality on any link. So its steps are counted once, without
-links, and multiplied by what its step takes on each link. The default adapts to a link: it runs
-there in full, exploring included. All is done by `python -m runs compare` in folders below
---log-dir; the same command goes on where it was stopped. Nothing else should run meanwhile.
+The quality is plain DDP's after all of its steps. Whoever has not reached it by then gets three
+times as many. A fixed method needs the same steps to a quality on any link. So its steps are
+counted once, without links, and multiplied by what its step takes on each link. The default adapts
+to a link: it runs there in full, exploring included. All is done by `python -m runs compare` in
+folders below --log-dir; the same command goes on where it was stopped. Nothing else should run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -26,18 +28,34 @@ from runs.report.source import read_folder
 
 DEFAULT = "goodput"
 DILOCO = "diloco:sync=LocalSteps({}, outer_lr=0.7, outer_momentum=0.9, overlap=0)"
-FIXED: Mapping[str, tuple[str, int]] = {
-    "plain DDP": ("off", 8),
-    "bf16 hook": ("off:ddp_hook=bf16", 8),
-    "PowerSGD hook": ("off:ddp_hook=powersgd", 14),
-    "DiLoCo, every 50": (DILOCO.format(50), 202),
-    "DiLoCo, every 10": (DILOCO.format(10), 42),
+
+
+class Fixed(NamedTuple):
+    """A method that does not adapt. label: as `compare` names it. steps: in which its step is
+    timed. dense: the first of these, in which PyTorch's PowerSGD still sends all; not counted."""
+
+    label: str
+    steps: int
+    dense: int = 0
+
+    def timed(self, steps: int) -> str:
+        """The label of so many steps of it."""
+        return f"{self.label}{',' if ':' in self.label else ':'}steps={steps}"
+
+
+FIXED: Mapping[str, Fixed] = {
+    "plain DDP": Fixed("off", 8),
+    "bf16 hook": Fixed("off:ddp_hook=bf16", 8),
+    "PowerSGD hook": Fixed("off:ddp_hook=powersgd", 44, dense=14),
+    "DiLoCo, every 50": Fixed(DILOCO.format(50), 202),
+    "DiLoCo, every 10": Fixed(DILOCO.format(10), 42),
 }
-"""Contenders, as `compare` names them, and the number of steps in which their step is timed."""
 
 AT_REST = 50
 """Steps at the end of the default's run, over which its step is timed."""
 SMOOTH = 3
+LONGER = 3
+"""So many times its steps has a run that did not reach dense's quality."""
 EVALUATIONS = 30
 
 
@@ -117,29 +135,41 @@ def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]
     task = TASKS[cell.task]
     common = ("--data", getattr(asked, task.data), *task.options)
     folder = asked.log_dir / f"{cell.task.partition(',')[0]}-{cell.workers}"
-    labels = [label for label, _ in FIXED.values()]
-    whole = ("--steps", str(task.steps), "--eval-every", str(task.steps // EVALUATIONS))
-    whole = (*common, *task.schedule, *whole)
-    quality = _compare(folder / "quality", cell, whole, labels, shaped=False)
-    goal = quality["off"].quality
     here = folder / f"{cell.rate}{f'-{cell.per_node}' * (cell.per_node > 1)}"
-    timed = [f"{label}{',' if ':' in label else ':'}steps={n}" for label, n in FIXED.values()]
+    labels = [fixed.label for fixed in FIXED.values()]
+    runs = _compare(folder / "quality", cell, _whole(task, common), labels, shaped=False)
+    goal = runs["off"].quality
+    if slow := [label for label in labels if not isfinite(runs[label].steps_to(goal))]:
+        longer = _whole(task, common, LONGER)
+        runs |= _compare(folder / "longer", cell, longer, slow, shaped=False)
+    timed = [fixed.timed(n) for fixed in FIXED.values() for n in (fixed.dense, fixed.steps) if n]
     short = ("--steps", "8", "--eval-every", "1000")
     rest = _compare(here / "rest", cell, (*common, *short), timed)
-    found = {
-        name: _of_fixed(rest[label], quality[usual].steps_to(goal))
-        for name, label, usual in zip(FIXED, timed, labels, strict=True)
-    }
-    run = _compare(here / "default", cell, whole, [DEFAULT])[DEFAULT]
+    found = {}
+    for name, fixed in FIXED.items():
+        seconds = _seconds(fixed, rest)
+        found[name] = seconds, runs[fixed.label].steps_to(goal) * seconds
+    run = _compare(here / "default", cell, _whole(task, common), [DEFAULT])[DEFAULT]
+    seconds = median(run.step_seconds[-AT_REST:])
+    if not isfinite(run.steps_to(goal)):
+        run = _compare(here / "longer", cell, _whole(task, common, LONGER), [DEFAULT])[DEFAULT]
     steps = run.steps_to(goal)
-    seconds = run.seconds_by(int(steps)) if isfinite(steps) else steps
-    return {**found, "default": (median(run.step_seconds[-AT_REST:]), seconds)}
+    return {**found, "default": (seconds, run.seconds_by(int(steps)) if isfinite(steps) else steps)}
 
 
-def _of_fixed(run: Run, steps: float) -> tuple[float, float]:
-    rate = run.steps_per_second
-    seconds = 1 / rate if rate > 0 else nan
-    return seconds, steps * seconds
+def _whole(task: Task, common: Sequence[str], times: int = 1) -> tuple[str, ...]:
+    """The options of a run of so many times the task's steps."""
+    evaluations = ("--eval-every", str(task.steps // EVALUATIONS))
+    return (*common, *task.schedule, "--steps", str(times * task.steps), *evaluations)
+
+
+def _seconds(fixed: Fixed, runs: Mapping[str, Run]) -> float:
+    """Of a step of a method, from runs of it; nan if no step was timed."""
+
+    def all_of(steps: int) -> float:
+        return steps / (runs[fixed.timed(steps)].steps_per_second or nan) if steps else 0.0
+
+    return (all_of(fixed.steps) - all_of(fixed.dense)) / (fixed.steps - fixed.dense)
 
 
 def _compare(
