@@ -159,8 +159,9 @@ def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]
 
 def _whole(task: Task, common: Sequence[str], times: int = 1) -> tuple[str, ...]:
     """The options of a run of so many times the task's steps."""
-    evaluations = ("--eval-every", str(task.steps // EVALUATIONS))
-    return (*common, *task.schedule, "--steps", str(times * task.steps), *evaluations)
+    steps = times * task.steps
+    whole = ("--steps", str(steps), "--eval-every", str(steps // EVALUATIONS))
+    return (*common, *task.schedule, *whole)
 
 
 def _seconds(fixed: Fixed, runs: Mapping[str, Run]) -> float:
