@@ -167,11 +167,13 @@ def start_policy(
         )
     assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
     assumed |= settings.base.known_gains
+    as_dense = filter(lambda cf: settings.base.at(cf).sent_as_dense, settings.base.known_gains)
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
         supported=sizes.supported,
         assumed=assumed,
+        uncoded=frozenset(as_dense),
         unknown=frozenset(hooks.keys() - assumed.keys()),
         wire_bytes=sizes.wire_bytes if means is None else means.bytes_of_gradients,
         link=lambda: link_of(settings.network.spec, sizes.choice.link),
@@ -232,6 +234,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         settings=policy.state_dict().get("settings", {}),
         cf_range=context.cf_range,
         assumed=context.assumed,
+        uncoded=tuple(sorted(context.uncoded)),
         world_size=context.world_size,
         base=settings.base.name,
         memory=memory,

@@ -28,6 +28,7 @@ def context_of(header: Header) -> Context:
         header.world_size,
         lambda cf: header.supported.get(cf, cf),
         assumed=header.assumed,
+        uncoded=frozenset(header.uncoded),
         wire_bytes=lambda cf: header.wire_bytes.get(cf, header.dense_bytes / cf),
         link=lambda: header.link,
         layers=header.layers,

@@ -41,6 +41,8 @@ class Context:
     # Assumed gains by CF, of hooks of other libraries and of quantizers below the range. The shadow
     # ladder cannot measure these gains. The CFs are candidates as well.
     assumed: Mapping[float, float] = field(default_factory=dict)
+    # CFs at which a step is a dense one in fewer bits: there is nothing to compress or to decode.
+    uncoded: frozenset[float] = frozenset()
     # CFs of hooks without an assumed gain. They are sent only if the user names them.
     unknown: frozenset[float] = frozenset()
     # Numbers of local steps that a rank may take for each exchange, ascending. With one number the

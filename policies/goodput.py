@@ -79,8 +79,8 @@ FOREIGN = 3
 """Reports arrive late: this many after a switch are about gradients from before it."""
 
 WATCHED, RESTING = 50, 450
-"""While dense is sent, gains are measured for WATCHED steps, then not for RESTING steps, and so
-on."""
+"""While dense is sent, or what is uncoded (bf16), gains are measured for WATCHED steps, then not
+for RESTING steps, and so on."""
 
 VISITS = 0.02
 """The share of a run's steps that visits may have cost when the next one to a smaller CF begins."""
@@ -181,9 +181,10 @@ class Goodput(DeclaredPolicy):
 
     @property
     def _turn(self) -> int | None:
-        """While dense is sent, steps since gains began to be measured again; None while they are
-        measured in every step."""
-        always = self._send != DENSE or len(self._numbers) > 1
+        """While dense is sent, or what is uncoded, steps since gains began to be measured again;
+        None while they are measured in every step."""
+        rests = self._send in (DENSE, *self._context.uncoded)
+        always = not rests or len(self._numbers) > 1
         return None if always else self._since % (WATCHED + RESTING)
 
     @property
@@ -345,7 +346,14 @@ class Goodput(DeclaredPolicy):
 
     def _new_time(self) -> StepTime:
         known, share = self._context, WATCHED / (WATCHED + RESTING)
-        return StepTime(known.wire_bytes, known.overlap, share, known.assumed.keys(), known.link)
+        return StepTime(
+            known.wire_bytes,
+            known.overlap,
+            share,
+            known.assumed.keys(),
+            known.uncoded,
+            known.link,
+        )
 
     def gain_at(self, cf: float) -> float | None:
         if cf == DENSE:

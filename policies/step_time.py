@@ -70,14 +70,15 @@ def overlapped(overlap: int | None, steps: int) -> int:
 class StepTime(Stateful):
     """A model of the step time at any CF.
 
-    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: the share of dense steps
-    in which gains are measured, once dense is sent for good. rungs: CFs whose coding says nothing
-    of other CFs. link: see `Context`."""
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: the share of steps in
+    which gains are measured, once dense is sent for good, or what is `uncoded`. rungs: CFs whose
+    coding says nothing of other CFs. uncoded, link: see `Context`."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
     watched: float = 0.0
     rungs: Collection[float] = ()
+    uncoded: Collection[float] = ()
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
     changes: int = saved(0)  # how often the network has become another one
@@ -148,23 +149,24 @@ class StepTime(Stateful):
         None before the first step."""
         if not self._work:
             return None
-        fastest = min((self.coding(cf) for cf in self._compress.cfs() if cf != DENSE), default=0.0)
+        coded = filter(self._codes, self._compress.cfs())
+        fastest = min(map(self.coding, coded), default=0.0)
         return self._step(inf, self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds of compressing, decoding and measuring gains at `cf`; of dense only the last, in
-        the share of steps that is `watched`.
+        """Seconds of compressing, decoding and measuring gains at `cf`; of dense and of what is
+        `uncoded` only the last, in the share of steps that is `watched`.
 
         A CF that was not run takes as long as the nearest that was, and decodes in proportion to
         the bytes. Fewer bytes than those of two CFs are on the line through both."""
         run = self._compress.cfs()
         if cf in run:
-            share = self.watched if cf == DENSE else 1.0
+            share = 1.0 if self._codes(cf) else self.watched
             return share * (self._compress[cf] + self._decode[cf])
         coded = {other: self._compress[other] + self._decode[other] for other in run}
-        coded.pop(DENSE, None)
+        coded = {other: time for other, time in coded.items() if self._codes(other)}
         alike = {other: time for other, time in coded.items() if other not in self.rungs}
-        if cf == DENSE or not coded:
+        if not (coded and self._codes(cf)):
             return 0.0
         wanted = self.nbytes(cf)
         if cf not in self.rungs and alike:
@@ -173,6 +175,9 @@ class StepTime(Stateful):
             coded = alike
         near = self._nearest(coded, wanted)[0]
         return self._compress[near] + self._predicted({near: self._decode[near]}, wanted)
+
+    def _codes(self, cf: float) -> bool:
+        return cf != DENSE and cf not in self.uncoded
 
     def exposed(self, cf: float) -> float:
         """Seconds that a step at `cf` waits for the network, 0 before the first step. A CF that was

@@ -716,6 +716,7 @@ def replay_like(recorded: Recorded) -> list[float]:
             header.cf_range,
             header.world_size,
             assumed=header.assumed,
+            uncoded=frozenset(header.uncoded),
             wire_bytes=lambda cf: wire[cf],
             local_steps=header.local_steps,
             overlap=header.overlap,

@@ -154,6 +154,27 @@ def test_compressed_steps_never_rest():
     assert not any(rests)
 
 
+def test_a_dense_step_in_fewer_bits_has_nothing_to_compress_and_rests():
+    """Other CFs are slow to compress, so it is the best one, and is tried before it was timed."""
+    rate, bf16 = 1e8, 2.0
+    policy = Goodput(gain="error_fed")
+    told = {"assumed": {bf16: 0.95, 8.0: 0.95}, "uncoded": frozenset({bf16})}
+    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, **told))
+    sent, rests = [], []
+    for step in range(200):
+        plan = policy.plan()
+        sent.append(plan.send)
+        rests.append(plan.skip_gains)
+        coding = 0.0 if plan.send in (DENSE, bf16) else 0.05
+        whole = WORK + coding + exposed(plan.send, rate)
+        times = {"seconds": whole, "median_seconds": whole, "compress_seconds": coding}
+        gains = {} if plan.skip_gains else GAINS
+        policy.observe(report(step, plan.send, rate, steady_gain=gains, **times))
+    assert set(sent[40:]) == {bf16}
+    assert rests[-1]
+    assert not any(rests[:50])
+
+
 def test_products_with_what_was_before_a_rest_are_passed_over():
     """The first ones after it are with a gradient of RESTING steps ago, the wrong way round."""
 

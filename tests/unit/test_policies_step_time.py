@@ -408,3 +408,17 @@ def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
     assert [model.coding(cf) for cf in (20.0, 1000.0)] == pytest.approx([0.02, 0.02])
     assert model.coding(8.0) == pytest.approx(0.03)
     assert model.coding(4.0) == pytest.approx(0.03)
+
+
+def test_a_dense_step_in_fewer_bits_has_nothing_to_code() -> None:
+    model = StepTime(lambda cf: 1e6 / cf, watched=0.1, rungs=(2.0, 4.0, 8.0), uncoded=(2.0,))
+    whole = WORK + 0.03
+    times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
+    for step in range(5):
+        model.observe(StepReport(step, 8.0, timed_cf=8.0, compress_seconds=0.03, **times))
+    assert model.coding(2.0) == 0.0
+    assert model.seconds(2.0) == pytest.approx(WORK)
+    for step in range(5):  # what is measured there are gains
+        model.observe(StepReport(step, 2.0, timed_cf=2.0, compress_seconds=0.03, **times))
+    assert model.coding(2.0) == pytest.approx(0.1 * 0.03)
+    assert model.coding(4.0) == pytest.approx(0.03)
