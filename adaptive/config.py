@@ -59,7 +59,7 @@ INSTEAD = {
     "samples_per_step": "attach(model, samples_per_step=256)",
     "checkpoint": "state_dict(checkpoint='gathered')",
     "rungs": "base=Ladder({4: 'int8'}, 'topk+int4')",
-    "shadow_sample": "nothing: it is 1/64, or 32768 elements",
+    "shadow_sample": "nothing: it is 1/64, at most 32768 elements",
 }
 """What takes the place of arguments that `AdaptiveCompressor` has not: old ones, and `cf`."""
 

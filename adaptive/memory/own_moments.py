@@ -68,8 +68,9 @@ class OwnMoments:
             yield from self.runs(chunk)
 
     def _flat(self, chunk: Chunk) -> FlatMoments:
-        if chunk not in self._flats:
-            self._flats[chunk] = FlatMoments(chunk)
+        if chunk not in self._flats:  # nothing is kept for chunks that are no more
+            kept = {each: flat for each, flat in self._flats.items() if each in self._of.chunks}
+            self._flats = {**kept, chunk: FlatMoments(chunk)}
         return self._flats[chunk]
 
     # -- momentum's share of its lag --

@@ -205,10 +205,10 @@ class ShadowLadder:
         # A residual that is not finite, after finite but huge gradients, would stay so.
         overflown = ~(total.amax(0) < inf)  # (sections,)
         left_out = overflown | bucket.nonfinite
-        none = kernels_for(a).look(lambda: not overflown.any(), False)  # as the host can see
+        all_fit = kernels_for(a).look(lambda: not overflown.any(), False)  # as the host can see
         if self.peers is not None:
             rows = torch.cat((g[None], a * sent))
-            if not none:
+            if not all_fit:
                 rows.masked_fill_(sections.spread(left_out), 0)
             if "sent" in group.arrays:
                 found = products(group.arrays["sent"], g, sections)
@@ -224,7 +224,7 @@ class ShadowLadder:
         if velocity is not None and self._masked is not None:
             self._masked = self._masked.to(velocity.device)
             velocity.masked_fill_(sent & self._masked, 0)
-        if not none:
+        if not all_fit:
             levels.masked_fill_(left_out, 0)
             for array in group.arrays.values():
                 array.masked_fill_(sections.spread(overflown), 0)

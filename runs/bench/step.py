@@ -99,7 +99,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
 
 
 class _Held(Goodput):
-    """The default policy with all that it measures and decides, whose decisions are not heeded."""
+    """The default policy at a fixed CF: it measures and decides as ever, and is not heeded."""
 
     cf = 1.0
 
