@@ -108,14 +108,14 @@ class Averager:
         return cf not in (DENSE, *self.settings.hooks) and not as_dense
 
     def begin(
-        self, alike: Callable[[], Iterable[tuple[str, Tensor]]], dense_is_ddps: bool = True
+        self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True
     ) -> None:
         """Before the first tensor: take in the statistics of the step before, and plan this one.
 
         alike: returns what must be the same on all ranks now, by parameter name, to be compared
-        with `debug`. dense_is_ddps: in a dense step the mean gradient moves the parameters, for
-        which the ranks agree on what their optimizers keep. InvalidPayload if some rank has
-        received what no compressor can have sent."""
+        with `debug`. of_gradients: those of one backward are exchanged, or what their step does.
+        Before a mean gradient the ranks may have to agree on what their optimizers keep.
+        InvalidPayload if some rank has received what no compressor can have sent."""
         controller, memory = self.controller, self.memory
         controller.begin_step()
         if controller.invalid:
@@ -125,11 +125,12 @@ class Averager:
             )
         if not controller.carrying:
             memory.emptied()
-        if self.compresses or dense_is_ddps:
+        if of_gradients:
             by_hook = controller.plan.send in self.settings.hooks
             bad = controller.agreed.nonfinite > 0
             may_rest = not (by_hook or bad or controller.cfs.measured)
-            memory.now.handover.begin_step(self.exchange, self.compresses, may_rest)
+            cf = controller.plan.send if self.compresses else None
+            memory.now.handover.begin_step(self.exchange, cf, may_rest)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)

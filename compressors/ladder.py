@@ -14,9 +14,9 @@ from compressors.registry import make_compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
-GAIN = 0.95
-"""The gain that policies assume at the CF of a rung. The true gains are larger. The assumed one
-makes a policy send dense where a rung saves hardly any time."""
+GAIN, GAIN_AS_DENSE = 0.95, 0.99
+"""The gain that policies assume at the CF of a rung, and of one that is sent as dense. The true
+gains are larger. The assumed ones make a policy send dense where a rung saves hardly any time."""
 
 
 class Ladder(Compressor):
@@ -62,7 +62,9 @@ class Ladder(Compressor):
         self.name = self.above.name
         self.sampled, self.masking = self.above.sampled, self.above.masking
         self.keeps_zeros = all(each.keeps_zeros for each in (self.above, *self.rungs.values()))
-        self.known_gains = dict.fromkeys(self.rungs, GAIN)
+        self.known_gains = {
+            cf: GAIN_AS_DENSE if rung.sent_as_dense else GAIN for cf, rung in self.rungs.items()
+        }
 
     def at(self, cf: float) -> Compressor:
         return self.rungs.get(cf, self.above)

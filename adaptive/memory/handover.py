@@ -27,7 +27,8 @@ Group = Mapping[str, Any]
 class Handover:
     """What is done in the place of the user's optimizers, and the contract of it: here nothing.
 
-    sends_updates: updates are exchanged, not gradients. keeps_momentum: see `Context`.
+    sends_updates: in some compressed steps updates are exchanged, and not gradients.
+    keeps_momentum: see `Context`.
     leaves_gradients: `p.grad` is as DDP without a compressor leaves it, or the script's to change.
     foreign: the name of an optimizer that has stepped our parameters, and in whose place nothing
     can be done."""
@@ -43,12 +44,12 @@ class Handover:
     def leaves_gradients(self) -> bool:
         return self.sends_updates
 
-    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
-        """Called on all ranks before the first bucket of a step. Before a dense one the ranks agree
-        on what it needs (a collective).
+    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+        """Called on all ranks before the first bucket of a step whose gradients are exchanged. If
+        need be the ranks agree on what the step needs (a collective).
 
-        may_rest: no foreign hook sends the step, it measures no CF, and no rank had a bad gradient
-        in the step before."""
+        cf: at which the step is compressed; None: it is dense. may_rest: no foreign hook sends the
+        step, it measures no CF, and no rank had a bad gradient in the step before."""
 
     def agree(self, exchange: Exchange) -> bool:
         """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of

@@ -80,7 +80,8 @@ class MemoryChoice:
         plain = len(optimizers) == 1 and is_sgd(optimizer)
         if by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain)):
             lag = self._update_lag_at
-            return UpdateMemory(UpdateHandover(optimizers, parameters, ranks, lag))
+            by_updates = UpdateHandover(optimizers, parameters, ranks, lag)
+            return UpdateMemory(maybe_unused, by_updates)
         if self.kind == "updates":
             raise ValueError(
                 f"memory='updates' needs an optimizer that steps by itself on each rank, "

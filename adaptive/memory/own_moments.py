@@ -32,10 +32,12 @@ from policies import state as saved
 class MomentState(saved.Stateful):
     """What has become of the optimizers' moments since the last dense step.
 
-    differ: they are each rank's own, and residuals may hold something. share: of its lag that
-    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
+    differ: they are each rank's own, and residuals may hold updates. gradients: residuals hold
+    gradients, if anything. share: of its lag that momentum had in the last step, in [0, 1].
+    muon_steps: that were seen of a Muon."""
 
     differ: bool = saved.saved(False)
+    gradients: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
 
@@ -133,22 +135,22 @@ class OwnMoments:
         self._change_share(share)
 
     def meet(self) -> None:
-        """From here on second moments are as the mean gradient's, and momentum has all its lag. The
-        ranks have yet to agree on them."""
-        if self.own:
-            for run in self._all_runs():
-                of_mean = mean_share(run, self._ranks, self.state.share)
-                scale_second_moments(run.tensors, of_mean)
-            self.own = False
-        self._change_share(1.0)
+        """From here on second moments are as the mean gradient's, and momentum has all its lag, and
+        takes what waits in residuals. The ranks have yet to agree on them."""
+        were_own, self.own = self.own, False
+        for run in self._all_runs() if were_own else ():
+            of_mean = mean_share(run, self._ranks, self.state.share)
+            scale_second_moments(run.tensors, of_mean)
+        self._change_share(1.0, meets=were_own)
 
-    def _change_share(self, share: float) -> None:
+    def _change_share(self, share: float, meets: bool = False) -> None:
         """What the steps so far have yet to deliver stays the same with another share of the lag.
 
-        With a smaller one the residual takes what momentum no longer delivers. With a larger one
-        momentum takes all, and delivers over steps what a residual would deliver at once."""
+        With a smaller one the residual takes what momentum no longer delivers. With a larger one,
+        and where the ranks meet, momentum takes all, and delivers over steps what a residual would
+        deliver at once."""
         before, self.state.share = self.state.share, share
-        if before == share:
+        if before == share and not meets:
             return
         for chunk in self._of.chunks:
             for run in self.runs(chunk):

@@ -72,8 +72,8 @@ class SGDHandover(Handover):
     def leaves_gradients(self) -> bool:
         return self.rests
 
-    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
-        if compressed:
+    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+        if cf is not None:
             self._dense.count, self._dense.rests = 0, False
             return
         self._dense.count = self._dense.count + 1 if may_rest else 0

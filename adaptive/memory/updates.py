@@ -16,6 +16,10 @@ optimizer makes the step. In a compressed step, with `lr` the learning rate of t
 
 A dense step is DDP's own: before the first one the ranks agree on what their optimizers keep.
 
+So is a step at a CF where next to nothing waits (int8, int4). There are no bursts, so a decoded
+mean gradient trains as well as a dense one (docs/defaults.md). What waits of gradients goes with
+the rank's own next gradient.
+
 Momentum holds updates back, and so does a residual. With both they would be late twice, so in
 compressed steps momentum keeps only a share of its lag, and what it gives up goes to the residual.
 When the CF falls, momentum gets its lag back, and takes all that waits in the residual: it delivers
@@ -59,22 +63,25 @@ class UpdateMemory(Residual):
 
     name = "updates"
 
-    def __init__(self, handover: UpdateHandover) -> None:
-        super().__init__(lambda: False, handover)
+    def __init__(self, maybe_unused: Callable[[], bool], handover: UpdateHandover) -> None:
+        super().__init__(lambda: not handover.pending and maybe_unused(), handover)
         self._of = handover
 
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
     ) -> Sequence[Flag]:
-        """Those that have not been stepped."""
-        return self._of.unstepped(parameters)
+        """Of updates: those that have not been stepped."""
+        if self._of.pending:
+            return self._of.unstepped(parameters)
+        return super().skipped(parameters, grad_energies)
 
 
 class UpdateHandover(Handover):
     """What is done around the steps of each rank's own optimizers.
 
     ranks: world size. lag: the share of its lag that momentum keeps in a step at a CF, in [0, 1].
-    pending: a backward has ended whose updates are yet to be exchanged.
+    pending: a backward has ended whose updates are yet to be exchanged. always: in every compressed
+    step updates are exchanged.
     """
 
     sends_updates = True
@@ -86,7 +93,7 @@ class UpdateHandover(Handover):
         ranks: int,
         lag: Callable[[float], float],
     ) -> None:
-        self.pending = False
+        self.pending = self.always = False
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
@@ -108,6 +115,16 @@ class UpdateHandover(Handover):
 
     # -- what is exchanged --
 
+    def exchanges_updates(self, cf: float) -> bool:
+        """Whether they are exchanged in a step that is compressed at `cf`, or gradients: where
+        momentum keeps all of its lag, since next to nothing waits. Alike on all ranks.
+
+        Where an optimizer keeps no average of gradients there is nothing to deliver what waits in
+        updates, so it stays with them."""
+        groups = (group for of, _ in self._of.distinct for group in of.param_groups)
+        averages = not self.keeps_momentum and all(_averages(group) for group in groups)
+        return self.always or not averages or self._lag(cf) < 1
+
     @property
     def chunks(self) -> Sequence[Chunk]:
         """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
@@ -128,6 +145,7 @@ class UpdateHandover(Handover):
         if self._outer is None:
             self._before.clear()
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
+        self._moments.state.gradients = False
         self._begin_apart(self._lag(cf))
 
     @torch.no_grad()
@@ -215,6 +233,22 @@ class UpdateHandover(Handover):
         self.pending = False
         if self._outer is None:
             self._before.clear()
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Residuals hold gradients, if anything."""
+        return self._moments.state.gradients
+
+    @torch.no_grad()
+    def add_waiting(
+        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], scale: Tensor | None
+    ) -> None:
+        """What waits of gradients goes with this rank's own, which are in units of the loss times
+        `scale` (None: 1), whatever becomes of these."""
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if parameter.filled and parameter.residual is not None:
+                grad.add_(parameter.residual if scale is None else parameter.residual * scale)
+            parameter.filled = False
 
     # -- around an optimizer's step --
 
@@ -311,10 +345,14 @@ class UpdateHandover(Handover):
 
     # -- dense steps, and ranks that part --
 
-    def begin_step(self, exchange: Exchange, compressed: bool, may_rest: bool = True) -> None:
-        """Before a dense step: the ranks agree on what their optimizers keep (collectives). First
-        moments take what waits in residuals; where an optimizer has none, it goes at once."""
-        if compressed or not self._moments.state.differ:
+    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+        """Before gradients are exchanged: the ranks agree on what their optimizers keep
+        (collectives). First moments take what waits in residuals; where an optimizer has none, it
+        goes at once."""
+        if cf is not None and self.exchanges_updates(cf):
+            return
+        self._moments.state.gradients = True
+        if not self._moments.state.differ:
             return
         self._moments.meet()
         ours = [(p, parameter) for p, parameter in self._parameters.items() if p in self._of]
@@ -322,6 +360,9 @@ class UpdateHandover(Handover):
         agree_on_states(states, exchange)
         for parameter, state in states.items():
             self._keep(parameter.tensor, state)
+        self._moments.state.differ = False
+        if not any(exchange.gather_objects(any(parameter.filled for _, parameter in ours))):
+            return
         for chunk in self.chunks:
             waiting = chunk.room("work")
             for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
@@ -333,7 +374,6 @@ class UpdateHandover(Handover):
             mean = exchange.total(waiting.div_(self._ranks)).wait().clone()
             pieces = zip(chunk.parameters, chunk.split(mean), strict=True)
             self._late |= {parameter.tensor: piece for parameter, piece in pieces}
-        self._moments.state.differ = False
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
@@ -347,7 +387,7 @@ class UpdateHandover(Handover):
 
     def agree(self, exchange: Exchange) -> bool:
         differed = self._moments.state.differ or bool(self._late)
-        self.begin_step(exchange, compressed=False)
+        self.begin_step(exchange, None)
         exchange.take_traffic()  # no step's
         self._deliver_late()
         return differed
@@ -414,8 +454,11 @@ class UpdateHandover(Handover):
         for parameter in self._parameters.values():
             late = self._late.pop(parameter.tensor, None)
             if late is not None:
+                if self.gradients_wait:  # what waits of one that no step has followed
+                    parameter.filled = False
                 parameter.open_residual().add_(late)
                 self._moments.state.differ = True
+        self._moments.state.gradients = self.gradients_wait and not self._moments.state.differ
 
     @torch.no_grad()
     def _deliver_late(self) -> None:
@@ -430,6 +473,11 @@ def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """The learning rate, and by which share of itself a parameter decays in a step."""
     lr, decay = group["lr"], group.get("weight_decay", 0.0)
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
+
+
+def _averages(group: Group) -> bool:
+    """Its gradients, in a first moment."""
+    return bool(group.get("betas", (0.0,))[0])
 
 
 def _taken(optimizer: Optimizer) -> Scalar:

@@ -68,6 +68,7 @@ class AutoStepsSync(OwnStepSync):
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
+        self.handover.always = True  # what waits moves the ranks' own parameters
         self._overlap = choice.overlap
         self._chunks = [Chunk(each) for each in chunks(averager.parameters.values())]
         self._steps, self._backwards, self._due = 1, 0, 0
@@ -83,7 +84,7 @@ class AutoStepsSync(OwnStepSync):
             self.make_up()
             self._steps = self.averager.controller.local_steps
             if 1 < self._steps == self._backwards + 1:
-                self.averager.begin(self.alike, dense_is_ddps=False)  # and plan the next round
+                self.averager.begin(self.alike, of_gradients=False)  # and plan the next round
         return super().reduce(bucket) if self._steps == 1 else done_with(bucket.buffer())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:

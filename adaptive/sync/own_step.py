@@ -27,7 +27,8 @@ from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 class OwnStepSync(EveryStepSync):
     """In a compressed step autograd gets this rank's own gradient back, and after the optimizers'
-    steps the ranks exchange what these have done."""
+    steps the ranks exchange what these have done. Where next to nothing of a gradient would wait,
+    gradients are exchanged."""
 
     _nonfinite: Flag = False  # gradients of this rank, in the backward under way
 
@@ -41,6 +42,12 @@ class OwnStepSync(EveryStepSync):
         assert isinstance(handover, UpdateHandover)
         return handover
 
+    @property
+    def by_updates(self) -> bool:
+        """In this step updates are exchanged."""
+        cf = self.averager.controller.plan.send
+        return self.averager.compresses and self.handover.exchanges_updates(cf)
+
     # -- a backward --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -48,7 +55,7 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
             self._nonfinite = False
             self.averager.begin(self.alike)
-        if not self.averager.compresses:
+        if not self.by_updates:
             return self._mean(bucket)
         stopwatch = self.averager.controller.stopwatch
         entered = stopwatch.timestamps()
@@ -77,7 +84,7 @@ class OwnStepSync(EveryStepSync):
                 averager.parameters.find(p)  # raises if it is none of the model's
             self._buckets.add(seen)
         apart = self.handover.apart(of)
-        if not sums and not apart:
+        if not (sums or apart or self.handover.gradients_wait):
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
         pieces = buffer.split([p.numel for p in parameters])
@@ -85,6 +92,8 @@ class OwnStepSync(EveryStepSync):
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
                 averager.requested.sums.add(parameter, own, self._nonfinite)
+        if self.handover.gradients_wait:
+            self.handover.add_waiting(parameters, pieces, scale)
         return self._mean_apart(buffer, [pieces[i] for i in apart]) if apart else done_with(buffer)
 
     def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
@@ -104,7 +113,7 @@ class OwnStepSync(EveryStepSync):
         """If some rank's gradients are not finite, all ranks' are not: what a script or a
         `GradScaler` does then is the same on all ranks."""
         averager, controller = self.averager, self.averager.controller
-        if not averager.compresses:
+        if not self.by_updates:
             return super().end_backward(last)
         entered, stream = controller.stopwatch.timestamps(), averager.pipeline.stream
         flag, self._nonfinite = self._nonfinite, False

@@ -88,7 +88,8 @@ def _memory(kind: str, of: Parameters) -> NoMemory:
 
 
 def _updates(optimizer: Optimizer, parameters: Parameters) -> UpdateMemory:
-    return UpdateMemory(UpdateHandover([optimizer], parameters, 2, lambda cf: 0.5 * (cf < CF)))
+    handover = UpdateHandover([optimizer], parameters, 2, lambda cf: 0.5 * (cf < CF))
+    return UpdateMemory(lambda: False, handover)
 
 
 def _parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[ModelParameter]:
@@ -280,7 +281,7 @@ def test_no_value_is_read_where_updates_are_sent(
         hook = Hook(make_compressor("topk+int4"), "updates", optimizer=made, **options)
         for measured in ((CF,), (CF, 2 * CF), (CF / 2,), (), (CF,)):
             if not measured and name == "capturable":  # others keep their steps on the host
-                hook.memory.handover.begin_step(hook.exchange, compressed=False)
+                hook.memory.handover.begin_step(hook.exchange, None)
             hook.run(*measured)
             if not measured:
                 hook.optimizer_steps()
