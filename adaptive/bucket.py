@@ -299,6 +299,12 @@ def shard_borders(numel: int, shards: int) -> list[int]:
     return [numel * i // shards for i in range(shards + 1)]
 
 
+def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]]:
+    """The units of a bucket of `numel` elements, which cross no border, in each of its shards."""
+    borders = itertools.pairwise(shard_borders(numel, shards))
+    return [[u for u in units if start <= u.start and u.stop <= stop] for start, stop in borders]
+
+
 def strided_sample(grad: Tensor) -> Tensor:
     """Elements of `grad` (flat) at equal distances, contiguous; `grad` itself if it is small, and
     always enough that a candidate CF keeps some. The gain before error feedback is measured on it:
@@ -343,20 +349,29 @@ def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> 
 
 
 def record_levels(
-    unit: Unit, levels: Sequence[Payload], flat: Tensor, tally: Tally, sample: Tensor | None = None
+    unit: Unit,
+    levels: Sequence[Payload],
+    flat: Tensor,
+    tally: Tally,
+    sample: Tensor | None = None,
+    times: int = 1,
 ) -> None:
     """Add what `levels`, a payload for each of the unit's, keep and lose to the tally, and what
     they would of a sample of gradients, if the tally asks for that.
 
     flat: the bucket's gradients, of which a sample is taken, unless it was before. Where a sample
-    tells nothing of the whole, the numbers of the whole stand in for its own."""
+    tells nothing of the whole, the numbers of the whole stand in for its own. times: all of it
+    counts so often."""
     own = energies_of(levels)
+    if times > 1:
+        own = own * times
     if not tally.samples or not unit.base.sampled:
         tally.add_levels(own, own if tally.samples else torch.full_like(own, nan))
         return
     if sample is None:
         sample = strided_sample(flat[unit.start : unit.stop])
-    tally.add_levels(own, energies_of(compress_levels(_of_sample(unit, sample.numel()), sample)))
+    of_sample = energies_of(compress_levels(_of_sample(unit, sample.numel()), sample))
+    tally.add_levels(own, of_sample if times == 1 else of_sample * times)
 
 
 def _of_sample(unit: Unit, numel: int) -> Unit:

@@ -21,6 +21,7 @@ gradient here may be the update that an optimizer's step has made of it (memory/
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from adaptive.bucket import (
     Part,
     StepCFs,
     Unit,
+    by_shards,
     compress_levels,
     record_gradient_norms,
     record_levels,
@@ -117,14 +119,18 @@ class Reducer:
         `Pipeline.finish`."""
         rooms = lasting(self._rooms[index], buffer.device)
         bucket = self._open(step, buffer, parameters, rooms, energy)  # 1
-        shards = self.exchange.world_size if strategy.sharded else 1
+        shards = self.exchange.world_size if strategy.sharded else strategy.seats
         granularity = self.granularity.in_full if strategy.votes else self.granularity
         units = granularity.cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
         record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
-        payloads = [_payload(step, bucket, unit, memory, strategy) for unit in units]  # 2, 3
+        parts = by_shards(units, buffer.numel(), strategy.seats)
+        own = parts.pop(strategy.seat)
+        for unit in itertools.chain(*parts):
+            memory.accumulate(unit)
+        payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
         # `report` keeps no list of all payloads alive: those that are gathered can go once packed.
         sums = [payload.parts[0] for payload in payloads] if strategy.takes_sums else []
@@ -136,7 +142,8 @@ class Reducer:
             for unit, a, payload in zip(units, sums, made, strict=True):
                 in_vain = unit.compressor is EXACT or unit.skipped or bucket.nonfinite is True
                 if not in_vain:
-                    _record(step, bucket, unit, compress_levels(unit, a, sent=payload))
+                    levels = compress_levels(unit, a, sent=payload)
+                    record_levels(unit, levels, bucket.work, step.tally)
 
         outgoing = Outgoing(index, bucket, units, payloads, report, step.tally.add_means)
 
@@ -270,15 +277,10 @@ def _payload(
         sent = compressor.compress(target, unit.spec)
     else:
         levels = compress_levels(unit, target, addend)
-        _record(step, bucket, unit, levels)
+        record_levels(unit, levels, bucket.work, step.tally, times=strategy.seats)
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)
-
-
-def _record(step: Step, bucket: Bucket, unit: Unit, levels: Sequence[Payload]) -> None:
-    """Add what the levels of a unit keep to the statistics, and what they would of its gradient."""
-    record_levels(unit, levels, bucket.work, step.tally)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:

@@ -44,7 +44,9 @@ class Strategy:
     start: begins the exchange of one bucket. wire_bytes: bytes that a rank puts on the wire for
     these pieces among so many ranks. collectives: that it issues a bucket. takes_sums: it
     compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
-    shards. votes: payloads hold the values at any number of indices, in full.
+    shards. seats: so many ranks hold the same bucket and share it, so that units must not cross
+    borders, and this rank compresses those of its `seat`. votes: payloads hold the values at any
+    number of indices, in full.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Strategy:
     takes_sums: bool = False
     sharded: bool = False
     votes: bool = False
+    seats: int = 1
+    seat: int = 0
 
 
 GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1)
@@ -149,8 +153,8 @@ class ExchangeChoice:
     a sparsifier voted indices, which send fewer bytes than that and get more through.
 
     means: how the means of the sharded exchange are sent back. through: what the exchange makes of
-    each strategy (`two_level.py`). messages: that a rank sends in a step, to neighbours; None where
-    the payloads of all become the mean."""
+    each strategy (`two_level.py`), told whether units may be cut anywhere. messages: that a rank
+    sends in a step, to neighbours; None where the payloads of all become the mean."""
 
     def __init__(
         self,
@@ -158,9 +162,11 @@ class ExchangeChoice:
         exchange: str,
         world_size: int,
         server: ParameterServer = SAME,
-        through: Callable[[Strategy], Strategy] = lambda strategy: strategy,
+        through: Callable[[Strategy, bool], Strategy] = lambda strategy, _: strategy,
     ) -> None:
-        self._base, self._through, allowed = base, through, strategies(base)
+        allowed = strategies(base)
+        cuts = SHARDED in allowed
+        self._base, self._through = base, lambda strategy: through(strategy, cuts)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
         down_cf = None if server.down_cf == "auto" else server.down_cf

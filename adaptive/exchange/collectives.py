@@ -166,8 +166,8 @@ class Exchange:
         self._traffic.down += wire / 2
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
-    def through(self, strategy: Any) -> Any:
-        """The strategy, as it is to be run."""
+    def through(self, strategy: Any, cuts: bool) -> Any:
+        """The strategy, as it is to be run. cuts: its units may be cut anywhere."""
         return strategy
 
     def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:

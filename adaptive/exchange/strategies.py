@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from math import nan, prod
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Bucket, Unit, compress_levels, energies_of, shard_borders
+from adaptive.bucket import EXACT, Bucket, Unit, by_shards, compress_levels, energies_of
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
 from compressors.base import Payload, Spec, any_nonfinite
@@ -35,10 +35,11 @@ FP32 = 4
 class Outgoing:
     """What a rank has to send for one bucket.
 
-    payloads: one a unit; for a strategy that `takes_sums` its only part is the error-fed gradient.
-    If the bucket is nonfinite so are payloads, but error-fed gradients are zero. report: is told,
-    still in the hook's body, which payloads the strategy has made itself. report_means: is told
-    instead, where means are measured, what each CF keeps of one: (CFs, 3), as `Payload.energies`.
+    payloads: one a unit that this rank compresses. For a strategy that `takes_sums` its only part
+    is the error-fed gradient. If the bucket is nonfinite so are payloads, but error-fed gradients
+    are zero. report: is told, still in the hook's body, which payloads the strategy has made
+    itself. report_means: is told instead, where means are measured, what each CF keeps of one:
+    (CFs, 3), as `Payload.energies`.
     """
 
     index: int
@@ -102,12 +103,15 @@ def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     wire = pack(out, out.units, out.payloads)
     out.payloads = ()  # our own comes back, too
     rows = yield exchange.all_gather(wire)
-    # One unit after the other, so that the decoded payloads of no more than one are in memory.
-    received = unpack(out.units, rows)
-    first = next(received, [])  # a rank poisons all payloads of a bucket or none
+    return as_received(unpack(out.units, rows), exchange.world_size)
+
+
+def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
+    """Of all ranks, for each unit: one unit after the other, so that the decoded payloads of no
+    more than one are in memory."""
+    first = next(payloads, [])  # a rank poisons all payloads of a bucket or none
     nonfinite = any_nonfinite(first) if first else False
-    everything = chain([first] if first else [], received)
-    return Received(everything, nonfinite, 1 / exchange.world_size)
+    return Received(chain([first] if first else [], payloads), nonfinite, 1 / ranks)
 
 
 def reduced_bytes(pieces: Sequence[Piece], ranks: int) -> float:
@@ -148,10 +152,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     """
     work, back = out.bucket.work, replace(back)  # as it is in this step
     server = back.memory
-    shards = [
-        [unit for unit in out.units if start <= unit.start and unit.stop <= stop]
-        for start, stop in pairwise(shard_borders(work.numel(), exchange.world_size))
-    ]
+    shards = by_shards(out.units, work.numel(), exchange.world_size)
     sizes = [sum(payload_sizes(units)) for units in shards]
     wire = pack(out, out.units, out.payloads)
     rows = yield exchange.all_to_all(wire, sizes)

@@ -4,11 +4,12 @@ A node is one rank to everything above: to memories, statistics, policies and st
 hold the same bits, and share what the node sends to the others.
 
 1. The gradients of a bucket are averaged inside the node (`NodeMeans`), before anybody sees them.
-2. A strategy hands a collective what the node sends. Each rank of the node sends its part of that
-   to the ranks of its place on the other nodes.
-3. What has arrived is gathered inside the node. So every collective of a strategy becomes two.
+2. Where payloads are gathered, each rank of the node compresses its part of the bucket. For other
+   strategies each compresses all of it, and takes its part of what the node sends.
+3. It sends that to the ranks of its place on the other nodes.
+4. What has arrived is gathered inside the node. So every collective of a strategy becomes two.
 
-Between nodes a node puts on its network card what one rank would. Steps 1 and 3 stay inside.
+Between nodes a node puts on its network card what one rank would. Steps 1 and 4 stay inside.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.bucket import by_shards
 from adaptive.exchange.choice import ExchangeName, ParameterServer, Strategy
 from adaptive.exchange.collectives import (
     Exchange,
@@ -38,7 +41,15 @@ from adaptive.exchange.collectives import (
 )
 from adaptive.exchange.link import EmulatedLink, new_future
 from adaptive.exchange.pipeline import done_with
-from adaptive.exchange.strategies import Outgoing, Rounds
+from adaptive.exchange.strategies import (
+    Outgoing,
+    Rounds,
+    as_received,
+    gathered,
+    pack,
+    payload_sizes,
+    unpack,
+)
 from adaptive.parameters import travel_as_they_are
 from adaptive.replicas import Exchanging, Replica
 from compressors.kernels.blocks import fresh
@@ -180,7 +191,8 @@ class NodeExchange(Exchange):
     """The collectives of a node among nodes, each of which is one rank of many.
 
     A strategy's collective returns what the ranks of this rank's place have of it. `through` has
-    each followed by the second one, inside the node, which makes it whole.
+    each followed by the second one, inside the node, which makes it whole. seat: this rank's place
+    in its node.
 
     Bytes on the wire are those of the whole node. What stays inside is counted apart.
     """
@@ -199,13 +211,32 @@ class NodeExchange(Exchange):
 
     # -- for strategies --
 
-    def through(self, strategy: Strategy) -> Strategy:
-        """The strategy, with a second collective after each of its own."""
+    def through(self, strategy: Strategy, cuts: bool) -> Strategy:
+        """The strategy, with a second collective after each of its own. cuts: units may be cut
+        anywhere."""
+        if cuts and strategy.start is gathered:
+            seats, seat = self.node_size, self._seat
+            return replace(strategy, start=self._parts, collectives=2, seats=seats, seat=seat)
 
         def start(exchange: Exchange, out: Outgoing) -> Rounds:
             return self._in_two(strategy.start(exchange, out))
 
         return replace(strategy, start=start, collectives=2 * strategy.collectives)
+
+    def _parts(self, _: Exchange, out: Outgoing) -> Rounds:
+        """`gathered`, where each rank of the node has compressed its part of the bucket."""
+        units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
+        sizes = [sum(payload_sizes(of_seat)) for of_seat in units]
+        most = max(sizes)
+        own = _padded(pack(out, units[self._seat], out.payloads), most)
+        out.payloads = ()  # our own come back, too
+        wire = gather_wire_bytes(self.node_size * most, n)
+        part = yield self._gather_between(own, sum(sizes), wire)
+        shape = self.node_size, n, most
+        rows = yield self._gather(part.reshape(-1), lambda whole: whole.view(shape))
+        of_seats = zip(units, rows, sizes, strict=True)
+        received = (unpack(each, row[:, :size]) for each, row, size in of_seats)
+        return as_received(chain.from_iterable(received), n)
 
     def _in_two(
         self, rounds: Generator[Future[Tensor], Any, R]
@@ -243,15 +274,21 @@ class NodeExchange(Exchange):
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """(nodes, bytes of this rank's part); then (nodes, n), as of ranks."""
-        n, numel, size = self.world_size, payload.numel(), self._part(payload.numel())
-        own = _padded(payload[self._seat * size : (self._seat + 1) * size], size)
-        out = fresh(n * size, payload.dtype, payload.device)
+        numel, size = payload.numel(), self._part(payload.numel())
         self._whole = partial(self._gather_rows, numel)
-        work = all_gather_single(out, own, self.group)
-        wire = gather_wire_bytes(numel, n)
+        own = _padded(payload[self._seat * size : (self._seat + 1) * size], size)
+        wire = gather_wire_bytes(numel, self.world_size)
         self._traffic.down += wire * means
+        return self._gather_between(own, numel, wire)
+
+    def _gather_between(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
+        """(nodes, bytes) of this rank's place. nbytes, wire: of the payload and on the wire, of all
+        places."""
+        n, size = self.world_size, own.numel()
+        out = fresh(n * size, own.dtype, own.device)
+        work = all_gather_single(out, own, self.group)
         self._round_the_ring()
-        return self._receive(work, numel, wire, out.view(n, size))
+        return self._receive(work, nbytes, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         """(nodes, bytes of this rank's part); then (nodes, sizes[rank]), as of ranks."""

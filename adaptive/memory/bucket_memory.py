@@ -92,6 +92,12 @@ class BucketMemory:
         a = room[unit.start : unit.stop].copy_(residual)
         return _fill_skipped(unit, a), None
 
+    def accumulate(self, unit: Unit) -> None:
+        """`open`, of a unit that another rank of the node compresses."""
+        target, addend = self.open(unit)
+        if addend is not None:
+            target.add_(addend)
+
     def take_off(self, unit: Unit, payload: Payload) -> None:
         """What this rank has sent for a unit goes off what the memory holds. Where some of it was
         skipped, or the residual has fewer bits, by way of the bucket, whose gradients are no longer

@@ -1,14 +1,16 @@
 """Two levels: a node of several ranks is one rank to all that compresses.
 
 Four ranks are two nodes of two. What they do is compared with two ranks, each of which has the
-batches of a whole node.
+batches of a whole node, and cuts what is gathered where nodes do.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, ParameterServer, TwoLevel
+from adaptive.bucket import Granularity
 from adaptive.exchange.two_level import VARIABLE, NodeExchange, _problem
+from compressors import make_compressor
+from compressors.base import Payload, Spec
 from policies import Fixed
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
@@ -46,6 +51,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "dense": {"base": "topk", "cf": 1},
     "local steps": {"base": "topk", "sync": LocalSteps(3)},
 }
+IN_PARTS = ("gathered", "layers", "quantized", "local steps")
+"""Of these each rank of a node compresses a part."""
+
 OPTIMIZERS = {
     "none": lambda parameters: SGD(parameters, lr=0.05),
     "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
@@ -59,6 +67,16 @@ def _node_loss(model: nn.Module, step: int, ranks: list[int]) -> Tensor:
         x, y = batch(step, rank)
         losses.append(((model(x) - y) ** 2).mean())
     return torch.stack(losses).mean()
+
+
+def _cut_as_nodes(size: int) -> AbstractContextManager[Any]:
+    """Units end where the parts of the ranks of a node do, of so many."""
+    cut = Granularity.cut
+
+    def cut_in_parts(self: Granularity, bucket: Any, cfs: Any, shards: int = 1) -> Any:
+        return cut(self, bucket, cfs, shards if shards > 1 else size)
+
+    return patch.object(Granularity, "cut", cut_in_parts)
 
 
 def _train(
@@ -75,10 +93,12 @@ def _train(
     )
     compressor.attach(model, optimizer=None if optimizer == "none" else opt)
     ranks = [rank] if levels else [size * rank + i for i in range(size)]
-    for step in range(STEPS):
-        opt.zero_grad()
-        _node_loss(model, step, ranks).backward()
-        opt.step()
+    alike = _cut_as_nodes(size) if way in IN_PARTS and not levels else nullcontext()
+    with alike:
+        for step in range(STEPS):
+            opt.zero_grad()
+            _node_loss(model, step, ranks).backward()
+            opt.step()
     compressor.flush()
     summary = compressor.summary()
     return {"parameters": flat_parameters(model), "summary": summary, "cf": compressor.cf}
@@ -114,6 +134,32 @@ def test_parts_of_a_payload_may_be_unequal(way: str) -> None:
     for each in nodes:
         assert torch.equal(each["parameters"], nodes[0]["parameters"])
         assert torch.allclose(each["parameters"], alone, rtol=1e-6, atol=1e-9)
+
+
+def _compressed(rank: int) -> tuple[int, int]:
+    """Elements that a rank compresses in a step, beside those of the model."""
+    model, seen = DDP(small_net(), bucket_cap_mb=0.002), [0]
+    base = make_compressor("topk+int4")
+    compress = base.compress
+
+    def counted(x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        seen[0] += x.numel()
+        return compress(x, spec, add)
+
+    base.compress = counted  # type: ignore[method-assign]
+    AdaptiveCompressor(base, policy="fixed", exchange=TwoLevel(node=2)).attach(model)
+    for step in range(3):
+        seen[0] = 0
+        loss_of(model, step, rank).backward()
+    return seen[0], sum(p.numel() for p in model.parameters())
+
+
+def test_each_rank_compresses_its_part_only() -> None:
+    found = run_ranks(4, _compressed)
+    assert [each for each, _ in found[:2]] == [each for each, _ in found[2:]]
+    whole = found[0][1]
+    assert found[0][0] + found[1][0] == whole
+    assert abs(found[0][0] - found[1][0]) < whole / 10
 
 
 def _balance(rank: int, base: str, between: str, ddp_options: dict[str, Any], bad: bool) -> Any:
