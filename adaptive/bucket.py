@@ -360,18 +360,17 @@ def record_levels(
     they would of a sample of gradients, if the tally asks for that.
 
     flat: the bucket's gradients, of which a sample is taken, unless it was before. Where a sample
-    tells nothing of the whole, the numbers of the whole stand in for its own. times: all of it
-    counts so often."""
+    tells nothing of the whole, the numbers of the whole stand in for its own. times: see
+    `Tally.add_levels`."""
     own = energies_of(levels)
-    if times > 1:
-        own = own * times
     if not tally.samples or not unit.base.sampled:
-        tally.add_levels(own, own if tally.samples else torch.full_like(own, nan))
+        sampled = own if tally.samples else torch.full_like(own, nan)
+        tally.add_levels(own, sampled, times)
         return
     if sample is None:
         sample = strided_sample(flat[unit.start : unit.stop])
     of_sample = energies_of(compress_levels(_of_sample(unit, sample.numel()), sample))
-    tally.add_levels(own, of_sample if times == 1 else of_sample * times)
+    tally.add_levels(own, of_sample, times)
 
 
 def _of_sample(unit: Unit, numel: int) -> Unit:

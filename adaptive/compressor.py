@@ -175,7 +175,8 @@ class AdaptiveCompressor:
         model: `DistributedDataParallel`, or what `torch.compile` or Fabric have made of it.
         optimizer: the optimizer of the model, or all of them. In compressed steps each rank's
             optimizer then steps by this rank's own gradients, and what the step has done is
-            compressed and averaged (see `memory`). With an SGD's momentum, gradients are averaged,
+            compressed and averaged (see `memory`; beside Adam not at int8 and int4, where gradients
+            are). With an SGD's momentum, gradients are averaged,
             and `p.grad` holds velocity, which clipping and logging must know. A wrapper that has
             the optimizer as its `.optimizer` will do.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units. None: that of
@@ -252,7 +253,7 @@ class AdaptiveCompressor:
         """Take the compressor off for good, on every rank (a collective with an optimizer).
 
         The exchange is dense from now on, unless another compressor is attached. The next step
-        sends what the residual holds (with updates that is taken off the parameters now); of a
+        sends what the residual holds (updates are taken off the parameters now); of a
         model that takes no further step, or has another compressor by then, it is lost. Velocities
         and moments go back into the optimizer. With local steps or gossip all ranks go on from
         their mean."""
@@ -355,7 +356,7 @@ class AdaptiveCompressor:
         rank; a collective. "auto": "gathered" where `attach` was handed what Accelerate or Fabric
         have wrapped, else "rank". ValueError for another one.
 
-        With updates the optimizer's moments are each rank's own while gradients are compressed.
+        The optimizer's moments are each rank's own while updates are exchanged.
         With local steps, a delay and gossip the parameters are, too. With "rank" each rank has to
         save its own model and optimizer. With "gathered" the ranks agree on both first, by dense
         exchanges, and rank 0's are enough: all ranks train on from there, and so does a run that

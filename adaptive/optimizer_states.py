@@ -1,7 +1,7 @@
 """What optimizers keep of parameters, made the same on all ranks.
 
-Ranks whose optimizers step by themselves have moments of their own gradients. Before a dense step,
-and before the state of one rank is saved for all, they agree on them.
+Ranks whose optimizers step by themselves have moments of their own gradients. They agree on them
+before mean gradients are exchanged, and before the state of one rank is saved for all.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ CF that it was left for, the policy returns after STRIDE_STEPS steps. What was m
 until the network changes, so the same promise is not believed twice. Visits that end so may cost
 VISITS of a run's time.
 
-Assumed gains of rungs are alike, so of two rungs that take the same time the one with fewer bytes
-wins as soon as the network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits
-with error feedback lose no quality that runs have shown (docs/results.md).
+The assumed gains of int8 and int4 are alike, so the one with fewer bytes wins as soon as the
+network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits with error feedback
+lose no quality that runs have shown (docs/defaults.md). The assumed gain of bf16 is larger.
 
 While dense is sent, gains are not measured in every step, since measuring costs most where there is
 nothing to gain. Step times are measured in every step, so a slower network is seen at once.

@@ -189,10 +189,11 @@ class ModelMemory:
             apart = [of.name for p, of in self._parameters.items() if handover.apart([p])]
             said = []
             if apart:
+                few = ", ".join(apart[:3]) + ", ..." * (len(apart) > 3)
                 said.append(
-                    f"parameters of no optimizer that was handed over ({', '.join(apart[:3])}"
-                    f"{', ...' if len(apart) > 3 else ''}) are exchanged uncompressed: hand all "
-                    f"optimizers over, attach(model, optimizer=[a, b])"
+                    f"parameters of no optimizer that was handed over ({few}) are exchanged "
+                    f"uncompressed beside updates: hand all optimizers over, "
+                    f"attach(model, optimizer=[a, b])"
                 )
             others = sorted({type(o).__name__ for o in optimizers if not _was_measured(o)})
             if others:

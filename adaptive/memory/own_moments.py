@@ -1,6 +1,6 @@
 """The moments that this rank's optimizers keep, from one dense step to the next.
 
-While steps are compressed they are of this rank's own gradients. Momentum then has a share of its
+While updates are exchanged they are of this rank's own gradients. Momentum then has a share of its
 lag, and the residual has the rest. Before a dense step they become those of the mean gradient."""
 
 from __future__ import annotations

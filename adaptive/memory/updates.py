@@ -16,9 +16,10 @@ optimizer makes the step. In a compressed step, with `lr` the learning rate of t
 
 A dense step is DDP's own: before the first one the ranks agree on what their optimizers keep.
 
-So is a step at a CF where next to nothing waits (int8, int4). There are no bursts, so a decoded
-mean gradient trains as well as a dense one (docs/defaults.md). What waits of gradients goes with
-the rank's own next gradient.
+At CFs where next to nothing waits (int8, int4) there are no bursts. There, beside Adam, the mean
+gradient is exchanged, compressed with error feedback, and the optimizer steps as after a dense
+backward: this trains as well as a dense step does (docs/defaults.md). What waits of gradients goes
+with the rank's own gradient into the next step whose updates are exchanged.
 
 Momentum holds updates back, and so does a residual. With both they would be late twice, so in
 compressed steps momentum keeps only a share of its lag, and what it gives up goes to the residual.
@@ -41,6 +42,7 @@ from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Group, Handover
+from adaptive.memory.meeting import Meeting
 from adaptive.memory.moments import (
     enlarge,
     is_adaptive,
@@ -52,8 +54,7 @@ from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
-from adaptive.optimizer_states import agree_on_states
-from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
+from adaptive.parameters import ModelParameter, ModelParameters
 from compressors.kernels import kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar
 
@@ -81,7 +82,8 @@ class UpdateHandover(Handover):
 
     ranks: world size. lag: the share of its lag that momentum keeps in a step at a CF, in [0, 1].
     pending: a backward has ended whose updates are yet to be exchanged. always: in every compressed
-    step updates are exchanged.
+    step updates are exchanged, as from the start where an optimizer that was handed over keeps no
+    average of gradients: nothing could deliver what waits in updates when gradients come.
     """
 
     sends_updates = True
@@ -93,7 +95,8 @@ class UpdateHandover(Handover):
         ranks: int,
         lag: Callable[[float], float],
     ) -> None:
-        self.pending = self.always = False
+        self.pending = False
+        self.always = not all(is_adaptive(of) and _averages(of) for of in optimizers)
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
@@ -106,7 +109,7 @@ class UpdateHandover(Handover):
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._stepped: set[Optimizer] = set()  # since the last backward
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
-        self._late: dict[Tensor, Tensor] = {}  # updates that go with the next step, dense
+        self._meeting = Meeting(parameters, self._of)
 
     @property
     def keeps_momentum(self) -> bool:
@@ -117,13 +120,8 @@ class UpdateHandover(Handover):
 
     def exchanges_updates(self, cf: float) -> bool:
         """Whether they are exchanged in a step that is compressed at `cf`, or gradients: where
-        momentum keeps all of its lag, since next to nothing waits. Alike on all ranks.
-
-        Where an optimizer keeps no average of gradients there is nothing to deliver what waits in
-        updates, so it stays with them."""
-        groups = (group for of, _ in self._of.distinct for group in of.param_groups)
-        averages = not self.keeps_momentum and all(_averages(group) for group in groups)
-        return self.always or not averages or self._lag(cf) < 1
+        momentum keeps all of its lag, since next to nothing waits. Alike on all ranks."""
+        return self.always or self._lag(cf) < 1
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -145,7 +143,9 @@ class UpdateHandover(Handover):
         if self._outer is None:
             self._before.clear()
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
-        self._moments.state.gradients = False
+        if self.gradients_wait:  # of parameters that this backward has not used
+            for parameter in self._parameters.values():
+                parameter.filled = False
         self._begin_apart(self._lag(cf))
 
     @torch.no_grad()
@@ -243,8 +243,8 @@ class UpdateHandover(Handover):
     def add_waiting(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], scale: Tensor | None
     ) -> None:
-        """What waits of gradients goes with this rank's own, which are in units of the loss times
-        `scale` (None: 1), whatever becomes of these."""
+        """Add what waits of gradients to this rank's own, which are in units of the loss times
+        `scale` (None: 1). If the script throws these away, it is lost with them."""
         for parameter, grad in zip(parameters, grads, strict=True):
             if parameter.filled and parameter.residual is not None:
                 grad.add_(parameter.residual if scale is None else parameter.residual * scale)
@@ -275,7 +275,7 @@ class UpdateHandover(Handover):
             self._outer = optimizer
         if not self.pending:
             if self._outer is optimizer:
-                self._deliver_late()
+                self._meeting.deliver(self.learning_rate)
             return None
         self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
         if self._outer is optimizer and not self._before:
@@ -355,25 +355,8 @@ class UpdateHandover(Handover):
         if not self._moments.state.differ:
             return
         self._moments.meet()
-        ours = [(p, parameter) for p, parameter in self._parameters.items() if p in self._of]
-        states = {parameter: self._state(p) for p, parameter in ours}
-        agree_on_states(states, exchange)
-        for parameter, state in states.items():
-            self._keep(parameter.tensor, state)
+        self._meeting.meet(exchange)
         self._moments.state.differ = False
-        if not any(exchange.gather_objects(any(parameter.filled for _, parameter in ours))):
-            return
-        for chunk in self.chunks:
-            waiting = chunk.room("work")
-            for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
-                if parameter.filled and parameter.residual is not None:
-                    piece.copy_(parameter.residual)
-                else:
-                    piece.zero_()
-                parameter.filled = False
-            mean = exchange.total(waiting.div_(self._ranks)).wait().clone()
-            pieces = zip(chunk.parameters, chunk.split(mean), strict=True)
-            self._late |= {parameter.tensor: piece for parameter, piece in pieces}
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
@@ -386,10 +369,10 @@ class UpdateHandover(Handover):
         self._begin_apart(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed = self._moments.state.differ or bool(self._late)
+        differed = self._moments.state.differ or bool(self._meeting.late)
         self.begin_step(exchange, None)
         exchange.take_traffic()  # no step's
-        self._deliver_late()
+        self._meeting.deliver(self.learning_rate)
         return differed
 
     def hand_back(self, exchange: Exchange | None) -> None:
@@ -405,7 +388,7 @@ class UpdateHandover(Handover):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._moments.state.load_state_dict(state)
         self._moments.own = self._moments.state.differ
-        self._late.clear()  # of a step before
+        self._meeting.late.clear()  # of a step before
         self.pending = False
 
     def preview(
@@ -415,7 +398,7 @@ class UpdateHandover(Handover):
         for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
             of = self._of.get(parameter.tensor)
             if of is not None and is_adaptive(of[0]):
-                grad = normalized(grad, of[1], self._state(parameter.tensor), stride)
+                grad = normalized(grad, of[1], self._meeting.state(parameter.tensor), stride)
             elif of is not None and is_muon(of[0]):
                 grad = as_muons_update(grad)
             found.append(grad)
@@ -431,42 +414,17 @@ class UpdateHandover(Handover):
     def _begin_apart(self, share: float) -> None:
         if not self._moments.own:
             self._back_to_residuals()
+        self._moments.state.gradients = False
         self._moments.begin_apart(share)
 
-    def _state(self, p: Tensor) -> dict[str, Any]:
-        """The optimizer's of a parameter; of a sharded one with the shards that are here."""
-        of = self._of.get(p)
-        state: dict[str, Any] = {} if of is None else dict(of[0].state.get(p, {}))
-        if not hasattr(p, "to_local"):
-            return state
-        return {name: local(kept) for name, kept in state.items()}
-
-    def _keep(self, p: Tensor, state: dict[str, Any]) -> None:
-        """What another rank's optimizer had, and this rank's has not."""
-        if not state:
-            return
-        own = self._of[p][0].state[p]
-        for name in state.keys() - own.keys():
-            kept = state[name]
-            own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
-
     def _back_to_residuals(self) -> None:
-        for parameter in self._parameters.values():
-            late = self._late.pop(parameter.tensor, None)
-            if late is not None:
-                if self.gradients_wait:  # what waits of one that no step has followed
-                    parameter.filled = False
-                parameter.open_residual().add_(late)
-                self._moments.state.differ = True
-        self._moments.state.gradients = self.gradients_wait and not self._moments.state.differ
-
-    @torch.no_grad()
-    def _deliver_late(self) -> None:
-        """What residuals held before dense steps began."""
-        for p in list(self._late):
-            late, here = self._late.pop(p), local(p)
-            lr = self.learning_rate(self._parameters[p])
-            here.sub_(shaped(late, here).to(here.dtype) * lr)
+        """What is late waits in residuals again. What waits there of gradients, which no step has
+        followed then, is dropped: it is in other units."""
+        if self._meeting.late and self.gradients_wait:
+            for parameter in self._parameters.values():
+                parameter.filled = False
+        if self._meeting.put_back():
+            self._moments.state.differ, self._moments.state.gradients = True, False
 
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
@@ -475,9 +433,9 @@ def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
 
-def _averages(group: Group) -> bool:
-    """Its gradients, in a first moment."""
-    return bool(group.get("betas", (0.0,))[0])
+def _averages(optimizer: Optimizer) -> bool:
+    """Its gradients, in first moments."""
+    return all(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
 
 
 def _taken(optimizer: Optimizer) -> Scalar:

@@ -88,14 +88,15 @@ class Tally:
         """A view of the statistics from `total` to `sample_error`."""
         return self.vector[self.places["total"].start : self.places["sample_error"].stop]
 
-    def add_levels(self, levels: Tensor, sampled: Tensor) -> None:
+    def add_levels(self, levels: Tensor, sampled: Tensor, times: int = 1) -> None:
         """Add the energies of a tensor's payloads at each CF, and of its sample's: both (CFs, 3),
-        columns ||a||^2, ||c||^2 and ||a - c||^2."""
+        columns ||a||^2, ||c||^2 and ||a - c||^2. times: of so many ranks that share a bucket only
+        this one knows of this tensor, and the sum over all ranks is divided by their number."""
         own, sample = levels.t(), sampled.t()
         parts = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])
-        self._levels().add_(torch.cat(parts))
+        self._levels().add_(torch.cat(parts), alpha=times)
         if self.norms:
-            self.at("kept_norms").add_(own[1].clamp(min=0).sqrt())
+            self.at("kept_norms").add_(own[1].clamp(min=0).sqrt(), alpha=times)
 
     def add_means(self, levels: Tensor) -> None:
         """Add the energies of a mean's payloads at each of `mean_cfs`: (CFs, 3), as of

@@ -96,7 +96,7 @@ class Synchronisation:
 @dataclass(frozen=True)
 class EveryStep(Synchronisation):
     """The ranks exchange in every step: gradients with SGD or if no optimizer is handed over, else
-    the changes that each rank's own optimizer step has made (docs/settings.md)."""
+    mostly the changes that each rank's own optimizer step has made (docs/settings.md)."""
 
     lets_ranks_differ: ClassVar[bool] = False
     takes_optimizer: ClassVar[bool] = True

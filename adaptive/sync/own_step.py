@@ -27,13 +27,15 @@ from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 class OwnStepSync(EveryStepSync):
     """In a compressed step autograd gets this rank's own gradient back, and after the optimizers'
-    steps the ranks exchange what these have done. Where next to nothing of a gradient would wait,
-    gradients are exchanged."""
+    steps the ranks exchange what these have done. At CFs where next to nothing of a gradient waits,
+    gradients are exchanged, as with SGD."""
 
     _nonfinite: Flag = False  # gradients of this rank, in the backward under way
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
+        # A server's own memory cannot hold what waits of updates and of gradients by turns.
+        self.handover.always |= averager.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
 
     @property

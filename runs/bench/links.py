@@ -51,8 +51,9 @@ FIXED: Mapping[str, Fixed] = {
     "DiLoCo, every 10": Fixed(DILOCO.format(10), 42),
 }
 
-AT_REST = 50
-"""Steps at the end of the default's run, over which its step is timed."""
+AT_REST = 0.5
+"""The share of the default's run, at its end, over which its step is timed: longer than it measures
+gains at a time."""
 SMOOTH = 3
 LONGER = 3
 """So many times its steps has a run that did not reach dense's quality."""
@@ -150,7 +151,7 @@ def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]
         seconds = _seconds(fixed, rest)
         found[name] = seconds, runs[fixed.label].steps_to(goal) * seconds
     run = _compare(here / "default", cell, _whole(task, common), [DEFAULT])[DEFAULT]
-    seconds = median(run.step_seconds[-AT_REST:])
+    seconds = median(run.step_seconds[-round(AT_REST * len(run.step_seconds)) :])
     if not isfinite(run.steps_to(goal)):
         run = _compare(here / "longer", cell, _whole(task, common, LONGER), [DEFAULT])[DEFAULT]
     steps = run.steps_to(goal)

@@ -1,5 +1,5 @@
 """Beside Adam int8 and int4 send mean gradients, with their errors fed back, and sparser steps
-updates: nothing is lost in between, and the optimizer steps as after a dense backward."""
+updates. What waits is never in the wrong units, and is lost only with a gradient that is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam, AdamW, RMSprop
 
-from adaptive import AdaptiveCompressor, Ladder
+from adaptive import AdaptiveCompressor, Ladder, LocalSteps, ParameterServer
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
+    Scripted,
     TwoBranches,
     batch,
     flat_parameters,
@@ -151,3 +152,65 @@ def _scaled(rank: int, cfs: list[float]) -> list[float]:
 def test_what_waits_in_the_units_of_a_loss_scale_is_unscaled_with_a_gradient() -> None:
     for moved in run_ranks(2, _scaled, [8.0, 8.0, 8.0, 20.0, 20.0, 8.0, 20.0]):
         assert 0 < min(moved) <= max(moved) < 0.5
+
+
+def _after_rounds(rank: int) -> float:
+    """Rounds of several steps, of which the ranks have agreed in the middle, then of one: how far
+    what autograd gets in the first of these is from the rank's own gradient."""
+    policy = Scripted([20.0], local_steps=[3, 3, 3, 1])
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    compressor = AdaptiveCompressor(_ladder(), (10, 100), policy=policy, sync=LocalSteps("auto"))
+    compressor.attach(model, optimizer=optimizer)
+    apart = 0.0
+    for step in range(24):
+        own = torch.cat([*local_gradients(model, step, rank).values()])
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+        apart = max(apart, float((found - own).abs().max()))
+        optimizer.step()
+        if step == 4:
+            compressor.state_dict(checkpoint="gathered")
+    assert len(policy.reports) > 6
+    return apart
+
+
+def test_updates_that_wait_are_never_taken_for_gradients() -> None:
+    assert run_ranks(2, _after_rounds) == [0.0, 0.0]
+
+
+def _left_unused(rank: int) -> tuple[float, float]:
+    """A branch that no rank uses when updates are exchanged again: what waits for it then."""
+    model = DDP(TwoBranches(), find_unused_parameters=True, bucket_cap_mb=0.004)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    compressor = AdaptiveCompressor(_ladder(), (10, 100), policy=ByStep([8.0, 8.0, 20.0, 20.0]))
+    compressor.attach(model, optimizer=optimizer)
+    kept = []
+    for step, which in enumerate([2, 2, 0, 0]):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        (model(x, which) - y).square().mean().backward()
+        optimizer.step()
+        kept.append(_residuals(compressor, model).split(flat_parameters(model).numel() // 2)[1])
+    return float(kept[1].abs().max()), float(kept[3].abs().max())
+
+
+def test_gradients_that_wait_are_never_taken_for_updates() -> None:
+    for before, after in run_ranks(2, _left_unused):
+        assert before > 0
+        assert after != before
+
+
+def _on_a_server(rank: int) -> bool:
+    """Whether a server's own memory keeps to updates."""
+    exchange = ParameterServer(own_memory=True)
+    training = Training(MAKE["adamw"], ByStep([8.0]), base=_ladder(), exchange=exchange)
+    own = torch.cat([*local_gradients(training.model, 0, rank).values()])
+    training.train(rank, 0, 1)
+    found = torch.cat([p.grad.flatten() for p in training.model.parameters()])
+    return torch.equal(own, found)
+
+
+def test_a_servers_own_memory_is_of_updates() -> None:
+    assert run_ranks(2, _on_a_server) == [True, True]

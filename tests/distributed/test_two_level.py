@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -134,6 +135,32 @@ def test_parts_of_a_payload_may_be_unequal(way: str) -> None:
     for each in nodes:
         assert torch.equal(each["parameters"], nodes[0]["parameters"])
         assert torch.allclose(each["parameters"], alone, rtol=1e-6, atol=1e-9)
+
+
+class _Raw(Scripted):
+    gain = "raw"
+
+
+def _measured(rank: int, levels: bool) -> list[Any]:
+    """Energies and norms that the policy is told of each CF."""
+    model, policy = DDP(small_net(), bucket_cap_mb=0.002), _Raw([10.0, 10.0, 5.0], (5.0, 20.0))
+    exchange = TwoLevel(node=2) if levels else "all_gather"
+    AdaptiveCompressor("topk", (2, 100), policy=policy, exchange=exchange).attach(model)
+    with nullcontext() if levels else _cut_as_nodes(2):
+        for step in range(6):
+            _node_loss(model, step, [rank] if levels else [2 * rank, 2 * rank + 1]).backward()
+    return [
+        [getattr(measured, field.name) for field in fields(measured)]
+        for report in policy.reports
+        for measured in report.measurements.values()
+    ]
+
+
+def test_statistics_are_of_nodes() -> None:
+    of_nodes, of_ranks = run_ranks(4, _measured, True)[0], run_ranks(2, _measured, False)[0]
+    assert len(of_nodes) > 8
+    for nodes, ranks in zip(of_nodes, of_ranks, strict=True):
+        assert nodes == pytest.approx(ranks, rel=1e-6, nan_ok=True)
 
 
 def _compressed(rank: int) -> tuple[int, int]:
