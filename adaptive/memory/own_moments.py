@@ -33,11 +33,12 @@ class MomentState(saved.Stateful):
     """What has become of the optimizers' moments since the last dense step.
 
     differ: they are each rank's own, and residuals may hold updates. gradients: residuals hold
-    gradients, if anything. share: of its lag that momentum had in the last step, in [0, 1].
-    muon_steps: that were seen of a Muon."""
+    gradients, if anything. begun: momentum has had all of its lag. share: of its lag that momentum
+    had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
 
     differ: bool = saved.saved(False)
     gradients: bool = saved.saved(False)
+    begun: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
 
@@ -148,8 +149,13 @@ class OwnMoments:
 
         With a smaller one the residual takes what momentum no longer delivers. With a larger one,
         and where the ranks meet, momentum takes all, and delivers over steps what a residual would
-        deliver at once."""
+        deliver at once.
+
+        Adam divides by what an average that began with zeros lacks. So its first steps are as large
+        as later ones, and it has a lag to deliver besides. A run that began without momentum gets
+        that lag when momentum first has all of it, or it would fall behind by it."""
         before, self.state.share = self.state.share, share
+        first, self.state.begun = not self.state.begun, self.state.begun or share == 1
         if before == share and not meets:
             return
         for chunk in self._of.chunks:
@@ -163,7 +169,8 @@ class OwnMoments:
                     for parameter, piece in chunk.within(waiting, run.start):
                         parameter.open_residual().add_(piece)
                     continue
-                waiting = undelivered(run, before, of_mean).mul_(before)
+                had = 1.0 if first and share == 1 else before
+                waiting = undelivered(run, before, of_mean).mul_(had)
                 for parameter, piece in chunk.within(waiting, run.start):
                     if parameter.filled and parameter.residual is not None:
                         piece.add_(parameter.residual)

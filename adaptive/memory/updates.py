@@ -102,7 +102,8 @@ class UpdateHandover(Handover):
         self._lag = cache(lag)
         self._of = Owners(parameters, optimizers)
         self._moments = OwnMoments(self._of, ranks)
-        self._moments.state.differ = any(optimizer.state for optimizer in optimizers)
+        stepped = any(optimizer.state for optimizer in optimizers)
+        self._moments.state.differ = self._moments.state.begun = stepped
         self._outer: Optimizer | None = None  # whose step is under way
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
         self._shrinks: dict[Chunk, Scalar] = {}  # by which that is yet to be multiplied
@@ -351,12 +352,12 @@ class UpdateHandover(Handover):
         goes at once."""
         if cf is not None and self.exchanges_updates(cf):
             return
-        self._moments.state.gradients = True
-        if not self._moments.state.differ:
-            return
-        self._moments.meet()
-        self._meeting.meet(exchange)
-        self._moments.state.differ = False
+        state = self._moments.state
+        state.gradients = True
+        if state.differ:
+            self._moments.meet()
+            self._meeting.meet(exchange)
+        state.differ, state.begun = False, True
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""

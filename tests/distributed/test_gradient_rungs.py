@@ -157,7 +157,7 @@ def test_what_waits_in_the_units_of_a_loss_scale_is_unscaled_with_a_gradient() -
 def _after_rounds(rank: int) -> float:
     """Rounds of several steps, of which the ranks have agreed in the middle, then of one: how far
     what autograd gets in the first of these is from the rank's own gradient."""
-    policy = Scripted([20.0], local_steps=[3, 3, 3, 1])
+    policy = Scripted([20.0], local_steps=[2, 2, 2, 1])
     model = DDP(small_net(), bucket_cap_mb=0.004)
     optimizer = AdamW(model.parameters(), lr=0.01)
     compressor = AdaptiveCompressor(_ladder(), (10, 100), policy=policy, sync=LocalSteps("auto"))
@@ -205,7 +205,8 @@ def test_gradients_that_wait_are_never_taken_for_updates() -> None:
 def _on_a_server(rank: int) -> bool:
     """Whether a server's own memory keeps to updates."""
     exchange = ParameterServer(own_memory=True)
-    training = Training(MAKE["adamw"], ByStep([8.0]), base=_ladder(), exchange=exchange)
+    options = {"base": _ladder(), "cf_range": (10, 100), "exchange": exchange}
+    training = Training(MAKE["adamw"], ByStep([8.0]), **options)
     own = torch.cat([*local_gradients(training.model, 0, rank).values()])
     training.train(rank, 0, 1)
     found = torch.cat([p.grad.flatten() for p in training.model.parameters()])

@@ -272,7 +272,7 @@ def _on_device_path(rank: int) -> tuple[float, float]:
     ends = []
     for on_device in (False, True):
         blocks.force_device_path = on_device
-        policy = ByStep([20.0] * 7 + [1.0] * 3 + [4.0] * 4)
+        policy = ByStep([20.0] * 7 + [1.0] * 3 + [5.0] * 4)
         ends.append(Training("beside", policy).train(rank, 0, 14).flat)
     blocks.force_device_path = False
     return differs([ends[1]]), float((ends[0] - ends[1]).abs().max())

@@ -286,7 +286,7 @@ def _adds_up(rank: int, options: dict[str, Any], steps: int = 9) -> tuple[float,
     missing = float((moved + lr * mean(residual) - wanted).norm() / moved.norm())
 
     # A dense step: the optimizer's own with the ranks' moments. The first moment has taken over
-    # what waited, and delivers it over steps to come.
+    # what waited, and delivers it over steps to come, with the lag that it has for the first time.
     before, lag = run.flat, BETAS[0] / (1 - BETAS[0])
     gradients = local_gradients(run.model, steps, rank)
     dense, agreed = [], []
@@ -294,7 +294,7 @@ def _adds_up(rank: int, options: dict[str, Any], steps: int = 9) -> tuple[float,
         rule = rules[name]
         of_mean, bias = rule.of_mean(), 1 - BETAS[0] ** rule.t
         divisor = (rule.unbiased[1] * of_mean).sqrt() + 1e-8
-        rule.m = memory[name]["residual"] * divisor * bias / lag
+        rule.m = rule.m + memory[name]["residual"] * divisor * bias / lag
         g = mean(gradients[name])
         m = BETAS[0] * mean(rule.m) + (1 - BETAS[0]) * g
         v = BETAS[1] * mean(rule.v * of_mean) + (1 - BETAS[1]) * g**2
