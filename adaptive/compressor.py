@@ -175,10 +175,10 @@ class AdaptiveCompressor:
         model: `DistributedDataParallel`, or what `torch.compile` or Fabric have made of it.
         optimizer: the optimizer of the model, or all of them. In compressed steps each rank's
             optimizer then steps by this rank's own gradients, and what the step has done is
-            compressed and averaged (see `memory`; beside Adam not at int8 and int4, where gradients
-            are). With an SGD's momentum, gradients are averaged,
-            and `p.grad` holds velocity, which clipping and logging must know. A wrapper that has
-            the optimizer as its `.optimizer` will do.
+            compressed and averaged (see `memory`). Beside Adam, int8 and int4 send gradients all
+            the same. With an SGD's momentum, gradients are averaged, and `p.grad` holds velocity,
+            which clipping and logging must know. A wrapper that has the optimizer as its
+            `.optimizer` will do.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units. None: that of
             Accelerate's optimizer, if it has one.
         samples_per_step: samples of all workers in a step; throughput is then told in samples/s,
@@ -253,10 +253,9 @@ class AdaptiveCompressor:
         """Take the compressor off for good, on every rank (a collective with an optimizer).
 
         The exchange is dense from now on, unless another compressor is attached. The next step
-        sends what the residual holds (updates are taken off the parameters now); of a
-        model that takes no further step, or has another compressor by then, it is lost. Velocities
-        and moments go back into the optimizer. With local steps or gossip all ranks go on from
-        their mean."""
+        sends what the residual holds (updates are taken off the parameters now); of a model that
+        takes no further step, or has another compressor by then, it is lost. Velocities and moments
+        go back into the optimizer. With local steps or gossip all ranks go on from their mean."""
         if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()

@@ -346,14 +346,8 @@ class Goodput(DeclaredPolicy):
 
     def _new_time(self) -> StepTime:
         known, share = self._context, WATCHED / (WATCHED + RESTING)
-        return StepTime(
-            known.wire_bytes,
-            known.overlap,
-            share,
-            known.assumed.keys(),
-            known.uncoded,
-            known.link,
-        )
+        rungs = known.assumed.keys()
+        return StepTime(known.wire_bytes, known.overlap, share, rungs, known.uncoded, known.link)
 
     def gain_at(self, cf: float) -> float | None:
         if cf == DENSE:

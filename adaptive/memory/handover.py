@@ -45,8 +45,8 @@ class Handover:
         return self.sends_updates
 
     def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
-        """Called on all ranks before the first bucket of a step whose gradients are exchanged. If
-        need be the ranks agree on what the step needs (a collective).
+        """Called on all ranks before the first bucket of a backward that is exchanged. Where the
+        step needs it the ranks agree on what their optimizers keep (collectives).
 
         cf: at which the step is compressed; None: it is dense. may_rest: no foreign hook sends the
         step, it measures no CF, and no rank had a bad gradient in the step before."""

@@ -6,7 +6,7 @@ First moments take it (own_moments.py). What no first moment can take (of RMSpro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,8 +73,7 @@ class Meeting:
 
     def _take(self, chunk: Chunk, exchange: Exchange) -> None:
         waiting = chunk.room("work")
-        pieces: Sequence[Tensor] = chunk.split(waiting)
-        for parameter, piece in zip(chunk.parameters, pieces, strict=True):
+        for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
             if parameter.filled and parameter.residual is not None:
                 piece.copy_(parameter.residual)
             else:

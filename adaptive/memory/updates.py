@@ -81,9 +81,9 @@ class UpdateHandover(Handover):
     """What is done around the steps of each rank's own optimizers.
 
     ranks: world size. lag: the share of its lag that momentum keeps in a step at a CF, in [0, 1].
-    pending: a backward has ended whose updates are yet to be exchanged. always: in every compressed
-    step updates are exchanged, as from the start where an optimizer that was handed over keeps no
-    average of gradients: nothing could deliver what waits in updates when gradients come.
+    pending: a backward has ended whose updates are yet to be exchanged. always: updates are
+    exchanged in every compressed step. So it is where an optimizer that was handed over has no
+    first moment, which would take what waits in updates once gradients are exchanged.
     """
 
     sends_updates = True

@@ -27,8 +27,8 @@ from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 class OwnStepSync(EveryStepSync):
     """In a compressed step autograd gets this rank's own gradient back, and after the optimizers'
-    steps the ranks exchange what these have done. At CFs where next to nothing of a gradient waits,
-    gradients are exchanged, as with SGD."""
+    steps the ranks exchange what these have done. At int8 and int4, beside Adam, they exchange
+    gradients, as with SGD."""
 
     _nonfinite: Flag = False  # gradients of this rank, in the backward under way
 
