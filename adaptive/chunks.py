@@ -55,6 +55,11 @@ class Chunk:
         sharded = any(hasattr(p, "to_local") for p in self._tensors)
         self._place: Callable[[Tensor], Any] = storage_of if sharded else Tensor.data_ptr
 
+    @property
+    def narrow(self) -> bool:
+        """The parameters have fewer bits than what is kept of them."""
+        return self.parameters[0].tensor.dtype != self.parameters[0].dtype
+
     def room(self, use: str) -> Tensor:
         """A flat tensor for this use, with any values."""
         first = self.parameters[0]

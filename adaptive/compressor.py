@@ -334,8 +334,8 @@ class AdaptiveCompressor:
     def discard(self) -> None:
         """Call this instead of `optimizer.step()` where the gradients of a backward are thrown
         away (a loss spike). The memory forgets all that it holds, what was left of steps before
-        included (with updates the optimizer's moments, too, which have seen the spike). On every
-        rank; no collective."""
+        and an SGD's momentum included. In parameter space, at CF 10 and above, nothing of such a
+        backward waits: there it is enough to leave the step out. On every rank; no collective."""
         self.running().discard()
 
     def close(self) -> None:

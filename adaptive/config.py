@@ -6,6 +6,7 @@ Errors name the argument, its value and what is accepted.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -318,6 +319,7 @@ class Settings:
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
+        measured = self.network.clock is time.perf_counter
         as_they_are = "granularity dense_below exchange server levels cf_range sync debug"
         return (
             f"base={self.base!r}",
@@ -325,6 +327,8 @@ class Settings:
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),
+            f"network={self.network.spec!r}, step times {'measured' if measured else 'given'}",
+            "a policy chosen by the library" if self.may_stay_dense else "a policy chosen by name",
         )
 
 

@@ -30,7 +30,7 @@ class Ladder(Compressor):
     above: the compressor at all other CFs, under the same conditions.
 
     A step at a rung "bf16" is a dense step that is summed in bfloat16 (`sent_as_dense`), as by
-    PyTorch's bf16_compress_hook: 8 bits of mantissa, and what they lose is in no rank's residual.
+    PyTorch's bf16_compress_hook: 8 significant bits, and what they lose is in no rank's residual.
     The payloads of the other rungs are gathered or go through the sharded exchange, and what they
     lose is fed back.
 

@@ -124,9 +124,9 @@ def main() -> None:
             logits = model(windows[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # the exchange happens here, compressed
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        optimizer.step()  # the exchange happens here, compressed
         schedule.step()
         if rank == 0 and (step + 1) % max(1, args.steps // 10) == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}, CF {compressor.cf:g}", flush=True)

@@ -15,6 +15,10 @@ from policies.words import percent
 KEPT = 1 / 0.99, 10.0
 """The authors' CFs for top-k: 99% and 10% of the elements are kept."""
 
+LATE = 3
+"""Reports arrive late, by fewer steps than this. When a state is saved, all of them are taken in at
+once. So the step in which a sum is read may be passed over, or planned twice."""
+
 NAMED = 3
 """Layers that a reason names; further ones are only counted."""
 
@@ -84,6 +88,7 @@ class Accordion(DeclaredPolicy):
     epoch: int | None = setting(None, checks.whole, or_none=True, least=1)
 
     _step: int = saved(0)  # of the interval
+    _unread: int = saved(LATE)  # steps since the last sum
     _dropped: bool = saved(False)  # whether the learning rate has, in this interval
     _lr: float | None = saved(None)
     _reason: str = saved("")
@@ -188,21 +193,26 @@ class Accordion(DeclaredPolicy):
         return any(regime.critical for regime in self._regimes.values())
 
     def plan(self) -> Plan:
-        last = self.interval - 1 if self.epoch is None else self.epoch  # before the sum is read
         send, layers = self._send()
+        last = self.interval - 1 if self.epoch is None else self.epoch  # before the sum is read
+        missed = self._unread == self.interval + 2 * LATE
         return Plan(
             send,
             reason=self._reason,
             layers=layers,
             accumulate=self.epoch is None or self._step < self.epoch,
             local_sum=self.epoch is not None,
-            read_sum=self._step == last,
+            read_sum=self._step == last or missed,
         )
 
     def observe(self, report: StepReport) -> None:
         before, _ = self._send()
         dropped = self._watch_learning_rate(report.lr)
-        detected = self._detect(report)  # after a drop, too: the next sum is compared with this one
+        read = isfinite(report.sum_norm) or bool(report.layer_norms)
+        twice = self._unread < min(LATE, self.interval - 1)
+        # After a drop, too: the next sum is compared with this one.
+        detected = "" if twice else self._detect(report)
+        self._unread = 0 if read else self._unread + 1
         why = dropped or detected
         self._step = (self._step + 1) % self.interval
         if self._step == 0 or self.epoch is not None:  # as published the next detection judges
@@ -252,7 +262,7 @@ class Accordion(DeclaredPolicy):
         """Regimes stay until two sums can be compared: means over more ranks have less noise."""
         for regime in self._regimes.values():
             regime.norm = None
-        self._step = 0
+        self._step, self._unread = 0, LATE
 
     def _saved_settings(self) -> dict[str, Any]:
         return {**super()._saved_settings(), "layers": list(self._regimes)}

@@ -24,15 +24,6 @@ lose no quality that runs have shown (docs/defaults.md). The assumed gain of bf1
 
 While dense is sent, gains are not measured in every step, since measuring costs most where there is
 nothing to gain. Step times are measured in every step, so a slower network is seen at once.
-
-Local steps have a gain as well. Let the ranks take H steps between two exchanges. In its own steps
-a rank follows its local gradient alone. Only one step in H averages the noise of N ranks. So the
-gain is a + (1 - a) / H, where a is the worth of a lone rank's step beside a step of all ranks:
-1 / N where gradients are mere noise, 1 where all ranks have the same. Let k be noise / signal, in
-energies. A step of n ranks makes 1 / (1 + k / n) of the progress of a step without noise
-(McCandlish and others 2018, section 2), so a = (1 + k / N) / (1 + k). k follows from how far the
-ranks drift apart. The cosine of two ranks' gradients is 1 / (1 + k). The cosine of their changes
-over H steps is 1 / (1 + k / H), because the signal grows as H and noise as its root.
 """
 
 from __future__ import annotations
@@ -54,6 +45,7 @@ from policies.base import (
     counted_steps,
     setting,
 )
+from policies.local_gain import LocalGain
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import require, saved
 from policies.step_time import STRIDE_STEPS, StepTime
@@ -82,6 +74,9 @@ WATCHED, RESTING = 50, 450
 """While dense is sent, or what is uncoded (bf16), gains are measured for WATCHED steps, then not
 for RESTING steps, and so on."""
 
+BRIEF = 10
+"""Gains are measured for only so many steps of WATCHED where no gain could move the policy."""
+
 VISITS = 0.02
 """The share of a run's steps that visits may have cost when the next one to a smaller CF begins."""
 
@@ -106,9 +101,9 @@ class Goodput(DeclaredPolicy):
         bytes, and for the end of a visit).
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
-        and give more quality in as many steps. None: 0.5, of updates
-        (`Context.updates`) of two ranks, and with local steps, 0.2, unless an optimizer keeps its
-        momentum (`Context.keeps_momentum`).
+        and give more quality in as many steps. None: 0.2 for updates (`Context.updates`) of two
+        ranks, and while ranks take several local steps; else 0.5, also beside an optimizer that
+        keeps its momentum (`Context.keeps_momentum`). With gain="error_fed" it is not used.
     """
 
     name = "goodput"
@@ -127,8 +122,9 @@ class Goodput(DeclaredPolicy):
     _since: int = saved(0)  # steps at the present CF
     _steps: int = saved(0)  # steps in all
     _least: float = saved(DENSE)  # CF, with local steps: that at which they began
-    _cosines: Averages = saved(Averages(GAIN_WEIGHT))  # of two ranks, by local steps
     _filling: int = saved(0)  # the step from which on shadow residuals have been filling
+    _unmeasured: int = saved(0)  # steps since then in which gains were not measured
+    _brief: bool = saved(False)  # no gain could move the policy, so few are measured
     # On a visit, or on the way in strides to a CF with many more bytes: the CF where that began.
     _came_from: float | None = saved(None)
     _striding: bool = saved(False)
@@ -137,6 +133,7 @@ class Goodput(DeclaredPolicy):
     _reason: str = saved("")
     _gains: Averages = saved(Averages(GAIN_WEIGHT))  # error-fed gains in steady state
     _time: StepTime = saved()
+    _local: LocalGain = saved()
     _signal: SignalGain | None = saved()
 
     def start(self, context: Context) -> None:
@@ -148,6 +145,7 @@ class Goodput(DeclaredPolicy):
         self._context = context
         self._time = self._new_time()
         weight = WEIGHT_OF_UPDATES if context.updates else WEIGHT
+        self._local = LocalGain(context.world_size)
         self._signal = SignalGain(weight) if self.gain == "signal" else None
         self._updates = context.updates
         self._keeps_momentum = context.keeps_momentum
@@ -157,7 +155,7 @@ class Goodput(DeclaredPolicy):
 
     def plan(self) -> Plan:
         chosen = self._local_steps if len(self._numbers) > 1 else 0
-        skips = self._turn is not None and self._turn >= WATCHED
+        skips = self._turn is not None and self._turn >= (BRIEF if self._brief else WATCHED)
         return Plan(self._send, reason=self._reason, local_steps=chosen, skip_gains=skips)
 
     def observe(self, report: StepReport) -> None:
@@ -170,11 +168,13 @@ class Goodput(DeclaredPolicy):
         rested = turn is not None and turn < 2 * FOREIGN and self._since > WATCHED
         if rested or (self._filling and self._steps - self._filling < FOREIGN):
             report = replace(report, signal_total=nan, peers_total=nan)
-        elif report.peers_energy > 0 and self._ranks > 1:
-            cosine = report.peers_total / report.peers_energy / (self._ranks - 1)
-            self._cosines.add(self._local_steps, cosine)
+        else:
+            self._local.observe(report, self._local_steps)
         self._since += 1
         self._steps += 1
+        self._unmeasured += not report.steady_gain
+        if self._turn == BRIEF:
+            self._brief = not self._gains_matter()
         self._reason = "" if self._signal is None else self._signal.observe(report)
         if self._since >= self._wait:
             self._consider()
@@ -186,6 +186,12 @@ class Goodput(DeclaredPolicy):
         rests = self._send in (DENSE, *self._context.uncoded)
         always = not rests or len(self._numbers) > 1
         return None if always else self._since % (WATCHED + RESTING)
+
+    def _gains_matter(self) -> bool:
+        """Whether a CF whose gain is measured would be sent if it kept everything."""
+        here = self.t_comp().get(self._send, 0.0)
+        measured = (cf for cf in self._candidates if cf not in self._assumed)
+        return any((1 + self.margin) * here * (self._time.seconds(cf) or 0) < 1 for cf in measured)
 
     @property
     def _wait(self) -> int:
@@ -213,7 +219,7 @@ class Goodput(DeclaredPolicy):
         promised, power = {}, self._power
         steps, worth = None, 1.0
         if self._local_steps > 1 and len(self._numbers) > 1:
-            steps, worth = self._local_steps, self._gain_of_steps(self._local_steps)
+            steps, worth = self._local_steps, self._local.gain(self._local_steps)
         largest = inf if self._signal is None else self._filled
         for cf in sorted({DENSE, *self._candidates}):
             gain, seconds = self.gain_at(cf), self._time.seconds(cf, steps)
@@ -234,20 +240,8 @@ class Goodput(DeclaredPolicy):
     @property
     def _filled(self) -> float:
         """The largest CF whose gain is known by now."""
-        filled = FILLED * (self._steps - self._filling)
+        filled = FILLED * (self._steps - self._filling - self._unmeasured)
         return max(filled, self._send) if self._filling else filled
-
-    def _gain_of_steps(self, steps: int) -> float:
-        """The gain of `steps` local steps between two exchanges (see the top of this file)."""
-        # Gradients of ranks that are apart need not be as much alike as those of ranks together.
-        seen = [int(n) for n in self._cosines.cfs() if n > 1] or [1]
-        known = min(seen, key=lambda n: max(n / steps, steps / n))
-        cosine = self._cosines.value(known)
-        alone = 1 / self._ranks
-        if cosine is not None and cosine > 0:
-            noise = known * (1 / min(1.0, cosine) - 1)
-            alone = (1 + noise / self._ranks) / (1 + noise)
-        return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
         """candidate: the CF with the largest T_comp. more, asked: by which share it promises more
@@ -283,7 +277,7 @@ class Goodput(DeclaredPolicy):
             return
         here = self._local_steps
         promised = {
-            steps: steps * self._gain_of_steps(steps) / seconds
+            steps: steps * self._local.gain(steps) / seconds
             for steps in self._numbers
             if (seconds := self._time.without_coding(self._send, steps))
         }
@@ -301,7 +295,7 @@ class Goodput(DeclaredPolicy):
         self._reason = "; ".join(filter(None, (why, self._reason)))
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since = goal, 0
-        self._filling = self._steps
+        self._filling, self._unmeasured = self._steps, 0
         if self._signal is not None:
             self._signal.rescale()  # what the ranks exchange now is of another number of steps
 
@@ -339,7 +333,7 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """Stay at the CF in use for a cooldown, and measure the step times anew."""
-        self._time, self._network = self._new_time(), 0
+        self._time, self._network, self._lost = self._new_time(), 0, 0.0
         self._since, self._came_from, self._striding = 0, None, False
         if self._signal is not None:
             self._signal.rescale()

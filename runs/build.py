@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import cos, pi
 from pathlib import Path
@@ -16,6 +16,7 @@ from adaptive import (
     AdaptiveCompressor,
     Delayed,
     Fixed,
+    Ladder,
     LinkSpec,
     Network,
     Policy,
@@ -63,16 +64,24 @@ def build_policy(config: TrainConfig) -> Policy:
 
 
 def cf_range(config: TrainConfig, policy: Policy) -> tuple[float, float]:
-    """Smallest and largest CF beside dense: those that were given, else the policy's own."""
+    """Smallest and largest CF beside dense and a ladder's rungs: those that were given, else the
+    policy's own."""
     if config.cf_range is not None:
         return config.cf_range
     if isinstance(policy, Fixed):
-        cf = DENSE if config.base == "none" else DEFAULT_CF if policy.cf is None else policy.cf
-        return cf, cf
-    if isinstance(policy, Schedule):
+        cfs = [DENSE if config.base == "none" else DEFAULT_CF if policy.cf is None else policy.cf]
+    elif isinstance(policy, Schedule):
         cfs = [float(cf) for cf in policy.pieces.values() if cf != DENSE] or [DENSE]
-        return min(cfs), max(cfs)
-    return CF_RANGE
+    else:
+        return CF_RANGE
+    cfs = [cf for cf in cfs if cf not in _rungs(config)]
+    return (min(cfs), max(cfs)) if cfs else CF_RANGE
+
+
+def _rungs(config: TrainConfig) -> Collection[float]:
+    """CFs below the range, at which a ladder has compressors of their own."""
+    base = made_from(config.base or "none", "base")
+    return base.rungs.keys() if isinstance(base, Ladder) else ()
 
 
 def sends_dense(config: TrainConfig) -> bool:
@@ -134,7 +143,7 @@ def _check_pieces(config: TrainConfig, policy: Policy) -> None:
     """ValueError for a schedule that leaves the CF range; it would be refused in training."""
     low, high = cf_range(config, policy)
     for step, cf in policy.pieces.items() if isinstance(policy, Schedule) else ():
-        if cf != DENSE and not low <= cf <= high:
+        if cf not in (DENSE, *_rungs(config)) and not low <= cf <= high:
             raise ValueError(
                 f"policy {config.policy}: CF {cf:g} from step {step} must be 1 or inside "
                 f"--cf-range {low:g} {high:g}"

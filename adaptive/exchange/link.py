@@ -88,7 +88,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class StepClock(ABC):
-    """A clock, for `AdaptiveCompressor(clock=...)`, that does not run: it is moved on by as long as
+    """A clock, for `Network(clock=...)`, that does not run: it is moved on by as long as
     a step takes, computed from its CF and the bytes that it has sent.
 
     now: seconds. compute: seconds of forward, backward and optimizer in a step. network: the link

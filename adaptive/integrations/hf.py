@@ -72,8 +72,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
             found = unwrap(module, None).model
             if isinstance(found, DistributedDataParallel) and _bare(found.module) is bare:
                 self._stop_catching()
-                if found is not self._model:
-                    self._attach(found, optimizer, Path(folder) if state.global_step else None)
+                self._attach(found, optimizer, Path(folder) if state.global_step else None)
 
         self._stop_catching()
         self._catching = register_module_forward_pre_hook(catch)
@@ -127,25 +126,31 @@ class AdaptiveCompressionCallback(TrainerCallback):
 
     def _attach(self, model: DistributedDataParallel, optimizer: Any, folder: Path | None) -> None:
         """Attach to a model. folder: the checkpoint to go on from; None: none."""
-        if self._model is not None:
-            self.compressor = self._given or AdaptiveCompressor(**self._arguments)
-        self.compressor.attach(model, optimizer=optimizer)
+        known, self._model = self._model, None  # nothing else keeps a model of another `train()`
+        if known is not None and self._given is None:
+            if known is model:
+                self.compressor.detach()
+            self.compressor = AdaptiveCompressor(**self._arguments)
+        if known is not model or self._given is None:
+            self.compressor.attach(model, optimizer=optimizer)
         self._model = model
         if folder is None:
             return
         path, group = folder / FILE, model.process_group
-        there = [False] * dist.get_world_size(group)
-        dist.all_gather_object(there, path.exists(), group=group)
-        if not any(there):
+        # Rank 0 has written it, perhaps where no other node sees it.
+        read: list[Any] = [None]
+        with all_or_none(group, f"{path} cannot be read on"):
+            if dist.get_rank(group) == 0 and path.exists():
+                read = [torch.load(path, map_location="cpu", weights_only=True)]
+        dist.broadcast_object_list(read, dist.get_global_rank(group, 0), group)
+        if read[0] is None:
             log.warning(
                 "training resumes, but %s is not there, so that the compressor begins anew: give "
                 "AdaptiveCompressionCallback(resume_from=...) the checkpoint's folder",
                 path,
             )
             return
-        with all_or_none(group, f"{path} cannot be read on"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        self.compressor.load_state_dict(state)
+        self.compressor.load_state_dict(read[0])
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -32,11 +32,13 @@ from policies import state as saved
 class MomentState(saved.Stateful):
     """What has become of the optimizers' moments since the last dense step.
 
-    differ: they are each rank's own, and residuals may hold updates. gradients: residuals hold
+    differ: they are each rank's own, and residuals may hold updates. own: second moments are of
+    this rank's own gradients, with all of their noise. gradients: residuals hold
     gradients, if anything. begun: momentum has had all of its lag. share: of its lag that momentum
     had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
 
     differ: bool = saved.saved(False)
+    own: bool = saved.saved(False)
     gradients: bool = saved.saved(False)
     begun: bool = saved.saved(False)
     share: float = saved.saved(1.0)
@@ -52,12 +54,11 @@ class MomentState(saved.Stateful):
 class OwnMoments:
     """First and second moments of the parameters that some optimizer steps.
 
-    owners: who steps them. ranks: world size. own: they are of this rank's own gradients. aside:
-    first moments (flat) before a step without momentum, until they take in its gradients."""
+    owners: who steps them. ranks: world size. aside: first moments (flat) before a step without
+    momentum, until they take in its gradients."""
 
     def __init__(self, owners: Owners, ranks: int) -> None:
         self.state = MomentState()
-        self.own = False
         self.aside: dict[Chunk, Tensor] = {}
         self._of, self._ranks = owners, ranks
         self._flats: dict[Chunk, FlatMoments] = {}
@@ -126,8 +127,8 @@ class OwnMoments:
     def begin_apart(self, share: float) -> None:
         """From here on moments are this rank's, and momentum has this share of its lag."""
         self.state.differ = True
-        if not self.own:
-            self.own = True
+        if not self.state.own:
+            self.state.own = True
             for run in self._all_runs():
                 # A second moment of the mean has the signal's, and 1 / N of the noise's.
                 part = mean_share(run, self._ranks, self.state.share)
@@ -138,7 +139,7 @@ class OwnMoments:
     def meet(self) -> None:
         """From here on second moments are as the mean gradient's, and momentum has all its lag, and
         takes what waits in residuals. The ranks have yet to agree on them."""
-        were_own, self.own = self.own, False
+        were_own, self.state.own = self.state.own, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
             scale_second_moments(run.tensors, of_mean)
@@ -163,7 +164,7 @@ class OwnMoments:
                 beta1 = run.group["betas"][0]
                 if not beta1:
                     continue
-                of_mean = mean_share(run, self._ranks, before) if self.own else 1.0
+                of_mean = mean_share(run, self._ranks, before) if self.state.own else 1.0
                 if share < before:
                     waiting = undelivered(run, before, of_mean).mul_(before - share)
                     for parameter, piece in chunk.within(waiting, run.start):

@@ -56,6 +56,11 @@ class Owners(dict[Tensor, Owner]):
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
 
+    def relearn(self) -> None:
+        """Optimizers may have other parameter groups now, as after `load_state_dict`."""
+        for optimizer in {of for of, _ in self.distinct}:
+            self.learn(optimizer)
+
     @property
     def chunks(self) -> Sequence[Chunk]:
         """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""

@@ -29,8 +29,9 @@ over some ten steps what would throw the model far back in one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from math import nan
 from typing import Any
 
 import torch
@@ -54,9 +55,16 @@ from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
-from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.parameters import ModelParameter, ModelParameters, local
 from compressors.kernels import kernels_for, squared_norm
-from compressors.kernels.blocks import Flag, Scalar
+from compressors.kernels.blocks import Flag, Scalar, fill_if
+
+STEPPED_LATE = (
+    "{} steps by gradients whose exchange is over, so that the ranks would part: updates are "
+    "exchanged once for each backward, when every optimizer has stepped or the next forward with "
+    "gradients begins. Step once between backward and such a forward, and evaluate under "
+    "torch.no_grad()"
+)
 
 
 class UpdateMemory(Residual):
@@ -96,6 +104,7 @@ class UpdateHandover(Handover):
         lag: Callable[[float], float],
     ) -> None:
         self.pending = False
+        self._over = False  # the exchange of the last backward's updates is
         self.always = not all(is_adaptive(of) and _averages(of) for of in optimizers)
         self._parameters = parameters
         self._ranks = ranks
@@ -106,9 +115,12 @@ class UpdateHandover(Handover):
         self._moments.state.differ = self._moments.state.begun = stepped
         self._outer: Optimizer | None = None  # whose step is under way
         self._before: dict[Chunk, Tensor] = {}  # where the parameters stood
+        self._targets: dict[Chunk, Tensor] = {}  # where they go, as means are decoded
         self._shrinks: dict[Chunk, Scalar] = {}  # by which that is yet to be multiplied
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
+        self._has_closure = False  # that step, so that a backward may run within it
         self._stepped: set[Optimizer] = set()  # since the last backward
+        self._without_gradient: set[Tensor] = set()  # parameters left out of steps since then
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
         self._meeting = Meeting(parameters, self._of)
 
@@ -137,12 +149,15 @@ class UpdateHandover(Handover):
 
     def backward_ends(self, cf: float) -> None:
         """The gradients of a step that is compressed at `cf` are there."""
-        self._moments.put_back()  # a step that raised never came to its end
-        self.pending = True
+        self.forget_raised()
+        self._moments.put_back()
+        self.pending, self._over = True, False
         self._stepped.clear()
+        self._without_gradient.clear()
         self._enlargements.clear()
         if self._outer is None:
             self._before.clear()
+        self._of.relearn()
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
         if self.gradients_wait:  # of parameters that this backward has not used
             for parameter in self._parameters.values():
@@ -199,13 +214,19 @@ class UpdateHandover(Handover):
     def destination(self, chunk: Chunk) -> Destination | None:
         """Where the ranks' mean update of a chunk moves the parameters as it is decoded. None where
         that is not one sum: then `apply` needs the mean itself."""
-        before, rates = self._before.get(chunk), self._rates_of(chunk)
-        lr = rates[0][0]
-        if before is None or len(rates) > 1 or isinstance(lr, Tensor):
+        rates = self._rates_of(chunk)
+        lr, decay = rates[0]
+        if len(rates) > 1 or isinstance(lr, Tensor):
             return None
-        if kernels_for(before).fused(before):  # then all ranks' payloads are decoded by one kernel
+        work = chunk.room("work")
+        if kernels_for(work).fused(work):  # then all ranks' payloads are decoded by one kernel
             return None
-        return Destination(before, -lr) if self.all_stepped else None
+        if self._stepped and not self.all_stepped:
+            return None
+        # A rank that leaves its step out rounds as the others do.
+        to = self._before[chunk] if self._stepped else chunk.here("unstepped").mul_(1 - decay)
+        self._targets[chunk] = to
+        return Destination(to, -lr)
 
     @torch.no_grad()
     def apply(self, chunk: Chunk, mean: Tensor | None, any_stepped: Callable[[], Tensor]) -> None:
@@ -213,11 +234,11 @@ class UpdateHandover(Handover):
         has gone to the chunk's `destination`.
 
         any_stepped: how many ranks have stepped (0-dim); called on a rank that has not."""
-        before = self._before.get(chunk)
         if mean is None:
-            assert before is not None
-            chunk.go_to(before)
+            if self._stepped or bool(any_stepped() > 0):
+                chunk.go_to(self._targets[chunk])
             return
+        before = self._before.get(chunk)
         rates = self._rates_of(chunk)
         _multiply(mean, chunk, [lr for lr, _ in rates])
         if before is None or not self._stepped:
@@ -228,10 +249,32 @@ class UpdateHandover(Handover):
                 _multiply(before, chunk, [1 - decay * some for decay in decays])
         chunk.go_to(torch.sub(before, mean, out=mean))
 
+    def forget_raised(self) -> None:
+        """A step without a closure that has not ended by the next forward or backward has raised:
+        the parameters go back to where it began."""
+        if self._outer is not None and not self._has_closure:
+            self._outer = None
+            for chunk, before in self._before.items():
+                chunk.go_to(before)
+            self._before.clear()
+            self._shrinks.clear()
+
+    @torch.no_grad()
+    def mark_nonfinite(self, flag: Flag) -> None:
+        """Some rank's gradients are not finite: see to it that each optimizer has one that is not.
+        A `GradScaler` looks at each optimizer by itself, and then skips all of them on all ranks.
+        (Autograd's result tells the optimizer of the last bucket.)"""
+        optimizers = {of for of, _ in self._of.distinct}
+        for optimizer in optimizers if len(optimizers) > 1 and flag is not False else ():
+            grads = (p.grad for p in _parameters_of(optimizer) if p in self._of)
+            if (grad := next((each for each in grads if each is not None), None)) is not None:
+                fill_if(flag, local(grad), nan)
+
     def exchanged(self) -> None:
         """All chunks have been."""
         self._moments.put_back()
-        self.pending = False
+        self._targets.clear()
+        self.pending, self._over = False, True
         if self._outer is None:
             self._before.clear()
 
@@ -261,15 +304,21 @@ class UpdateHandover(Handover):
     def step_begins(self, optimizer: Optimizer) -> None:
         """`optimizer.step(closure)` has been called, and the closure has not run yet. One that is
         not torch's may move parameters before (SAM), and back again."""
-        if self._outer is None and not is_adaptive(optimizer):
-            self._outer = optimizer
+        if self._outer in (None, optimizer) and not is_adaptive(optimizer):
+            self._outer, self._has_closure = optimizer, True
             self._remember()
 
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
         """An optimizer has its gradients, perhaps within a step of another. Returns the parameter
-        groups of its step, if these are to be others than `groups`."""
+        groups of its step, if these are to be others than `groups`. RuntimeError for a step by
+        gradients whose exchange is over."""
+        if self._over and self._outer in (None, optimizer):
+            self._outer = None
+            # Of parameters that no known optimizer steps autograd got the ranks' mean.
+            if any(p.grad is not None for p in _parameters_of(optimizer) if p in self._of):
+                raise RuntimeError(STEPPED_LATE.format(type(optimizer).__name__))
         self._moments.put_back()  # a step that raised never came to its end
         self._of.learn(optimizer)
         if self._outer is None:
@@ -279,6 +328,7 @@ class UpdateHandover(Handover):
                 self._meeting.deliver(self.learning_rate)
             return None
         self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
+        self._without_gradient |= {p for p in _parameters_of(optimizer) if p.grad is None}
         if self._outer is optimizer and not self._before:
             self._remember()
         return self._moments.settings_with_share(optimizer, groups)
@@ -294,7 +344,7 @@ class UpdateHandover(Handover):
                 steps = max(self._moments.state.muon_steps, 1)
                 self._enlargements |= enlargements(optimizer, steps, self._ranks)
         if self._outer is optimizer:
-            self._outer = None
+            self._outer, self._has_closure = None, False
             if self.pending:
                 self._note_step(optimizer)
             else:
@@ -311,14 +361,20 @@ class UpdateHandover(Handover):
             decays = [decay for _, decay in self._rates_of(chunk)]
             if not any(_is_tensor(decay) or decay > 0 for decay in decays):
                 continue
-            if len(self._of.distinct) > 1:
-                pairs = zip(self._of.of_chunk(chunk), self._rates_of(chunk, True), strict=True)
-                decays = [decay if of in steppers else 0.0 for (of, _), (_, decay) in pairs]
+            if len(self._of.distinct) > 1 or self._without_gradient:
+                owners = zip(chunk.parameters, self._of.of_chunk(chunk), strict=True)
+                moved = [of in steppers and self._had_gradient(p) for p, (of, _) in owners]
+                each = zip(self._rates_of(chunk, each=True), moved, strict=True)
+                decays = [decay if moves else 0.0 for (_, decay), moves in each]
             factors = [1 - decay * taken for decay in decays]
             if len(factors) == 1:
                 self._shrinks[chunk] = factors[0]
             else:
                 _multiply(before, chunk, factors)
+
+    def _had_gradient(self, parameter: ModelParameter) -> bool:
+        """In the steps since the last backward."""
+        return parameter.tensor not in self._without_gradient
 
     def _shrink(self) -> None:
         """Where parameters stood before the step, less their decay."""
@@ -328,13 +384,20 @@ class UpdateHandover(Handover):
 
     def _rates_of(self, chunk: Chunk, each: bool = False) -> list[tuple[Scalar, Scalar]]:
         """The learning rate that updates are told in, and the decay: of each parameter, or those of
-        all, if all have the same."""
+        all, if all have the same.
+
+        A parameter of fewer bits than what is kept of it rounds most of its decay away. There decay
+        is a part of what the step has done: taken apart, it would be undone by the update."""
         scales = self._of.rate_scales
-        if not scales and not each:
-            first, *others = (self._rates[id(group)] for group in self._of.groups_of(chunk))
-            if all(_same(first, other) for other in others):
-                return [first]
-        rates = [self._rates[id(group)] for _, group in self._of.of_chunk(chunk)]
+        each = each or bool(scales)
+        pairs = self._of.of_chunk(chunk)
+        groups = [group for _, group in pairs] if each else self._of.groups_of(chunk)
+        rates = [self._rates[id(group)] for group in groups]
+        if chunk.narrow:
+            rates = [(lr, 0.0) for lr, _ in rates]
+        if not each:
+            alike = all(_same(rates[0], other) for other in rates[1:])
+            return rates[:1] if alike else self._rates_of(chunk, each=True)
         if not scales:
             return rates
         of = (scales.get(p.tensor, 1.0) for p in chunk.parameters)
@@ -353,7 +416,7 @@ class UpdateHandover(Handover):
         if cf is not None and self.exchanges_updates(cf):
             return
         state = self._moments.state
-        state.gradients = True
+        state.gradients, self._over = True, False
         if state.differ:
             self._moments.meet()
             self._meeting.meet(exchange)
@@ -367,11 +430,14 @@ class UpdateHandover(Handover):
     def part(self) -> None:
         """Before ranks step by themselves for longer: momentum gets all of its lag, and takes what
         waits in residuals."""
+        self._over = False
+        self._of.relearn()
         self._begin_apart(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed = self._moments.state.differ or bool(self._meeting.late)
+        differed, over = self._moments.state.differ or bool(self._meeting.late), self._over
         self.begin_step(exchange, None)
+        self._over = over
         exchange.take_traffic()  # no step's
         self._meeting.deliver(self.learning_rate)
         return differed
@@ -388,9 +454,12 @@ class UpdateHandover(Handover):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._moments.state.load_state_dict(state)
-        self._moments.own = self._moments.state.differ
         self._meeting.late.clear()  # of a step before
-        self.pending = False
+        self.pending = self._over = self._has_closure = False
+        self._outer = None  # a step that raised
+        self._before.clear()
+        self._shrinks.clear()
+        self._moments.aside.clear()
 
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
@@ -413,7 +482,7 @@ class UpdateHandover(Handover):
         return [owner is None or owner[0] not in self._stepped for owner in owners]
 
     def _begin_apart(self, share: float) -> None:
-        if not self._moments.own:
+        if not self._moments.state.own:
             self._back_to_residuals()
         self._moments.state.gradients = False
         self._moments.begin_apart(share)
@@ -426,6 +495,10 @@ class UpdateHandover(Handover):
                 parameter.filled = False
         if self._meeting.put_back():
             self._moments.state.differ, self._moments.state.gradients = True, False
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:

@@ -77,10 +77,10 @@ class EveryStepSync(Synchroniser):
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
-        # After `detach` nobody would compare gradients. In parameter space they are the script's.
+        # After `detach` nobody would compare gradients.
         memory = averager.memory.now
-        changes_gradients = bool(memory.keeps) and not memory.handover.leaves_gradients
-        compare = changes_gradients and not averager.controller.forced_dense
+        changed = averager.compresses or not memory.handover.leaves_gradients
+        compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
         averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return last

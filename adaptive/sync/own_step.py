@@ -121,12 +121,19 @@ class OwnStepSync(EveryStepSync):
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.handover.backward_ends(controller.plan.send)
-        averager.watch.backward_ends(None, False, stream.backward_waited)
         nonfinite = averager.exchange.any_rank(flag, averager.device)
+        any_nonfinite: Flag = False
+
+        def waited() -> None:
+            stream.backward_waited()
+            self.handover.mark_nonfinite(any_nonfinite)
+
+        averager.watch.backward_ends(None, False, waited)
 
         def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+            nonlocal any_nonfinite
             gradients, sum_of_flags = (future.value() for future in futures.value())
-            flag = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
+            flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
             stream.keep(sum_of_flags, flag)
             return gradients
@@ -156,6 +163,7 @@ class OwnStepSync(EveryStepSync):
         Once for each compressed backward, on every rank. Where a step was left out that is before
         the next forward, since other ranks may have made theirs."""
         updates, averager, controller = self.handover, self.averager, self.averager.controller
+        updates.forget_raised()
         if not updates.pending:
             return
         averager.check_whole()

@@ -29,9 +29,9 @@ examples:
 
 The script is started as torchrun starts it, and ended after the steps that the doctor needs (with
 SystemExit, so that what it has in `finally` is done). It need not be changed: if it attaches an
-AdaptiveCompressor, that one's settings are tried; if it is plain DDP, the command attaches one with
-default settings to the first DDP model that it trains. In these steps it trains as plain DDP does,
-to the bit."""
+AdaptiveCompressor, that one's base, cf_range, exchange and link are tried; if it is plain DDP, the
+command attaches one with default settings to the first DDP model that it trains. In these steps it
+trains as plain DDP does, to the bit."""
 
 
 @dataclass(frozen=True, kw_only=True)

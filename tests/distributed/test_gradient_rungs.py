@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam, AdamW, RMSprop
 
 from adaptive import AdaptiveCompressor, Ladder, LocalSteps, ParameterServer
+from adaptive.step_watch import UNSCALED
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Scripted,
     TwoBranches,
     batch,
     flat_parameters,
+    listen,
     local_gradients,
     loss_of,
     small_net,
@@ -146,6 +148,19 @@ def _scaled(rank: int, cfs: list[float]) -> list[float]:
         scaler.update()
         moved.append(float((flat_parameters(model) - before).abs().max()))
     return moved
+
+
+def _warned(rank: int, cf: float) -> list[str]:
+    told = listen()
+    _scaled(rank, [cf] * 4)
+    return [line for line in told if UNSCALED in line]
+
+
+@pytest.mark.parametrize("cf", [8.0, 20.0, 2.0, 1.0])
+def test_a_loss_scale_that_was_not_handed_over_is_told_of(cf: float) -> None:
+    """Where gradients wait, which would stay in its units. Updates have none."""
+    first, other = run_ranks(2, _warned, cf)
+    assert (len(first), other) == (int(cf == 8.0), [])
 
 
 def test_what_waits_in_the_units_of_a_loss_scale_is_unscaled_with_a_gradient() -> None:

@@ -162,6 +162,10 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
             "wire": callback.compressor.summary().wire_factor,
             "logged": logged[-1],
         }
+        first = callback.compressor
+        trainer.train()  # with another DDP of the same parameters
+        again = callback.compressor
+        found[optimizer]["again"] = again is not first and again.summary().steps
     told = listen()
     _train(own, optimizer, resume=True, resume_from=f"{folder}/elsewhere")
     found["told"] = [line for line in told if "resume_from" in line]
@@ -185,6 +189,7 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
     first, second = (of_rank["trainer"] for of_rank in both)
     for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
         a, b = first[optimizer], second[optimizer]
+        assert a["again"] == b["again"] == STEPS
         assert torch.equal(a["straight"], b["straight"])
         assert torch.equal(a["resumed"], b["resumed"])
         torch.testing.assert_close(a["resumed"], a["straight"], rtol=1e-3, atol=1e-4)

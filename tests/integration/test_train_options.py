@@ -215,3 +215,18 @@ def test_a_compressor_is_written_with_its_settings() -> None:
         made = make_config(read("train", OPTIONS, HELP, ["--cf", "16", "--base", written]))
         base = vars(build_compressor(made)._settings.base)
         assert settings.items() <= base.items()
+
+
+@pytest.mark.parametrize(
+    ("policy", "cf_range"),
+    [
+        ("Fixed(8)", (10, 1000)),
+        ("Fixed(20)", (20, 20)),
+        ("Schedule({0:8,5:1,9:40,12:20})", (20, 40)),
+        ("Schedule({0:8,5:1})", (10, 1000)),
+    ],
+)
+def test_a_policys_rungs_are_below_the_range(policy: str, cf_range: tuple[float, float]) -> None:
+    options = ["--base", "Ladder({8:'int4'},'topk')", "--policy", policy]
+    made = make_config(read("train", OPTIONS, HELP, options))
+    assert build_compressor(made)._settings.cf_range == cf_range

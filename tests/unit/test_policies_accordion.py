@@ -8,7 +8,7 @@ from math import cos, inf, nan, pi
 
 import pytest
 
-from policies.accordion import Accordion
+from policies.accordion import LATE, Accordion
 from policies.base import Context, Plan, StepReport
 from policies.gravac import GraVAC
 from tests.unit.plans import reasons
@@ -304,3 +304,25 @@ def test_by_layer_goes_on_from_its_state():
 def test_layers_must_be_known():
     with pytest.raises(ValueError, match="layers are not known"):
         Accordion(per_layer=True).start(Context((10, 100), 2))
+
+
+@pytest.mark.parametrize("interval", [5, 20])
+@pytest.mark.parametrize("before_its_end", range(5))
+def test_a_state_that_is_saved_in_every_interval_changes_no_regime(before_its_end, interval):
+    """To be saved, all reports that are on their way are taken in at once. Gradients are alike."""
+    policy, late, readings, summed = started(interval=interval), [], [], 0
+    for step in range(20 * interval):
+        plan = policy.plan()
+        summed += 1
+        norm = nan
+        if plan.read_sum:
+            norm, summed = float(summed), 0
+            readings.append(step)
+        late.append(StepReport(step, plan.send, sum_norm=norm))
+        saved = step % interval == interval - 1 - before_its_end
+        for report in late[: len(late) if saved else len(late) - 1]:
+            policy.observe(report)
+            late = late[1:]
+    assert not policy.critical
+    assert max(b - a for a, b in pairwise([0, *readings])) <= 2 * interval + 2 * LATE
+    assert len(readings) <= 40

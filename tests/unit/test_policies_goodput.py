@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
-from policies.goodput import FILLED, FOREIGN, RESTING, STRIDE_STEPS, WATCHED
+from policies.goodput import BRIEF, FILLED, FOREIGN, RESTING, STRIDE_STEPS, WATCHED
 from policies.step_time import StepTime
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
@@ -130,10 +130,14 @@ def test_a_median_that_lags_behind_does_not_hold_it_up(before, after):
     assert t_comp(sent[70], after) >= t_comp(best(after), after) / 1.05
 
 
-def test_where_dense_is_right_gains_are_measured_by_turns():
-    sent, rests = run_resting(started(), [1e9] * 700)
+@pytest.mark.parametrize(("rate", "steps"), [(1e8, WATCHED), (1e9, BRIEF)])
+def test_where_dense_is_right_gains_are_measured_by_turns(rate, steps):
+    """In few steps of a turn where a CF that kept everything would be no better."""
+    could_be_better = max(1 / step_seconds(cf, rate) for cf in GAINS)
+    assert (could_be_better > 1.05 / step_seconds(DENSE, rate)) == (steps == WATCHED)
+    sent, rests = run_resting(started(), [rate] * 700)
     begin = sent.index(DENSE)
-    turn = [False] * WATCHED + [True] * RESTING
+    turn = [False] * steps + [True] * (WATCHED + RESTING - steps)
     assert set(sent[begin:]) == {DENSE}
     assert rests == [False] * begin + (turn * 3)[: 700 - begin]
 
@@ -146,6 +150,27 @@ def test_a_network_that_slows_down_is_seen_while_gains_rest(asleep):
     assert rests[at - 1] or not asleep
     assert sent[at + 20] == best(1e6)
     assert not any(rests[at + 20 :])
+
+
+def test_a_step_without_gains_fills_no_residual():
+    """A CF whose gain was measured in few steps is sent only once it was in more, whatever the
+    number of steps between."""
+    policy = started("signal", power=0.1)
+    sent = []
+    for step, rate in enumerate([1e9] * 300 + [1e5] * 30):
+        plan = policy.plan()
+        sent.append(plan.send)
+        products = dict.fromkeys(GAINS, 4.0)
+        values = {"peers": products, "peers_total": 4.0, "grad_norm": 2.0, "peers_energy": 4.0}
+        values |= {"signal": products, "signal_total": 4.0}
+        values = {"steady_gain": {}} if plan.skip_gains else values
+        policy.observe(report(step, plan.send, rate, **values))
+    measured = 300 - policy._unmeasured
+    assert sent[299] == DENSE
+    assert measured < 60
+    largest = [max(sent[300:at]) for at in range(301, 331)]
+    assert all(cf <= FILLED * (measured + i) for i, cf in enumerate(largest, 1))
+    assert largest[-1] > FILLED * measured
 
 
 def test_compressed_steps_never_rest():
@@ -172,7 +197,7 @@ def test_a_dense_step_in_fewer_bits_has_nothing_to_compress_and_rests():
         policy.observe(report(step, plan.send, rate, steady_gain=gains, **times))
     assert set(sent[40:]) == {bf16}
     assert rests[-1]
-    assert not any(rests[:50])
+    assert not any(rests[: sent.index(bf16) + BRIEF])
 
 
 def test_products_with_what_was_before_a_rest_are_passed_over():
