@@ -37,6 +37,10 @@ PAUSE = 3.0
 """A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
 A second such step in a row counts, because the median lags behind a network that became slow."""
 
+SLOWER = 4.0
+"""From one CF alone, more bytes are predicted to take no longer than on a link so many times slower
+than it is at best. What a small payload waits for is mostly no matter of its bytes."""
+
 BACKWARD = 2 / 3
 """Backward's share of a step's work, at most. It hides no more than that of an exchange."""
 
@@ -193,6 +197,10 @@ class StepTime(Stateful):
         needed = latency + wanted * seconds_a_byte
         if self._faster or not 0 < needed < inf:
             return predicted
+        if len(self._network) == 1 and not self.changes:
+            [(only, time)] = self._network.items()
+            more = max(0.0, wanted - self.nbytes(only))
+            predicted = min(predicted, time + SLOWER * seconds_a_byte * more)
         # Steps that were faster than the link is said to be show a faster one.
         hidden, shown = BACKWARD * self._work_at(cf), 1.0
         for other, time in self._network.items():

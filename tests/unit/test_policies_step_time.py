@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adaptive.exchange.link import LinkSpec
 from policies.base import DENSE, StepReport
-from policies.step_time import BACKWARD, StepTime
+from policies.step_time import BACKWARD, SLOWER, StepTime
 from runs.modelled_clock import ModelledClock
 
 WORK = 0.05
@@ -353,6 +353,22 @@ def test_no_prediction_is_faster_than_the_link(rate: float, cf: float, exposes: 
     assert seconds is not None
     assert seconds >= max(WORK, rate / cf) - 1e-9
     assert seconds <= WORK + rate / cf + 1e-9
+
+
+@pytest.mark.parametrize(("seconds_a_byte", "dense"), [(1e-9, 0.054), (1e-7, 0.45), (0.0, 0.5)])
+def test_what_a_small_payload_waits_for_is_mostly_no_matter_of_its_bytes(
+    seconds_a_byte: float, dense: float
+) -> None:
+    """Of a fast link. A slow one may account for all of it, and an unknown one must."""
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, seconds_a_byte))
+    _run(model, 10.0, [0.05] * 10)
+    expected = {1e-9: 0.05 + SLOWER * 0.9e-3, 1e-7: 0.05 + SLOWER * 0.09, 0.0: 0.5}
+    assert model.exposed(1.0) == pytest.approx(expected[seconds_a_byte])
+    assert model.exposed(1.0) == pytest.approx(dense, rel=0.1)
+    assert model.exposed(20.0) == pytest.approx(0.025)  # fewer bytes may be worth a try
+    _run(model, 10.0, [0.5] * 10)  # the network is no longer as it was
+    assert model.changes == 1
+    assert model.exposed(1.0) == pytest.approx(5.0)
 
 
 def test_steps_that_are_faster_than_the_link_is_said_to_be_are_believed() -> None:
