@@ -17,6 +17,7 @@ from adaptive import (
     Fixed,
     GraVAC,
     MemoryTimeline,
+    Network,
     RandomK,
     Timeline,
 )
@@ -24,7 +25,7 @@ from adaptive.timeline.records import StepRecord
 from compressors import TopK
 from compressors.base import Spec
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, batch, flat_parameters, loss_of, small_net
+from tests.distributed.setting import Clock, Scripted, batch, flat_parameters, loss_of, small_net
 
 
 class _EveryRank(Timeline):
@@ -138,6 +139,12 @@ def _error_of(rank: int, how: str) -> str:
             signs.attach(model, optimizer=optimizer)
         elif how == "settings":
             AdaptiveCompressor("topk", (10, 100 + rank)).attach(model)
+        elif how == "network":
+            AdaptiveCompressor(network=(None, "10mbit")[rank]).attach(model)
+        elif how == "clock":
+            AdaptiveCompressor(network=Network(clock=Clock()) if rank else None).attach(model)
+        elif how == "policy by name":
+            AdaptiveCompressor(policy=(None, "goodput")[rank]).attach(model)
         elif how == "twice":
             AdaptiveCompressor().attach(model)
             AdaptiveCompressor().attach(model)
@@ -182,6 +189,9 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         ),
         ("zeros", "ValueError: granularity must be 'layer' for base 'signsgd' with momentum"),
         ("settings", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        ("network", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        ("clock", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
+        ("policy by name", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
         ("twice", "RuntimeError: model is attached already"),
         ("not ddp", "TypeError: model must be a DistributedDataParallel module, got Sequential"),
         (
