@@ -39,7 +39,7 @@ A second such step in a row counts, because the median lags behind a network tha
 
 SLOWER = 4.0
 """From one CF alone, more bytes are predicted to take no longer than on a link so many times slower
-than it is at best. What a small payload waits for is mostly no matter of its bytes."""
+than it is at best. A small payload waits for latency rather than for its bytes."""
 
 BACKWARD = 2 / 3
 """Backward's share of a step's work, at most. It hides no more than that of an exchange."""

@@ -60,10 +60,9 @@ from compressors.kernels import kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if
 
 STEPPED_LATE = (
-    "{} steps by gradients whose exchange is over, so that the ranks would part: updates are "
-    "exchanged once for each backward, when every optimizer has stepped or the next forward with "
-    "gradients begins. Step once between backward and such a forward, and evaluate under "
-    "torch.no_grad()"
+    "{} steps after the updates of this backward were exchanged, so the ranks would diverge: the "
+    "exchange is over once every optimizer has stepped, or the next forward with gradients has "
+    "begun. Step once between backward and such a forward, and evaluate under torch.no_grad()"
 )
 
 
@@ -312,13 +311,11 @@ class UpdateHandover(Handover):
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
         """An optimizer has its gradients, perhaps within a step of another. Returns the parameter
-        groups of its step, if these are to be others than `groups`. RuntimeError for a step by
-        gradients whose exchange is over."""
-        if self._over and self._outer in (None, optimizer):
-            self._outer = None
-            # Of parameters that no known optimizer steps autograd got the ranks' mean.
-            if any(p.grad is not None for p in _parameters_of(optimizer) if p in self._of):
-                raise RuntimeError(STEPPED_LATE.format(type(optimizer).__name__))
+        groups of its step, if these are to be others than `groups`. RuntimeError for a step after
+        the exchange of its backward."""
+        if self._over and self._outer in (None, optimizer) and self._has_gradients(optimizer):
+            self._outer, self._has_closure = None, False
+            raise RuntimeError(STEPPED_LATE.format(type(optimizer).__name__))
         self._moments.put_back()  # a step that raised never came to its end
         self._of.learn(optimizer)
         if self._outer is None:
@@ -332,6 +329,10 @@ class UpdateHandover(Handover):
         if self._outer is optimizer and not self._before:
             self._remember()
         return self._moments.settings_with_share(optimizer, groups)
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        """Of this rank's own: those of parameters without a known optimizer are the ranks' mean."""
+        return any(p.grad is not None for p in _parameters_of(optimizer) if p in self._of)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:

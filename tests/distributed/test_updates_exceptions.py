@@ -104,7 +104,7 @@ def test_a_state_is_loaded_after_a_step_that_raised() -> None:
     assert run_ranks(2, _loaded_after_an_error) == [0.0, 0.0]
 
 
-def _without_gradient(rank: int, half: bool) -> bool:
+def _without_gradient(rank: int) -> bool:
     """Whether parameters stay where they are whose gradients a script takes away."""
     model = DDP(small_net(torch.float32), bucket_cap_mb=0.004)
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -116,16 +116,13 @@ def _without_gradient(rank: int, half: bool) -> bool:
         loss_of(model, step, rank).backward()
         for p in still:
             p.grad = None
-        if half and rank == 1 and step % 4 == 2:
-            continue  # leaves its step out
         optimizer.step()
-    loss_of(model, 12, rank)
     assert differs(list(model.parameters())) == 0
     return all(torch.equal(p, before) for p, before in zip(still, stood, strict=True))
 
 
 def test_a_parameter_without_a_gradient_does_not_decay() -> None:
-    assert run_ranks(2, _without_gradient, False) == [True, True]
+    assert run_ranks(2, _without_gradient) == [True, True]
 
 
 def _only_decay(rank: int, dtype: torch.dtype) -> float:
