@@ -9,6 +9,7 @@ policy decides on agreed statistics only, so every rank takes the same decision 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any
@@ -129,8 +130,8 @@ def main() -> None:
     if rank == 0:
         print(compressor.summary())
     compressor.close()
-    dist.barrier()
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(read_arguments(), device)
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 
 
 def read_arguments(words: list[str] | None = None) -> argparse.Namespace:

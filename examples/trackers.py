@@ -8,6 +8,7 @@ Any function `log(numbers, step)` is enough for a tracker: `LogTimeline` calls i
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -70,8 +71,8 @@ def main() -> None:
         optimizer.step()
 
     compressor.close()  # logs the last numbers, before the tracker's run ends
-    dist.barrier()
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import parent_process
@@ -46,6 +47,7 @@ def run_torchrun_worker(job: Job, rank: int, world_size: int) -> int:
         dist.broadcast_object_list(agreed, src=0)
         code = run_rank(agreed[0], rank, interrupt)
         dist.destroy_process_group()
+        time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
         return code
 
 

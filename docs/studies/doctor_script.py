@@ -68,6 +68,7 @@ def main() -> None:
         seconds = [after - before for before, after in pairwise(ends)]
         Path(options.out).write_text(json.dumps(median(seconds[SETTLING - 1 :])))
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 
 
 if __name__ == "__main__":

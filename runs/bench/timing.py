@@ -114,5 +114,5 @@ def _work(rank: int, workers: int, folder: str, function: Any, args: tuple[Any, 
     result = function(rank, *args)
     if rank == 0:
         torch.save(result, f"{folder}/result")
-    dist.barrier()
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work

@@ -14,6 +14,7 @@ from tests.integration.commands import Start, assert_refused, python_m, starting
 
 SCRIPT = """
 import sys
+import time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,6 +34,7 @@ try:
 finally:
     print("cleaned up", flush=True)
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 """
 
 

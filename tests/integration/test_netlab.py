@@ -20,7 +20,7 @@ from tests.integration.commands import ROOT, Start, alive, python_m, starting, w
 PROBE = "from runs.netlab.lab import Lab; Lab('1gbit').opened()"
 
 SCRIPT = """
-import os, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor
 dist.init_process_group("gloo")
@@ -34,6 +34,7 @@ for step in range(6):
 words = "rank", os.environ["RANK"], "of", dist.get_world_size(), os.environ["GLOO_SOCKET_IFNAME"]
 os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: four ranks share one pipe
 dist.destroy_process_group()
+time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 """
 
 
