@@ -147,14 +147,15 @@ class OwnStepSync(EveryStepSync):
         self.make_up()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        self.handover.step_begins(optimizer)
+        self.handover.steps.begin_outer(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.handover.after_step(optimizer)
-        if self.handover.pending and self.handover.all_stepped:
+        steps = self.handover.steps
+        if steps.pending and steps.all_stepped:
             self.make_up()
 
     def make_up(self) -> None:
@@ -163,15 +164,15 @@ class OwnStepSync(EveryStepSync):
         Once for each compressed backward, on every rank. Where a step was left out that is before
         the next forward, since other ranks may have made theirs."""
         updates, averager, controller = self.handover, self.averager, self.averager.controller
-        updates.forget_raised()
-        if not updates.pending:
+        updates.steps.forget_raised()
+        if not updates.steps.pending:
             return
         averager.check_whole()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
         with stream.hook_call(last=True), averager.noting_failure(controller.step):
             grad = tally.at("grad").clone()  # of gradients, not of updates
-            tally.at("stepped").fill_(float(updates.all_stepped))
+            tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             nbytes = averager.sizes.bucket_nbytes(cfs)

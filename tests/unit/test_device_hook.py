@@ -182,8 +182,8 @@ class Hook:
         """What a session does in a compressed step in parameter space."""
         updates.backward_ends(step.cfs.send)
         self.optimizer_steps()
-        assert updates.pending
-        assert updates.all_stepped
+        assert updates.steps.pending
+        assert updates.steps.all_stepped
         step = replace(step, updates=True)
         for i, chunk in enumerate(updates.chunks):
             work, energy = updates.outgoing(chunk)
@@ -283,7 +283,7 @@ def test_no_value_is_read_where_updates_are_sent(
             if not measured and name == "capturable":
                 hook.memory.handover.begin_step(hook.exchange, None)
             elif not measured:  # that would read their steps, which these keep on the host
-                hook.memory.handover._over = False
+                hook.memory.handover.steps.over = False
             hook.run(*measured)
             if not measured:
                 hook.optimizer_steps()
