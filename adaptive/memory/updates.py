@@ -101,7 +101,7 @@ class UpdateHandover(Handover):
         stepped = any(optimizer.state for optimizer in optimizers)
         self._moments.state.differ = self._moments.state.begun = stepped
         self._targets: dict[Chunk, Tensor] = {}  # where parameters go, as means are decoded
-        self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since then
+        self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._meeting = Meeting(parameters, self._of)
 
     @property
