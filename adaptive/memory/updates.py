@@ -47,8 +47,14 @@ from adaptive.memory.meeting import Meeting
 from adaptive.memory.moments import enlarge, is_adaptive, noise_of, normalized
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
+from adaptive.memory.optimizer_steps import (
+    OptimizerSteps,
+    any_decay,
+    is_tensor,
+    multiply,
+    parameters_of,
+)
 from adaptive.memory.own_moments import OwnMoments, average
-from adaptive.memory.own_steps import OwnSteps, is_tensor, multiply, parameters_of
 from adaptive.memory.owners import Owners
 from adaptive.parameters import ModelParameter, ModelParameters, local
 from compressors.kernels import kernels_for, squared_norm
@@ -96,7 +102,7 @@ class UpdateHandover(Handover):
         self._ranks = ranks
         self._lag = cache(lag)
         self._of = Owners(parameters, optimizers)
-        self.steps = OwnSteps(self._of)
+        self.steps = OptimizerSteps(self._of)
         self._moments = OwnMoments(self._of, ranks)
         stepped = any(optimizer.state for optimizer in optimizers)
         self._moments.state.differ = self._moments.state.begun = stepped
@@ -179,8 +185,9 @@ class UpdateHandover(Handover):
             torch._foreach_mul_([piece for piece, _ in muons], factors)
         all_stepped = self.steps.all_stepped
         if not all_stepped:
-            for has, piece in zip(self.steps.stepped(chunk), chunk.split(work), strict=True):
-                if not has:
+            left_out = self.steps.unstepped(chunk.parameters)
+            for without, piece in zip(left_out, chunk.split(work), strict=True):
+                if without:
                     piece.zero_()
         known = rate is not None and all_stepped and not muons
         return work, sum(energies[1:], energies[0]) if known else None
@@ -219,7 +226,7 @@ class UpdateHandover(Handover):
         if before is None or not stepped:
             before = chunk.here("unstepped")
             decays = [] if stepped else [decay for _, decay in rates]
-            if any(is_tensor(decay) or decay > 0 for decay in decays):
+            if any_decay(decays):
                 some = (any_stepped() > 0).to(before.dtype)
                 multiply(before, chunk, [1 - decay * some for decay in decays])
         chunk.go_to(torch.sub(before, mean, out=mean))

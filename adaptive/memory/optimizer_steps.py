@@ -3,7 +3,7 @@ of what they have done (see `adaptive/memory/updates.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ STEPPED_LATE = (
 )
 
 
-class OwnSteps:
+class OptimizerSteps:
     """Which optimizers have stepped, by which learning rates, and where the parameters stood.
 
     owners: who steps each parameter. pending: a backward has ended whose updates are yet to be
@@ -45,6 +45,7 @@ class OwnSteps:
     # -- between backward and exchange --
 
     def backward_ends(self) -> None:
+        """A compressed backward has: its steps are to come."""
         self.forget_raised()
         self.pending, self.over = True, False
         self._stepped.clear()
@@ -127,11 +128,12 @@ class OwnSteps:
         taken = _taken(optimizer)
         for chunk, before in self.before.items():
             decays = [decay for _, decay in self.rates_of(chunk)]
-            if not any(is_tensor(decay) or decay > 0 for decay in decays):
+            if not any_decay(decays):
                 continue
             if len(self._of.distinct) > 1 or self._without_gradient:
                 owners = zip(chunk.parameters, self._of.of_chunk(chunk), strict=True)
-                moved = [of in steppers and self._had_gradient(p) for p, (of, _) in owners]
+                without = self._without_gradient
+                moved = [of in steppers and p.tensor not in without for p, (of, _) in owners]
                 each = zip(self.rates_of(chunk, each=True), moved, strict=True)
                 decays = [decay if moves else 0.0 for (_, decay), moves in each]
             factors = [1 - decay * taken for decay in decays]
@@ -139,10 +141,6 @@ class OwnSteps:
                 self._shrinks[chunk] = factors[0]
             else:
                 multiply(before, chunk, factors)
-
-    def _had_gradient(self, parameter: ModelParameter) -> bool:
-        """In the steps since the last backward."""
-        return parameter.tensor not in self._without_gradient
 
     def take_shrink(self, chunk: Chunk) -> Scalar:
         """By which the caller is to multiply `before`."""
@@ -164,10 +162,6 @@ class OwnSteps:
     def all_stepped(self) -> bool:
         """No step of this backward's gradients is to come."""
         return self._outer is None and all(of in self._stepped for of, _ in self._of.distinct)
-
-    def stepped(self, chunk: Chunk) -> list[bool]:
-        """Which of a chunk's parameters have been stepped since the last backward."""
-        return [of in self._stepped for of, _ in self._of.of_chunk(chunk)]
 
     def unstepped(self, parameters: Sequence[ModelParameter]) -> Sequence[Flag]:
         """Which of these parameters no optimizer has stepped since the last backward."""
@@ -212,6 +206,11 @@ def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
         torch._foreach_mul_(chunk.split(whole), of)
     else:
         torch._foreach_mul_(chunk.split(whole), [float(factor) for factor in factors])
+
+
+def any_decay(decays: Iterable[Scalar]) -> bool:
+    """Whether some parameters may decay: what a device holds is not read."""
+    return any(is_tensor(decay) or decay > 0 for decay in decays)
 
 
 def is_tensor(x: Scalar) -> bool:
