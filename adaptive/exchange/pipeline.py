@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.link import new_future, side_stream
+from adaptive.exchange.link import new_future
 from adaptive.statistics.timing import Span, Timestamp
 from compressors.kernels import kernels_for
 
@@ -55,7 +55,11 @@ class HookStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = side_stream(device)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Torch draws callbacks' streams from the 32 of the usual priority, in turn. One of
+            # these would soon be a callback's, too, and the hook would wait for the network.
+            self._stream = torch.cuda.Stream(device, priority=-1)
         self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
 
     @contextmanager

@@ -130,16 +130,18 @@ class OwnStepSync(EveryStepSync):
 
         averager.watch.backward_ends(None, False, waited)
 
-        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+        def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            gradients, sum_of_flags = (future.value() for future in futures.value())
+            # On a device this stream is behind the flag's collective, and waits for the bucket's.
+            # A future of both together (`collect_all`) would know no device, and wait for neither.
+            sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
             stream.keep(sum_of_flags, flag)
             return gradients
 
         controller.stopwatch.hook_left(entered, ())
-        return torch.futures.collect_all([last, nonfinite]).then(finish)
+        return nonfinite.then(finish)
 
     # -- a step --
 
