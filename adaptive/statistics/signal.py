@@ -78,7 +78,9 @@ class Peers:
 
     def begin_step(self, tally: Tally) -> None:
         """Move the products of the latest `receive` to the tally."""
-        found = self._found.to(tally.vector.device)  # a loaded state may be on another
+        found = self._found.to(
+            tally.vector.device, non_blocking=True
+        )  # a loaded state may be on another
         if tally.drift:
             tally.at("peers_energy").add_(found[:1])
         tally.at("peers_total").add_(found[1:2])

@@ -40,6 +40,43 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Copies(TorchDispatchMode):
+    """Fails where the host's numbers are copied to a device, and it waits until they are there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("_to_copy", "copy_"):
+            source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
+            at_once = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2])
+            assert at_once or out.device == source.device, "a copy that waits for the device"
+        return out
+
+
+@contextmanager
+def no_copy_waits() -> Iterator[None]:
+    """Here a copy of numbers between the host and a meta tensor must not wait."""
+    tensor, as_tensor = torch.tensor, torch.as_tensor
+
+    def made(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def checked(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            there = torch.device(kwargs.get("device") or "cpu").type == "meta"
+            assert isinstance(data, torch.Tensor) or not there, "a number that waits for the device"
+            return make(data, *args, **kwargs)
+
+        return checked
+
+    def new_tensor(like: torch.Tensor, data: Any) -> torch.Tensor:
+        return made(tensor)(data, device=like.device)
+
+    with pytest.MonkeyPatch.context() as patch, _Copies():
+        patch.setattr(torch, "tensor", made(tensor))
+        patch.setattr(torch, "as_tensor", made(as_tensor))
+        patch.setattr(torch.Tensor, "new_tensor", new_tensor)
+        yield
+
+
 def count_operations(call: Callable[[], object]) -> int:
     """How many operations `call` starts."""
     with Operations() as operations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
 from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.sgd import SGDHandover
+from adaptive.memory.sgd import RESTING, SGDHandover
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameter
 from adaptive.reducer import Reducer, Step
@@ -38,7 +38,7 @@ from compressors import Compressor, compressor_names, make_compressor
 from compressors.base import Spec
 from compressors.kernels.blocks import CODE_BLOCK
 from policies import Goodput
-from tests.unit.device_path import Operations
+from tests.unit.device_path import Operations, no_copy_waits
 from tests.unit.model_parameters import Parameters
 
 CF = 32.0
@@ -67,6 +67,12 @@ class MetaExchange(Exchange):
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         return _done(payload.new_empty(2, sizes[0]))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_waits() -> Iterator[None]:
+    with no_copy_waits():
+        yield
 
 
 def _done(tensor: Tensor) -> Future[Tensor]:
@@ -249,6 +255,23 @@ def test_no_value_is_read_with_any_option(base: str, options: dict[str, Any]) ->
     hook.run(cf)
     hook.run(cf, hook.base.nearest(Spec((7000,), 2 * CF)))
     hook.run()
+
+
+def test_no_value_is_read_where_sgd_gets_its_momentum_back() -> None:
+    hook = Hook(make_compressor("topk+int4"), "momentum")
+    hook.run(CF)
+    handover = hook.memory.handover
+    for parameter in hook.parameters:
+        parameter.stepped = True  # as `before_step` says of all that SGD has stepped
+    for _ in range(RESTING + 1):
+        hook.run()
+        for parameter in hook.parameters:
+            parameter.filled = False  # as the ranks agree, steps later
+        handover.begin_step(hook.exchange, None)
+    assert isinstance(handover, SGDHandover)
+    assert handover.rests
+    for parameter in hook.parameters:
+        assert handover._optimizer.state[parameter.tensor]["momentum_buffer"].is_meta
 
 
 def _capturable(parameters: list[Tensor]) -> Optimizer:
