@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaptive.memory.moments import Run, enlarge, noise_of
-from tests.unit.device_path import triton_path
+from tests.unit.device_path import device_path, triton_path
 from tests.unit.samples import normal
 from tests.unit.triton_compile import Kernel, assembly
 
@@ -55,7 +55,8 @@ def test_updates_are_enlarged_as_by_torch(
     if overflown:
         run.mean[0], run.square[0] = 1e37, torch.inf
     expected, found, noise = update.clone(), update.clone(), noise_of(run, share)
-    enlarge(expected, run.mean, run.square, noise, ranks)
+    with device_path():
+        enlarge(expected, run.mean, run.square, noise, ranks)
     with triton_path():
         enlarge(found, run.mean, run.square, noise, ranks)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
