@@ -206,24 +206,31 @@ CHUNKS = 24
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes at once of tensors that are made inside."""
+    """The most bytes at once of tensors that are made inside, on each stream: of what is given back
+    to one the allocator gives nothing to another."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.nbytes = 0
+        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._most: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._most.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
+        stream: str = torch.cuda.current_stream(CUDA).name  # type: ignore[attr-defined]
         for x in _tensors(out):
             storage = x.untyped_storage()
             if storage._cdata not in given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), stream
         self._made = {at: each for at, each in self._made.items() if not each[0].expired()}
-        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._made.values()))
+        now = sum(nbytes for _, nbytes, on in self._made.values() if on == stream)
+        self._most[stream] = max(self._most.get(stream, 0), now)
         return out
 
 
