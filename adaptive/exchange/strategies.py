@@ -162,7 +162,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     down = [[_downward(unit, back) for unit in units] for units in shards]
     down_sizes = [sum(payload_sizes(units)) for units in down]
     numels = [unit.numel for unit in mine]
-    room = out.bucket.room("mean of a shard", sum(numels)).zero_()
+    room = out.bucket.room("mean of a shard", sum(numels))
     means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
     nonfinite: Flag = False
@@ -171,12 +171,11 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     for (unit, mean), below, payloads in both:
         kept = None if server is None else server.get(unit.key.name)
         before.append(kept)
+        flag = any_nonfinite(payloads)  # of any rank: then nothing comes of the mean
+        unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
+        nonfinite = either(nonfinite, flag)
         if kept is not None and kept.numel() == mean.numel():
-            mean.copy_(kept)
-        for payload in payloads:
-            flag = any_nonfinite([payload])
-            unit.compressor.add_to(mean, payload.as_zeros(flag), 1 / len(payloads))
-            nonfinite = either(nonfinite, flag)
+            mean.add_(kept)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
         payload, levels = _compress_mean(replace(below, key=key), mean, back.measured)

@@ -44,7 +44,7 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Handover
 from adaptive.memory.meeting import Meeting
-from adaptive.memory.moments import enlarge, is_adaptive, noise_of, normalized
+from adaptive.memory.moments import enlarge, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
@@ -157,13 +157,12 @@ class UpdateHandover(Handover):
         rate = inverse(rates[0][0]) if len(rates) == 1 else None
         shrink = self.steps.take_shrink(chunk)
         energies: list[Scalar] = []
-        runs = [(run, run.mean, run.square) for run in self._moments.runs(chunk)]
-        noises = [noise_of(run, self._moments.state.share) for run, *_ in runs]
+        runs, share = self._moments.runs(chunk), self._moments.state.share
         aside = self._moments.aside.pop(chunk, None)
         for block in chunk.blocks():
-            inside = [run.inside(block.start, block.stop) for run, *_ in runs]
+            inside = [run.inside(block.start, block.stop) for run in runs]
             if aside is not None:
-                for (run, *_), part in zip(runs, inside, strict=True):
+                for run, part in zip(runs, inside, strict=True):
                     average(run, aside, part)
             update, stood = work[block.start : block.stop], before[block.start : block.stop]
             if is_tensor(shrink) or shrink != 1:
@@ -171,10 +170,9 @@ class UpdateHandover(Handover):
             torch.sub(stood, block.joined(update), out=update)
             if rate is not None:
                 update.mul_(rate)
-            for (run, mean, square), noise, part in zip(runs, noises, inside, strict=True):
+            for run, part in zip(runs, inside, strict=True):
                 if part.start < part.stop:
-                    own = work[run.start : run.stop][part]
-                    enlarge(own, mean[part], square[part], noise, self._ranks)
+                    enlarge(work[run.start : run.stop][part], run, part, share, self._ranks)
             energies.append(squared_norm(update))
         if rate is None:
             multiply(work, chunk, [inverse(lr) for lr, _ in rates])
