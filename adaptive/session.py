@@ -47,6 +47,7 @@ from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
+from compressors.warm_up import warm_up
 from policies import DENSE
 from policies import state as saved
 
@@ -108,6 +109,7 @@ class Session:
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(optimizers, scaler)
+        warm_up(settings.base, self._compressed_cfs(), world_size, self.device)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
         is_real = network.spec is None and network.clock is time.perf_counter
@@ -187,7 +189,6 @@ class Session:
                 f"find_unused_parameters or static_graph: it makes something of the zeros of a "
                 f"parameter that sends nothing; got 'bucket'"
             )
-        ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]
         lines = (
             *settings.describe(self._memory.now.name),
@@ -196,10 +197,17 @@ class Session:
             *([] if topology is None else [f"topology {topology}"]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
-                for cf in sorted(candidates | ends)
+                for cf in sorted(candidates | self._compressed_cfs())
             ),
         )
         return "\n".join(lines)
+
+    def _compressed_cfs(self) -> set[float]:
+        """The policy's candidates and the ends of `cf_range`, but for what is not compressed by the
+        base."""
+        settings = self.settings
+        cfs = {*settings.policy.candidates(), *settings.cf_range}
+        return {*map(self._sizes.supported, cfs)} - {DENSE, *settings.hooks}
 
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same

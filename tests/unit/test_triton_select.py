@@ -243,14 +243,16 @@ TYPES = {
 
 
 def _kernel(name: str, aligned: bool = True, **constants: None) -> Kernel:
-    block, warps, odd = SIZES.block, SIZES.warps, ("k", "digit")
+    block, warps, odd = SIZES.block, SIZES.warps, ("k", "numel", "digit")
     more: dict[str, int] = {}
+    if name == "_accumulate":
+        odd = ()
     if name == "_gather":
-        odd = ("k", "x", "add")
+        odd = ("k", "numel", "x", "add")
     if name == "_select_alone":
         block, warps, odd = 1 << 13, 16, ("k", "numel", "x", "add")
     if name == "_take":
-        more, odd = {"programs": SIZES.programs}, ("k", "x", "positions", "values")
+        more, odd = {"programs": SIZES.programs}, ("k", "numel", "x", "positions", "values")
     if name == "_sample":
         more, warps, odd = {"sample": SIZES.sample, "cleared": 2048}, 32, ("rank", "numel")
     fixed = {**({} if name == "_sample" else {"block": block}), **more, **constants}

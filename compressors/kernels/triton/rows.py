@@ -12,32 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressors.kernels.triton.launching import launch, power_of_2
-from compressors.kernels.triton.select import _key, _kth_of
+from compressors.kernels.triton.launching import launch
+from compressors.kernels.triton.select import ALONE, _key, _kth_of
 
 LONGEST = 1 << 17
 """Elements of a section. Beyond this one program takes longer than torch's operations do together
 (by its number of blocks: this is an estimate)."""
 
-_BLOCK = 1 << 13
-"""Elements that a program looks at together, at most; 512 to a warp."""
-
 
 def split_largest(
-    rows: Tensor, ends: Tensor, longest: int, wanted: Tensor, block: int = _BLOCK
+    rows: Tensor, ends: Tensor, wanted: Tensor, block: int = ALONE
 ) -> tuple[Tensor, Tensor]:
     """Which elements are the largest of their section, and the energy of those that are not.
 
     rows: (rows, columns), float32. ends: (1 + sections,), int64: section i has the columns from
-    ends[i] up to ends[i + 1]; longest: elements of the longest. wanted: (rows, sections), int32:
-    how many elements are to be found there, at least 1 and at most all.
+    ends[i] up to ends[i + 1]. wanted: (rows, sections), int32: how many elements are to be found
+    there, at least 1 and at most all.
 
     Returns a mask (rows, columns) of these and of all that equal the smallest of them, and
     (2, rows, sections), float64: the squared norm of the elements outside the mask, and of all."""
     count, sections = wanted.shape
     mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     norms = torch.empty(2, count, sections, dtype=torch.float64, device=rows.device)
-    block = min(block, max(1024, power_of_2(longest)))
     parts, options = (rows, ends, wanted, mask, norms), {"num_warps": block // 512 or 1}
     launch(_split_largest, (sections, count), rows, *parts, rows.shape[1], block=block, **options)
     return mask, norms

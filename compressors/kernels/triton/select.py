@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
-from compressors.kernels.triton.launching import cdiv, launch, power_of_2
+from compressors.kernels.triton.launching import cdiv, launch
 
 
 class Sizes(NamedTuple):
@@ -70,6 +70,10 @@ class Sizes(NamedTuple):
 
 
 SIZES = Sizes()
+
+ALONE = 1 << 13
+"""Elements that a program which selects by itself looks at together: 512 to a warp. The same for
+all tensors, so that only one kernel has to be compiled."""
 
 _BINS = tl.constexpr(256)  # of a histogram; half of them for the last digit
 _DIGITS = tl.constexpr(4)
@@ -157,10 +161,9 @@ def _selected(
 
 
 def _selected_alone(x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None) -> Selected:
-    block = min(max(1024, power_of_2(x.numel())), 1 << 13)
     total = x.new_empty((), dtype=torch.float64)
     found = Selected(x.new_empty(k, dtype=torch.int32), x.new_empty(k), total)
-    options = {"block": block, "num_warps": block // 512}
+    options = {"block": ALONE, "num_warps": ALONE // 512}
     launch(_select_alone, (1,), x, x, add, threshold, *found, k, x.numel(), **options)
     return found
 
@@ -208,7 +211,7 @@ def _sample(x, add, counts, rank, numel, sample: tl.constexpr, cleared: tl.const
     tl.store(counts + slots, tl.where(slots == _LEAST, least, 0))
 
 
-@triton.jit(do_not_specialize=["k", "x", "add"])
+@triton.jit(do_not_specialize=["k", "numel", "x", "add"])
 def _gather(
     x, positions, values, listed, counts, k, numel, chunk, capacity, add, squares,
     block: tl.constexpr,
@@ -237,7 +240,7 @@ def _gather(
     tl.atomic_add(counts + _LISTED, count, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k", "digit"])
+@triton.jit(do_not_specialize=["k", "numel", "digit"])
 def _digit(
     x, positions, values, listed, counts, k, numel, chunk, capacity, digit,
     block: tl.constexpr,
@@ -259,7 +262,7 @@ def _digit(
     tl.atomic_max(counts + _PEAK, peak, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "numel"])
 def _count(
     x, positions, values, listed, counts, k, numel, chunk, capacity,
     threshold, above, equal, block: tl.constexpr,
@@ -277,7 +280,7 @@ def _count(
     tl.store(equal + tl.program_id(0), same)
 
 
-@triton.jit(do_not_specialize=["k", "x", "positions", "values"])
+@triton.jit(do_not_specialize=["k", "numel", "x", "positions", "values"])
 def _take(
     x, positions, values, listed, counts, k, numel, chunk, capacity,
     threshold, above, equal, squares, indices, taken, total,
