@@ -145,7 +145,8 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
 
 
 def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter]]:
-    """Parameters in the model's order, those of each chunk together."""
+    """Parameters in the model's order, those of each chunk together, without empty ones."""
+    parameters = (p for p in parameters if p.numel)
     for _, alike in groupby(parameters, key=lambda p: (p.tensor.dtype, p.tensor.device)):
         chunk: list[ModelParameter] = []
         nbytes = 0
