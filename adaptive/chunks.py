@@ -148,8 +148,9 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
 
 
 def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter]]:
-    """Parameters in the model's order, those of each chunk together."""
-    for (_, device), alike in groupby(parameters, key=lambda p: (p.tensor.dtype, p.tensor.device)):
+    """Parameters in the model's order, those of each chunk together, without empty ones."""
+    some = (p for p in parameters if p.numel)
+    for (_, device), alike in groupby(some, key=lambda p: (p.tensor.dtype, p.tensor.device)):
         most = CHUNK if is_host(device) else DEVICE_CHUNK
         chunk: list[ModelParameter] = []
         nbytes = 0

@@ -378,8 +378,12 @@ def _averages(optimizer: Optimizer) -> bool:
     return all(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
 
 
+SMALLEST = torch.finfo(torch.float32).tiny
+"""A learning rate of which float32 has the inverse."""
+
+
 def inverse(lr: Scalar) -> Scalar:
-    """Nothing moves by a learning rate of 0."""
+    """0 of a smaller learning rate than `SMALLEST`, by which next to nothing moves."""
     if isinstance(lr, Tensor):
-        return torch.where(lr > 0, 1 / lr, 0.0)
-    return 1 / lr if lr > 0 else 0.0
+        return torch.where(lr >= SMALLEST, 1 / lr, 0.0)
+    return 1 / lr if lr >= SMALLEST else 0.0

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.parameters import travel_as_they_are
+from adaptive.parameters import ModelParameter, shaped, travel_as_they_are
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
 
@@ -40,8 +41,14 @@ class AsDDP(Synchroniser):
 class EveryStepSync(Synchroniser):
     """The mean of gradients takes the gradients' place."""
 
+    def __init__(self, averager: Averager) -> None:
+        super().__init__(averager)
+        # Of the backward under way, buckets whose mean DDP may keep from some parameters.
+        self._withheld: list[tuple[list[ModelParameter], Future[Tensor]]] = []
+
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
+            self._withheld.clear()
             self.averager.begin(self.alike)
         return self._mean(bucket)
 
@@ -53,12 +60,13 @@ class EveryStepSync(Synchroniser):
         buffer, of, stream = bucket.buffer(), bucket.parameters(), averager.pipeline.stream
         scale_now = loss_scale(averager.scaler, buffer.device)
         work, scale = buffer, None
+        parameters: list[ModelParameter] = []
         if travel_as_they_are(buffer, of):
             done = averager.mean_as_it_is(bucket)
         else:
             if (scale := scale_now) is not None:  # in float32: small gradients do not underflow
                 work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
-            parameters = [averager.parameters.find(p) for p in of]
+            parameters += map(averager.parameters.find, of)
             done = averager.mean(bucket, work, parameters, scale)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
@@ -71,7 +79,27 @@ class EveryStepSync(Synchroniser):
                 stream.keep(work, scale_now)
                 return mean
 
-        return done.then(finish)
+        finished = done.then(finish)
+        moves = "velocity" in averager.memory.now.keeps
+        if moves and parameters and averager.parameters.maybe_unused():
+            self._withheld.append((parameters, finished))
+        return finished
+
+    @torch.no_grad()
+    def _hand_over_withheld(self) -> None:
+        """DDP has brought the means into `p.grad`, but for parameters that no rank has used. SGD
+        moves these, too, if the script has set their gradients to zero."""
+        for parameters, finished in self._withheld:
+            pieces = finished.value().split([parameter.numel for parameter in parameters])
+            grads, means = [], []
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                grad = parameter.tensor.grad
+                if grad is not None and not parameter.sharded:
+                    grads.append(grad)
+                    means.append(shaped(piece, parameter.tensor))
+            if grads:
+                torch._foreach_copy_(grads, means)
+        self._withheld.clear()
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
@@ -81,7 +109,12 @@ class EveryStepSync(Synchroniser):
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
         compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
-        averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
+
+        def waited() -> None:
+            averager.pipeline.stream.backward_waited()
+            self._hand_over_withheld()
+
+        averager.watch.backward_ends(scale, compare, waited)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return last
 
