@@ -15,14 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import adaptive
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, chunks
 from adaptive.exchange import collectives
 from adaptive.exchange.collectives import future_of
 from adaptive.exchange.pipeline import HookStream, done_with
+from adaptive.sync.own_step import UNDER_WAY
+from tests.unit.device_path import device_path
 
 CUDA = torch.device("cuda", 0)
 
@@ -195,6 +200,71 @@ def gloo() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
+
+
+CHUNKS = 24
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at once of tensors that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for x in _tensors(out):
+            storage = x.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {at: each for at, each in self._made.items() if not each[0].expired()}
+        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._made.values()))
+        return out
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(of) if isinstance(x, Tensor)]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(("cf", "copies"), [(100.0, 2), (5.0, 1)])
+def test_updates_are_exchanged_chunk_after_chunk_and_nothing_stays(
+    cf: float, copies: int, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the path of a device, whose events nobody says that they have passed. copies: of the
+    parameters, that are made before the step: where they stood, and first moments, if momentum has
+    no lag."""
+    monkeypatch.setattr(chunks, "CHUNK", 4 * 100 * 100)
+    model = DDP(nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(CHUNKS))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with device_path():
+        compressor = AdaptiveCompressor("topk", (2, 1000), policy=Fixed(cf))
+        compressor.attach(model, optimizer=optimizer)
+        session: Any = compressor._session
+        pipeline = session._averager.pipeline
+        stream = pipeline.stream = HookStream(CUDA)
+        before: list[bool] = []  # where parameters stood is there, when backward waits for the hook
+
+        def wait(backward: _Stream, other: _Stream) -> None:
+            if other.name == "hook":
+                before.append(bool(session._sync.handover.steps.before))
+
+        monkeypatch.setattr(_Stream, "wait_stream", wait)
+        for _ in range(4):
+            model(torch.ones(2, 100)).sum().backward()
+            with Peak() as peak:
+                optimizer.step()
+            assert not stream._kept
+            assert not pipeline.decoded
+    chunk, numel = 4 * 100 * 100, CHUNKS * 100 * 100
+    # Of each chunk that is under way its updates and payloads, and what selecting takes of one.
+    assert peak.nbytes <= copies * 4 * numel + 2 * (UNDER_WAY + 4) * chunk
+    assert before == [False, True] * 4  # a backward, and a step
 
 
 class _Completed:
