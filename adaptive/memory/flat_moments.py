@@ -83,8 +83,9 @@ class FlatMoments:
         assert self._steps is not None
         if self._counts_on_host:
             return self._steps[first]
-        if self._sizes is None:  # once, since this waits for the device
-            self._sizes = torch.tensor(self.chunk.sizes, device=self._steps.device)
+        if self._sizes is None:
+            sizes_on_host = torch.tensor(self.chunk.sizes)
+            self._sizes = sizes_on_host.to(self._steps.device, non_blocking=True)
         numel, sizes = self._ends[last] - self._ends[first], self._sizes[first:last]
         return self._steps[first:last].repeat_interleave(sizes, output_size=numel)
 

@@ -199,18 +199,18 @@ class OwnStepSync(EveryStepSync):
                 under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
                 # Where no optimizer has stepped, a sum that is not there yet tells of the others.
                 if len(under_way) > most and updates.steps.any_stepped:
-                    arrivals.append(self._move(*under_way.popleft()))
+                    arrivals.append(self._arrive(*under_way.popleft()))
             averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
-            arrivals += [self._move(*each) for each in under_way]
+            arrivals += [self._arrive(*each) for each in under_way]
         # Backward's stream is behind the hook's, and that behind all callbacks.
         stream.backward_waited()
         updates.exchanged()
         stopwatch.decoded(drain(averager.pipeline.decoded))
         stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
 
-    def _move(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
+    def _arrive(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
         """Move the parameters of a chunk by the ranks' mean update. Returns when that was waited
         for. What its exchange has needed can go."""
         averager, controller = self.averager, self.averager.controller
