@@ -23,6 +23,7 @@ from adaptive.memory.moments import (
     scale_second_moments,
 )
 from adaptive.parameters import ModelParameter
+from compressors.kernels.blocks import is_host
 
 
 @torch.no_grad()
@@ -55,9 +56,11 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
     other integers, all ranks take what the first rank has that has any. A rank that has not used a
     parameter yet gets what the others keep of it. nan counts as 0, infinity as the largest number.
 
-    One all-reduce for many tensors of one precision, and one for each tensor of integers."""
+    One all-reduce for many tensors of one precision, and one for each tensor of integers. Numbers
+    that lie on the host, beside a device's parameters, are told instead: to copy the step count of
+    each parameter to the device and back would wait for it each time."""
     told = {
-        (p.name, key): (value.shape, value.dtype)
+        (p.name, key): (value.shape, value.dtype, _number(value, p))
         for p, state in states.items()
         for key, value in state.items()
         if isinstance(value, Tensor)
@@ -68,14 +71,19 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
     sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs
     for p, state in states.items():
         kept = {k: v for theirs in everyone for (name, k), v in theirs.items() if name == p.name}
-        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype in kept.values())
+        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype, _ in kept.values())
         for key in sorted(kept):
             having = [rank for rank, theirs in enumerate(everyone) if (p.name, key) in theirs]
-            shape, dtype = everyone[having[0]][p.name, key]
+            shape, dtype, _ = everyone[having[0]][p.name, key]
+            numbers = [everyone[rank][p.name, key][2] for rank in having]
             mine = state.get(key)
             if mine is None:
                 device = steps_at if key == "step" else p.tensor.device
                 mine = state[key] = torch.zeros(shape, dtype=dtype, device=device)
+            if None not in numbers:
+                every = torch.tensor(numbers[:1] if coded else numbers, dtype=torch.float64)
+                mine.fill_(float(every.nan_to_num().mean()))
+                continue
             if not dtype.is_floating_point:
                 first = mine.to(p.tensor.device, torch.int64, copy=True)
                 first = first if exchange.rank == having[0] else torch.zeros_like(first)
@@ -89,6 +97,12 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
             if sum(own.nbytes for own, _ in sums) > CHUNK:
                 _sum_up(sums, exchange)
     _sum_up(sums, exchange)
+
+
+def _number(value: Tensor, of: ModelParameter) -> float | None:
+    """A floating-point number that lies on the host, beside a device's parameter; else None."""
+    there = value.device.type == "cpu" and not is_host(of.tensor.device)
+    return float(value) if there and value.dim() == 0 and value.dtype.is_floating_point else None
 
 
 def _sum_up(sums: list[tuple[Tensor, Tensor]], exchange: Exchange) -> None:

@@ -202,10 +202,17 @@ def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
     if all(_same_number(first, other) for other in others):
         whole.mul_(first)
     elif any(map(is_tensor, factors)):
-        of = [torch.as_tensor(factor, device=whole.device) for factor in factors]
+        of = [_on(factor, whole.device) for factor in factors]
         torch._foreach_mul_(chunk.split(whole), of)
     else:
         torch._foreach_mul_(chunk.split(whole), [float(factor) for factor in factors])
+
+
+def _on(factor: Scalar, device: torch.device) -> Tensor:
+    """A number on a device, filled in there: to copy it would wait."""
+    if isinstance(factor, Tensor):
+        return factor.to(device, non_blocking=True)
+    return torch.full((), factor, device=device)
 
 
 def any_decay(decays: Iterable[Scalar]) -> bool:

@@ -107,6 +107,7 @@ class UpdateHandover(Handover):
         stepped = any(optimizer.state for optimizer in optimizers)
         self._moments.state.differ = self._moments.state.begun = stepped
         self._targets: dict[Chunk, Tensor] = {}  # where parameters go, as means are decoded
+        self._read: list[Tensor | None] = []  # by the hook's stream, of which others may not know
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._meeting = Meeting(parameters, self._of)
 
@@ -159,6 +160,7 @@ class UpdateHandover(Handover):
         energies: list[Scalar] = []
         runs, share = self._moments.runs(chunk), self._moments.state.share
         aside = self._moments.aside.pop(chunk, None)
+        self._read.append(aside)
         for block in chunk.blocks():
             inside = [run.inside(block.start, block.stop) for run in runs]
             if aside is not None:
@@ -241,9 +243,10 @@ class UpdateHandover(Handover):
                 fill_if(flag, local(grad), nan)
 
     def exchanged(self) -> None:
-        """All chunks have been."""
+        """All chunks have been, and the stream of the optimizers' steps is behind the hook's."""
         self._moments.put_back()
         self._targets.clear()
+        self._read.clear()
         self.steps.exchanged()
 
     @property

@@ -3,6 +3,7 @@ exchanged (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from math import isfinite, nan
 
@@ -13,16 +14,23 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.averager import Averager
+from adaptive.bucket import Destination
+from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
 from adaptive.memory.handover import loss_scale
 from adaptive.memory.updates import UpdateHandover
 from adaptive.parameters import travel_as_they_are
 from adaptive.reducer import Step
+from adaptive.statistics.timing import Span
 from adaptive.step_watch import Groups
 from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
+
+UNDER_WAY = 4
+"""Chunks that are exchanged at once, unless one takes more collectives: what is made of a chunk can
+go once its mean has moved the parameters."""
 
 
 class OwnStepSync(EveryStepSync):
@@ -130,16 +138,18 @@ class OwnStepSync(EveryStepSync):
 
         averager.watch.backward_ends(None, False, waited)
 
-        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+        def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            gradients, sum_of_flags = (future.value() for future in futures.value())
+            # On a device this stream is behind the flag's collective, and waits for the bucket's.
+            # A future of both together (`collect_all`) would know no device, and wait for neither.
+            sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
             stream.keep(sum_of_flags, flag)
             return gradients
 
         controller.stopwatch.hook_left(entered, ())
-        return torch.futures.collect_all([last, nonfinite]).then(finish)
+        return nonfinite.then(finish)
 
     # -- a step --
 
@@ -170,7 +180,8 @@ class OwnStepSync(EveryStepSync):
         averager.check_whole()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
-        with stream.hook_call(last=True), averager.noting_failure(controller.step):
+        on_stream = stream.hook_call(last=True)
+        with stopwatch.held_up(), on_stream, averager.noting_failure(controller.step):
             grad = tally.at("grad").clone()  # of gradients, not of updates
             tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
@@ -178,22 +189,37 @@ class OwnStepSync(EveryStepSync):
             nbytes = averager.sizes.bucket_nbytes(cfs)
             strategy = averager.choice.pick(nbytes, cfs.send)
             sparse = averager.granularity.compressor.at(cfs.send).selects
-            done = []
+            under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
+            arrivals: list[Span] = []
+            most = max(UNDER_WAY, strategy.collectives)  # of the oldest all are issued then
             for i, chunk in enumerate(updates.chunks):
                 work, energy = updates.outgoing(chunk)
                 to = updates.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
-                done.append((to, averager.reducer.compressed(step, work, *args)))
+                under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
+                # Where no optimizer has stepped, a sum that is not there yet tells of the others.
+                if len(under_way) > most and updates.steps.any_stepped:
+                    arrivals.append(self._arrive(*under_way.popleft()))
             averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
-            sent = stopwatch.timestamps()
-            for chunk, (to, future) in zip(updates.chunks, done, strict=True):
-                mean = future.wait()
-                updates.apply(chunk, mean if to is None else None, controller.ranks_that_stepped)
-            updates.exchanged()
-        waits = [(sent, stopwatch.timestamps()), *drain(averager.pipeline.waits)]
-        stopwatch.hook_left(entered, waits)
+            arrivals += [self._arrive(*each) for each in under_way]
+        # Backward's stream is behind the hook's, and that behind all callbacks.
+        stream.backward_waited()
+        updates.exchanged()
+        stopwatch.decoded(drain(averager.pipeline.decoded))
+        stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
+
+    def _arrive(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
+        """Move the parameters of a chunk by the ranks' mean update. Returns when that was waited
+        for. What its exchange has needed can go."""
+        averager, controller = self.averager, self.averager.controller
+        began = controller.stopwatch.timestamps()
+        mean = done.wait()
+        arrived = controller.stopwatch.timestamps()
+        averager.pipeline.stream.waited_for(done)
+        self.handover.apply(chunk, mean if to is None else None, controller.ranks_that_stepped)
+        return began, arrived
 
     # -- between steps --
 

@@ -336,7 +336,7 @@ def seeded(device: torch.device, digest: bytes) -> torch.Generator | None:
 def _powers(base: int, runs: int, device: torch.device) -> Tensor:
     """What the digits of a byte are multiplied by: (runs, 1), uint8."""
     powers = [[base**i] for i in range(runs)]
-    return torch.tensor(powers, dtype=torch.uint8).to(device)
+    return torch.tensor(powers, dtype=torch.uint8).to(device, non_blocking=True)
 
 
 def _bits(packed: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from compressors.quantizers import Natural
 from compressors.wire import packing
 from compressors.wire.indices import IndexFormat
 from compressors.wire.values import Full, Half, Levels, ValueFormat
+from tests.unit import device_path as paths
 from tests.unit.device_path import count_operations, device_path
 from tests.unit.samples import compressed, decompressed, normal, ordinary
 
@@ -66,8 +67,7 @@ def triton_path(launches: list[str] | None = None) -> Iterator[None]:
             launches.append(kernel.__name__)
         launch(kernel, *arguments, **sizes)
 
-    with device_path(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "force_triton", True)
+    with paths.triton_path(), pytest.MonkeyPatch.context() as patch:
         for module in (triton_codec, triton_sparse):
             patch.setattr(module, "launch", noted)
         small = {"ELEMENTS": 64, "COLUMNS": 16}
@@ -275,8 +275,7 @@ def test_unusual_values_are_encoded_as_by_torch(make, kind):
 def test_values_longer_than_a_block_of_codes_are_those_of_the_host(form):
     x = normal(blocks.CODE_BLOCK + 4321)
     parts, kept = form.encode(x, KEY)
-    with device_path(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "force_triton", True)
+    with paths.triton_path(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_codec, "ELEMENTS", 1 << 16)
         patch.setattr(triton_codec, "COLUMNS", 1 << 13)
         done = form.fused(x.to(WHERE), None, KEY)

@@ -58,9 +58,10 @@ def test_each_section_is_split_as_by_torch(
 
 
 def test_only_what_one_program_can_read_is_split_at_once(monkeypatch: Any) -> None:
-    a, none = torch.ones(1, 30), torch.device("cpu")
-    sections = Sections([10, 20], [[1], [1]], [1.0, 1.0], none)
-    assert split_at_once(a, sections) is None
+    a, where = torch.ones(1, 30, device=DEVICE), torch.device(DEVICE)
+    sections = Sections([10, 20], [[1], [1]], [1.0, 1.0], where)
+    with device_path():
+        assert split_at_once(a, sections) is None
     with triton_path():
         assert split_at_once(a, sections) is not None
         assert split_at_once(a.double(), sections) is None
