@@ -150,6 +150,8 @@ class OwnStepSync(EveryStepSync):
         self.handover.steps.begin_outer(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen
+            self.handover.steps.over = False
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -168,9 +170,10 @@ class OwnStepSync(EveryStepSync):
         if not updates.steps.pending:
             return
         averager.check_whole()
+        updates.steps.release()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
-        with stream.hook_call(last=True), averager.noting_failure(controller.step):
+        with stream.hook_call(last=True), averager.noting_failure():
             grad = tally.at("grad").clone()  # of gradients, not of updates
             tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
@@ -196,6 +199,10 @@ class OwnStepSync(EveryStepSync):
         stopwatch.hook_left(entered, waits)
 
     # -- between steps --
+
+    def abandon(self) -> None:
+        self._nonfinite = False
+        self.handover.abandon()
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
