@@ -244,8 +244,13 @@ class AdaptiveCompressor:
             return ""
 
         agree(check_arguments, replica.everyone)
-        self._session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
-        replica.start(self._session.exchanging())
+        session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
+        try:
+            replica.start(session.exchanging())
+        except BaseException:
+            session.leave()
+            raise
+        self._session = session
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
 

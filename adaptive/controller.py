@@ -290,8 +290,10 @@ class Controller(saved.Stateful):
         """Take in the last step and close the timeline; later steps are not recorded."""
         if self._pending and self._pending[-1].summed.work is None:
             self._pending.pop()  # perhaps not all ranks close, and it would have to be summed
-        self.flush()
-        self.recorder.close()
+        try:
+            self.flush()
+        finally:
+            self.recorder.close()
 
     def summary(self) -> Summary:
         return replace(
@@ -336,15 +338,19 @@ class Controller(saved.Stateful):
         fits = self.local_steps in self.numbers and self.skipped >= 0
         told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
         saved.require(fits, f"{told}, and 'skipped' not negative")
-        self._pending = deque()
-        self.exchange.take_traffic()
-        self.exchange.invalid.clear()
-        self.invalid = False
+        self.abandon()
         self.agreed = Statistics()
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
         if not same_clock:
             self.dense_timer.contrast.pause()
+
+    def abandon(self) -> None:
+        """Forget the statistics that are under way, and what was counted for the next ones."""
+        self._pending = deque()
+        self.exchange.take_traffic()
+        self.exchange.invalid.clear()
+        self.invalid = False
 
     def policies(self) -> list[Policy]:
         """That of gradients, and that of means."""

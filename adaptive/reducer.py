@@ -188,18 +188,21 @@ class Reducer:
             fill_if(not_finite, bucket.work, nan)
             _written_back(bucket, buffer)
 
+        life = self.pipeline.life
+
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
             if not sending and step.on_mean is None:
                 return mean
-            nonfinite = all_finite(mean) ^ True
-            for part in sending:
-                part.parameter.end_dense(either(nonfinite, part.skipped))
-            if sending:  # what was folded in is not to be taken for sent
-                fill_if(nonfinite, mean, nan)
-            _tell(step.on_mean, parameters, mean, nonfinite)
-            self.pipeline.stream.keep(sending, not_finite)
-            return mean
+            with self.pipeline.callback_of(life):
+                nonfinite = all_finite(mean) ^ True
+                for part in sending:
+                    part.parameter.end_dense(either(nonfinite, part.skipped))
+                if sending:  # what was folded in is not to be taken for sent
+                    fill_if(nonfinite, mean, nan)
+                _tell(step.on_mean, parameters, mean, nonfinite)
+                self.pipeline.stream.keep(sending, not_finite)
+                return mean
 
         if send is None:
             send = self._mean_of if narrow is None else partial(self._mean_in, narrow)

@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -56,6 +57,12 @@ log = logging.getLogger("adaptive")
 BROADCASTS = (
     "DDP sends the model's buffers (batch norm's statistics?) in every forward, local steps or not:"
     " DDP(model, broadcast_buffers=False)"
+)
+
+DROPPED = (
+    "the compressor is detached after a failed exchange, or a backward that raised: what waited in "
+    "its memory is dropped, since the ranks may not hold the same. Load model and optimizer on all "
+    "ranks before training goes on"
 )
 
 SMALL = 0.01
@@ -149,7 +156,6 @@ class Session:
         except Exception:
             self._memory.release()
             raise
-        ATTACHED.add(self)
 
     def _prepare(self, optimizers: Sequence[Optimizer]) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -304,6 +310,7 @@ class Session:
         mark = self.controller.stopwatch.forward
         mark.begins = weakref.WeakMethod(self._forward_begins)
         self._forward_hook = replica.model.register_forward_pre_hook(mark)
+        ATTACHED.add(self)
 
     # -- a step --
 
@@ -314,19 +321,27 @@ class Session:
         return self
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
-        """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed."""
-        with self._averager.replica_calls(waits=at_once):
+        """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed, or its
+        backward has not ended."""
+        averager = self._averager
+        if bucket.index() == 0:
+            averager.check_whole()
+        with averager.replica_calls(waits=at_once):
             done = self._sync.reduce(bucket)
             if at_once:
-                self._averager.wait(done)
-            return done
+                averager.wait(done)
+        averager.in_backward = True
+        return done
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """See `Exchanging`."""
-        with self._averager.replica_calls(waits=True):
+        averager, engine = self._averager, Variable._execution_engine
+        with averager.replica_calls(waits=True):
             done = self._sync.end_backward(last)
-            self._averager.reducer.end_backward()
-            return done
+            averager.reducer.end_backward()
+        # DDP's own callback, which brings the means into the gradients, is yet to be queued.
+        engine.queue_callback(lambda: engine.queue_callback(averager.backward_ended))
+        return done
 
     def _forward_begins(self) -> None:
         self._sync.forward_begins()
@@ -345,20 +360,41 @@ class Session:
 
     def detach(self) -> None:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
-        step."""
-        self._sync.make_up()
-        self.controller.flush()
+        step. After a failed exchange, or a backward that raised, there is no collective, and what
+        waits is dropped."""
+        averager = self._averager
+        if averager.whole:
+            with averager.noting_failure():
+                self._sync.make_up()
+                self.controller.flush()
+                self._sync.stop()
+                self.controller.take_steps(1)
+                self._memory.release(self.exchange)
+        else:
+            log.warning("%s", DROPPED)
+            self.abandon()
+            self._memory.discard()
+            if not self._memory.now.handover.sends_updates:  # whose next dense step is a meeting
+                self._memory.release()
+            self.controller.take_steps(1)
         self.controller.forced_dense = True
+        self.leave()
+        averager.optimizers = ()
+        averager.reduce_with(clip_norm=None)
+        if not self.controller.too_small:
+            self._sync = gradients_or_steps(averager)
+
+    def abandon(self) -> None:
+        """Forget what is under way, also where it has failed, and nothing of the memory. This rank
+        can load, detach and close from here. No collective."""
+        self._averager.abandon()
+        self._sync.abandon()
+
+    def leave(self) -> None:
+        """Another session may compress these parameters."""
         ATTACHED.discard(self)
         self._forward_hook.remove()
-        self._sync.stop()
-        self.controller.take_steps(1)
-        self._memory.release(self.exchange)
         self._watch.end()
-        self._averager.optimizers = ()
-        self._averager.reduce_with(clip_norm=None)
-        if not self.controller.too_small:
-            self._sync = gradients_or_steps(self._averager)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters."""
@@ -368,7 +404,7 @@ class Session:
     def make_up(self) -> None:
         """Before another collective: the exchange of the last backward, if its step was left out
         here. The other ranks may have made theirs."""
-        if self._averager.failed is None:
+        if self._averager.whole:
             self._sync.make_up()
 
     def summary(self) -> Summary:
@@ -384,11 +420,18 @@ class Session:
         return "\n".join([self.summary().headline, *rest, more])
 
     def close(self) -> None:
-        """Take in the last step, wait for what is under way, and close the timeline."""
+        """Make up for a step that was left out (a collective then), wait for what is under way,
+        take in the last step, and close the timeline."""
+        averager = self._averager
         try:
-            if self._averager.failed is None:
-                self._sync.wait()
+            if averager.whole:
+                with averager.noting_failure():
+                    self._sync.make_up()
+                    self._sync.wait()
         finally:
+            if not averager.whole:
+                averager.pipeline.abandon()
+                self.controller.abandon()
             self.controller.close()
 
     def discard(self) -> None:
@@ -452,8 +495,12 @@ class Session:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
 
         checking: entered while that can still be so; what it raises at its end undoes all, too."""
-        self._sync.abandon()
-        controller = self.controller
+        averager, controller = self._averager, self.controller
+        if averager.whole:
+            with suppress(Exception):  # then it is forgotten
+                self._sync.wait()
+        else:
+            averager.pipeline.abandon()  # before something is loaded that it could change
         trials = self.settings.base, *controller.policies(), controller.dense_timer
         with undone_on_error(trials, controller.loaded_parts()), checking:
             expected = self._expected(state)
@@ -465,8 +512,9 @@ class Session:
                     policy.rescale()
                 controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
-        load_parts(state, parts)
-        self._averager.failed = None
+        self.abandon()
+        with averager.noting_failure():
+            load_parts(state, parts)
 
     def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same in this state."""

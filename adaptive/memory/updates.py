@@ -343,9 +343,13 @@ class UpdateHandover(Handover):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._moments.state.load_state_dict(state)
-        self._meeting.late.clear()  # of a step before
+
+    def abandon(self) -> None:
+        """Forget the steps under way, and what was to go with the next one."""
         self.steps.reset()
-        self._moments.aside.clear()
+        for under_way in (self._meeting.late, self._moments.aside, self._targets):
+            under_way.clear()
+        self._enlargements.clear()
 
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]

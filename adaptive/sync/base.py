@@ -64,7 +64,8 @@ class Synchroniser:
         """Until all that is under way is there. Nothing moves."""
 
     def abandon(self) -> None:
-        """Before a state is loaded: wait for what is under way, which may fail. Nothing moves."""
+        """Forget what is under way, also where it has failed: nothing moves by it any more. No
+        collective. A state may be loaded next, or nothing comes any more."""
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks between steps, by parameter name."""

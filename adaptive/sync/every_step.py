@@ -56,7 +56,7 @@ class EveryStepSync(Synchroniser):
         """The ranks' mean of a bucket's gradients, in units of the scaled loss as they came. The
         memory is in units of the loss itself."""
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
-        entered, step = stopwatch.timestamps(), averager.controller.step
+        entered, now = stopwatch.timestamps(), averager.exchange_now
         buffer, of, stream = bucket.buffer(), bucket.parameters(), averager.pipeline.stream
         scale_now = loss_scale(averager.scaler, buffer.device)
         work, scale = buffer, None
@@ -71,7 +71,7 @@ class EveryStepSync(Synchroniser):
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
         def finish(future: Future[Tensor]) -> Tensor:
-            with averager.noting_failure(step):
+            with averager.noting_failure(now):
                 mean = future.value()
                 if scale is not None:
                     mean = buffer.copy_(mean.mul_(scale))

@@ -160,6 +160,8 @@ class OwnStepSync(EveryStepSync):
         self.handover.steps.begin_outer(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen
+            self.handover.steps.over = False
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -178,10 +180,11 @@ class OwnStepSync(EveryStepSync):
         if not updates.steps.pending:
             return
         averager.check_whole()
+        updates.steps.release()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
         on_stream = stream.hook_call(last=True)
-        with stopwatch.held_up(), on_stream, averager.noting_failure(controller.step):
+        with stopwatch.held_up(), on_stream, averager.noting_failure():
             grad = tally.at("grad").clone()  # of gradients, not of updates
             tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
@@ -222,6 +225,10 @@ class OwnStepSync(EveryStepSync):
         return began, arrived
 
     # -- between steps --
+
+    def abandon(self) -> None:
+        self._nonfinite = False
+        self.handover.abandon()
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
