@@ -180,10 +180,10 @@ class StepWatch:
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def note_change(self) -> None:
+    def note_change(self, times: float = 1.0) -> None:
         """Take it for a change of gradients that something else has happened to them, which ends
-        momentum correction: `take_found` tells the ranks."""
-        found = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._device)
+        momentum correction: `take_found` tells the ranks. times: what to add to `changed`."""
+        found = torch.tensor([times, 0.0], dtype=torch.float64, device=self._device)
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -12,11 +12,15 @@ from torch.optim import Optimizer
 
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.parameters import travel_as_they_are
+from adaptive.parameters import local, travel_as_they_are
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
+from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
+
+SAMPLE = 64
+"""Elements of a parameter, to see whether it moves."""
 
 
 class AsDDP(Synchroniser):
@@ -40,8 +44,12 @@ class AsDDP(Synchroniser):
 class EveryStepSync(Synchroniser):
     """The mean of gradients takes the gradients' place."""
 
+    _first: tuple[Tensor, int, Tensor] | None = None
+    """A parameter after the first backward, its number of writes, and a sample of it."""
+
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
+            self._warn_of_unseen_steps()
             self.averager.begin(self.alike)
         return self._mean(bucket)
 
@@ -73,7 +81,21 @@ class EveryStepSync(Synchroniser):
 
         return done.then(finish)
 
+    def _warn_of_unseen_steps(self) -> None:
+        """Before the second backward: have parameters moved, and no optimizer that has them?"""
+        if self._first is None:
+            return
+        (p, writes, before), self._first = self._first, None
+        now, told = _sample(p), self.averager.memory.not_seen()
+        same = kernels_for(now).look(lambda: torch.equal(before, now), True)
+        moved = p._version != writes or not same
+        if moved and told and self.averager.exchange.first and self.averager.watch.is_new(told):
+            log.warning("%s", told)
+
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        if self.averager.controller.step == 0 and not self.averager.optimizers:
+            p = next(iter(self.averager.parameters))
+            self._first = p, p._version, _sample(p).clone()
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
@@ -87,6 +109,7 @@ class EveryStepSync(Synchroniser):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager, memory = self.averager, self.averager.memory
+        self._first = None
         if not averager.optimizers:
             told = memory.not_handed_over(optimizer)
             if told and averager.exchange.first and averager.watch.is_new(told):
@@ -100,3 +123,8 @@ class EveryStepSync(Synchroniser):
 
     def discard(self) -> None:
         self.averager.memory.discard()
+
+
+def _sample(p: Tensor) -> Tensor:
+    """Its first elements."""
+    return local(p).detach().reshape(-1)[:SAMPLE]
