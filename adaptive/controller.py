@@ -146,8 +146,9 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's plan. It is dense after `detach()`, and before the first step of a foreign
-        hook while the residual holds something, which that hook would not send."""
+        """The policy's plan. It is dense after `detach()`, where the memory wants that, and before
+        the first step of a foreign hook while the residual holds something, which that hook would
+        not send."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -160,6 +161,8 @@ class Controller(saved.Stateful):
                 f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
+        if why := self.memory().handover.dense_because:
+            return replace(plan, send=DENSE, probe=(), layers={}, local_steps=0, reason=why)
         if self.carrying and plan.send in self.sizes.hooks:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
             plan = replace(plan, send=DENSE, reason=why)

@@ -89,7 +89,8 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
                 first = first if exchange.rank == having[0] else torch.zeros_like(first)
                 mine.copy_(exchange.total(first.reshape(-1)).wait().view(shape))
                 continue
-            own = mine.to(p.tensor.device, p.dtype).reshape(-1).nan_to_num()
+            exact = torch.promote_types(dtype, p.dtype)
+            own = mine.to(p.tensor.device, exact).reshape(-1).nan_to_num()
             own = own * (exchange.rank == having[0]) if coded else own / len(having)
             if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
                 _sum_up(sums, exchange)

@@ -243,7 +243,8 @@ class Session:
             if exchanged and exchanged.isdisjoint(owned):
                 raise ValueError(
                     f"optimizer must be one of the model's parameters, got a "
-                    f"{type(each).__name__} with none of those that the ranks exchange"
+                    f"{type(each).__name__} with none of those that the ranks exchange. If it "
+                    f"steps copies of them (in fp32?), leave it out: attach(model)"
                 )
         sync = self.settings.sync
         if sync.lets_ranks_differ and (names := ", ".join(self._parameters.as_they_are)):

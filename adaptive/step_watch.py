@@ -193,10 +193,10 @@ class StepWatch:
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def note_change(self) -> None:
+    def note_change(self, times: float = 1.0) -> None:
         """Take it for a change of gradients that something else has happened to them, which ends
-        momentum correction: `take_found` tells the ranks."""
-        self._find(torch.ones((), device=self._device))
+        momentum correction: `take_found` tells the ranks. times: what to add to `changed`."""
+        self._find(torch.full((), times, dtype=torch.float64, device=self._device))
 
     def _find(self, changed: Tensor) -> None:
         """changed: 0-dim; above 0 if something else has happened to gradients."""

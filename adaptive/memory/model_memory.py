@@ -226,6 +226,16 @@ class ModelMemory:
             f"optimizer=optimizer)"
         )
 
+    def not_seen(self) -> str:
+        """What to do where parameters move, and no optimizer that has them is seen to step."""
+        if self._choice.kind != "auto" or not self.now.keeps:
+            return ""
+        return (
+            "the model's parameters move, and no optimizer that has them was seen to step (one "
+            "that steps copies of them?): gradients get plain error feedback, which costs every "
+            "optimizer that divides by a second moment quality. Compare with a dense run"
+        )
+
     def release(self, exchange: Exchange | None = None) -> None:
         """Only the residual stays: the optimizer does all its work itself again. What velocities
         have yet to deliver goes to it (a collective with momentum), without `exchange` to the

@@ -42,7 +42,8 @@ from adaptive.bucket import Destination
 from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Handover
+from adaptive.memory.handover import Handover, is_torchs_own, rate_of
+from adaptive.memory.inspection import Inspection, take_numbers, verdict
 from adaptive.memory.meeting import Meeting
 from adaptive.memory.moments import enlarge, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
@@ -53,6 +54,7 @@ from adaptive.memory.optimizer_steps import (
     is_tensor,
     multiply,
     parameters_of,
+    same_number,
 )
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
@@ -110,6 +112,9 @@ class UpdateHandover(Handover):
         self._read: list[Tensor | None] = []  # by the hook's stream, of which others may not know
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._meeting = Meeting(parameters, self._of)
+        self._inspection = Inspection(parameters)
+        known = [self._inspection.meets(optimizer) for optimizer in optimizers]
+        self._moments.state.unknown = not all(known)
 
     @property
     def keeps_momentum(self) -> bool:
@@ -121,7 +126,7 @@ class UpdateHandover(Handover):
     def exchanges_updates(self, cf: float) -> bool:
         """Whether they are exchanged in a step that is compressed at `cf`, or gradients: where
         momentum keeps all of its lag, since next to nothing waits. Alike on all ranks."""
-        return self.always or self._lag(cf) < 1
+        return not self._moments.state.by_gradients and (self.always or self._lag(cf) < 1)
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -274,17 +279,49 @@ class UpdateHandover(Handover):
         groups of its step, if these are to be others than `groups`. RuntimeError for a step after
         the exchange of its backward."""
         self._moments.put_back()  # a step that raised never came to its end
+        self._inspection.before_step(optimizer)
+        rates = self._rates_before(optimizer)
         outermost = self.steps.begin(optimizer)
+        self._change_rates(rates)
         if self.steps.pending:
             return self._moments.settings_with_share(optimizer, groups)
         if outermost:
             self._meeting.deliver(self.learning_rate)
         return None
 
+    def replaced_by(self, optimizer: Optimizer) -> str:
+        """The name of the optimizer in whose place this one is about to step for the first time, if
+        its own kind would have been served otherwise; "" as a rule."""
+        if optimizer in self._of.known or self.steps.under_way or not is_torchs_own(optimizer):
+            return ""
+        if is_adaptive(optimizer) or is_muon(optimizer):
+            return ""
+        had = (self._of[p][0] for p in parameters_of(optimizer) if p in self._of)
+        return next((type(of).__name__ for of in had if of.state), "")
+
+    def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
+        """Learning rates that updates of parameters were told in, which another optimizer is about
+        to step for the first time."""
+        if optimizer in self._of.known or self.gradients_wait:
+            return {}
+        taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
+        return {parameter: self.learning_rate(parameter) for parameter in taken}
+
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer) -> None:
+    def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
+        """What waits of another optimizer's updates would move the parameters by as much as before,
+        whatever the learning rate of the one that has taken its place."""
+        for parameter, old in before.items():
+            new = self.learning_rate(parameter)
+            if parameter.filled and parameter.residual is not None and not same_number(old, new):
+                parameter.residual.mul_(old * inverse(new))
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> bool:
         """First moments that were put aside take in the gradients of the step: here, or block by
-        block in `outgoing`, if that comes next."""
+        block in `outgoing`, if that comes next. Returns whether there is news of an optimizer that
+        is not torch's, which the ranks have yet to agree on."""
+        news = self._inspection.after_step(optimizer)
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
             self._moments.state.muon_steps += optimizer is first
@@ -295,6 +332,34 @@ class UpdateHandover(Handover):
         if not (self.steps.pending and self.steps.all_stepped):
             self._moments.put_back()
             self.steps.shrink()
+        return news and not (self.unknown or self._moments.state.by_gradients)
+
+    # -- optimizers that are not torch's --
+
+    @property
+    def unknown(self) -> bool:
+        """Some optimizer has yet to step, before it is known what it keeps. Alike on all ranks."""
+        return self._moments.state.unknown
+
+    @property
+    def dense_because(self) -> str:  # type: ignore[override]
+        return "an optimizer that is not torch's makes its first step" if self.unknown else ""
+
+    def look(self, exchange: Exchange) -> str:
+        """The ranks agree on what they have found out of optimizers that are not torch's (a
+        collective). Returns why gradients are exchanged from now on, if that is news."""
+        looked_at = dict.fromkeys(of for of, _ in self._of.distinct if not is_torchs_own(of))
+        everyone = exchange.gather_objects([self._inspection.told(of) for of in looked_at])
+        exchange.take_traffic()  # no step's
+        state = self._moments.state
+        found = [[each for each, _ in told if each] for told in everyone]
+        state.unknown = {*map(len, found)} != {max(map(len, everyone))}
+        if state.unknown or state.by_gradients or not (why := verdict(found)):
+            return ""
+        state.by_gradients = True
+        for of, (_, numbers) in zip(looked_at, everyone[0], strict=True):
+            take_numbers(of, numbers)
+        return why
 
     # -- dense steps, and ranks that part --
 
@@ -314,7 +379,7 @@ class UpdateHandover(Handover):
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
         p = parameter.tensor
-        return self._of[p][1]["lr"] * self._of.rate_scales.get(p, 1.0)
+        return rate_of(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
 
     def part(self) -> None:
         """Before ranks step by themselves for longer: momentum gets all of its lag, and takes what

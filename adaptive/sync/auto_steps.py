@@ -96,6 +96,12 @@ class AutoStepsSync(OwnStepSync):
         self.averager.controller.skipped += not self._open
         return last
 
+    def _look(self) -> None:
+        if why := self.handover.look(self.averager.exchange):
+            raise RuntimeError(
+                f"{why}: LocalSteps('auto') does not go with it; sync=LocalSteps(8) or none does"
+            )
+
     # -- a step --
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:

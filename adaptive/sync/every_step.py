@@ -13,11 +13,15 @@ from torch.optim import Optimizer
 from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.parameters import ModelParameter, shaped, travel_as_they_are
+from adaptive.parameters import ModelParameter, local, shaped, travel_as_they_are
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
+from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
+
+SAMPLE = 64
+"""Elements of a parameter, to see whether it moves."""
 
 
 class AsDDP(Synchroniser):
@@ -41,6 +45,9 @@ class AsDDP(Synchroniser):
 class EveryStepSync(Synchroniser):
     """The mean of gradients takes the gradients' place."""
 
+    _first: tuple[Tensor, int, Tensor] | None = None
+    """A parameter after the first backward, its number of writes, and a sample of it."""
+
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
         # Of the backward under way, buckets whose mean DDP may keep from some parameters.
@@ -48,6 +55,7 @@ class EveryStepSync(Synchroniser):
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
+            self._warn_of_unseen_steps()
             self._withheld.clear()
             self.averager.begin(self.alike)
         return self._mean(bucket)
@@ -101,7 +109,21 @@ class EveryStepSync(Synchroniser):
                 torch._foreach_copy_(grads, means)
         self._withheld.clear()
 
+    def _warn_of_unseen_steps(self) -> None:
+        """Before the second backward: have parameters moved, and no optimizer that has them?"""
+        if self._first is None:
+            return
+        (p, writes, before), self._first = self._first, None
+        now, told = _sample(p), self.averager.memory.not_seen()
+        same = kernels_for(now).look(lambda: torch.equal(before, now), True)
+        moved = p._version != writes or not same
+        if moved and told and self.averager.exchange.first and self.averager.watch.is_new(told):
+            log.warning("%s", told)
+
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        if self.averager.controller.step == 0 and not self.averager.optimizers:
+            p = next(iter(self.averager.parameters))
+            self._first = p, p._version, _sample(p).clone()
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
@@ -120,6 +142,7 @@ class EveryStepSync(Synchroniser):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager, memory = self.averager, self.averager.memory
+        self._first = None
         if not averager.optimizers:
             told = memory.not_handed_over(optimizer)
             if told and averager.exchange.first and averager.watch.is_new(told):
@@ -133,3 +156,8 @@ class EveryStepSync(Synchroniser):
 
     def discard(self) -> None:
         self.averager.memory.discard()
+
+
+def _sample(p: Tensor) -> Tensor:
+    """Its first elements."""
+    return local(p).detach().reshape(-1)[:SAMPLE]

@@ -3,6 +3,7 @@ exchanged (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from math import isfinite, nan
@@ -28,9 +29,23 @@ from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
+log = logging.getLogger("adaptive")
+
 UNDER_WAY = 4
 """Chunks that are exchanged at once, unless one takes more collectives: what is made of a chunk can
 go once its mean has moved the parameters."""
+
+BY_GRADIENTS = (
+    "From now on gradients are exchanged, with plain error feedback. Beside an optimizer that "
+    "divides by a second moment that costs quality at large CFs: compare with a dense run"
+)
+TAKES_ITS_PLACE = (
+    "{new} steps parameters of {old}, which was handed over: its steps are compressed as they are, "
+    "with all of their momentum. To have that corrected, detach() before, and attach a new "
+    "AdaptiveCompressor with the new optimizer"
+)
+UNSERVED = -1e9
+"""Added to the statistic `changed`, whatever else is: see there."""
 
 
 class OwnStepSync(EveryStepSync):
@@ -64,7 +79,11 @@ class OwnStepSync(EveryStepSync):
         if bucket.index() == 0:
             self.make_up()
             self._nonfinite = False
+            if self.handover.unknown:
+                self._look()
             self.averager.begin(self.alike)
+            if self.averager.controller.agreed.changed < 0:
+                self._look()
         if not self.by_updates:
             return self._mean(bucket)
         stopwatch = self.averager.controller.stopwatch
@@ -72,6 +91,14 @@ class OwnStepSync(EveryStepSync):
         done = self._own_gradient(bucket)
         stopwatch.hook_left(entered, ())
         return done
+
+    def _look(self) -> None:
+        """Agree on what optimizers that are not torch's turned out to keep (a collective)."""
+        averager = self.averager
+        if why := self.handover.look(averager.exchange):
+            averager.controller.note(f"{why}. {BY_GRADIENTS}")
+            if averager.compresses:  # the plan of this step may have been made already
+                self.handover.begin_step(averager.exchange, averager.controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """This rank's own. Parameters that no optimizer handed over steps, and gradients that only
@@ -162,10 +189,15 @@ class OwnStepSync(EveryStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen
             self.handover.steps.over = False
+        averager, old = self.averager, self.handover.replaced_by(optimizer)
+        told = TAKES_ITS_PLACE.format(new=type(optimizer).__name__, old=old)
+        if old and averager.exchange.first and averager.watch.is_new(told):
+            log.warning("%s", told)
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.handover.after_step(optimizer)
+        if self.handover.after_step(optimizer):
+            self.averager.watch.note_change(UNSERVED)
         steps = self.handover.steps
         if steps.pending and steps.all_stepped:
             self.make_up()

@@ -92,7 +92,9 @@ def _adds_up(rank: int) -> dict[str, float]:
             nn.utils.vector_to_parameters(run.flat, twin.parameters())
             gradients = local_gradients(run.model, step, rank).values()
             for p, gradient in zip(twin.parameters(), gradients, strict=True):
-                p.grad = gradient.view_as(p).clone()
+                dense = step == 0 and name != "Adafactor"  # the first, if it is not torch's
+                own = mean(gradient) if dense else gradient
+                p.grad = own.view_as(p).clone()
             before = nn.utils.parameters_to_vector(twin.parameters()).detach().clone()
             optimizer.step()
             after = nn.utils.parameters_to_vector(twin.parameters()).detach()
