@@ -18,7 +18,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
-from compressors.kernels import all_finite, judge, kernels_for, squared_norms
+from compressors.kernels import all_finite, cut_large, judge, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh
 from compressors.rounds import RoundsCompressor
 from policies import DENSE
@@ -193,7 +193,7 @@ class Bucket:
             energies = _clip(grads, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
         if overflows is None:  # nobody knows whether there is anything to cut
-            self.work.clamp_(-largest, largest)
+            cut_large(energies, self.work, largest)
         known = kernels.numbers(energies) if one_by_one else ()
         start = 0
         for parameter, grad, skipped in zip(

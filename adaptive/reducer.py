@@ -321,8 +321,7 @@ def _decode(
             compressor.mean_of(mean, payloads, received.scale, nonfinite)
         else:
             out, scale = to.out[unit.start : unit.stop], to.times * received.scale
-            for payload in payloads:
-                compressor.add_to(out, payload.as_zeros(nonfinite), scale)
+            compressor.add_all(out, payloads, scale, nonfinite)
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)

@@ -110,6 +110,37 @@ def enlarge(update: Tensor, run: Run, part: slice, share: float, ranks: int) -> 
     update.mul_(_mean_share(mean, square, noise, ranks).rsqrt_())
 
 
+def take_step(
+    before: Tensor,
+    now: Tensor,
+    runs: Sequence[Run],
+    aside: Tensor | None,
+    shrink: Any,
+    rate: Any,
+    share: float,
+    ranks: int,
+) -> Tensor | None:
+    """On a device, a whole step's updates in one pass over the tensors: before *= shrink; first
+    moments take in their gradients (they are `aside` until then); now = rate * (before - now),
+    enlarged. Returns its squared norm.
+
+    before, now: flat, of a chunk whose moments `runs` are. None, and nothing is done, where that
+    takes several passes: without Triton, or where some parameters have no moments."""
+    tensors = [x for run in runs for x in (run.mean, run.square)]
+    fused = kernels_for(now).fused(before, now, aside, *tensors)
+    numbers = isinstance(rate, float) and isinstance(shrink, (int, float))
+    if fused is None or not numbers or sum(run.stop - run.start for run in runs) != now.numel():
+        return None
+    squares = []
+    for run in runs:
+        part = slice(run.start, run.stop)
+        old, weight = None if aside is None else aside[part], 1 - run.group["betas"][0]
+        limits = *_weights(noise_of(run, share), ranks), 1 / ranks, LEAST, run.ends
+        of = before[part], now[part], run.mean, run.square, old
+        squares.append(fused.take_step(*of, shrink, rate, weight, *limits))
+    return torch.cat(squares).sum() if len(squares) > 1 else squares[0].sum()
+
+
 def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
     """The share of each element's second moment that the mean gradient has as well, flat."""
     scale, constant = noise_of(run, share)

@@ -45,7 +45,7 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Handover, is_torchs_own, rate_of
 from adaptive.memory.inspection import Inspection, take_numbers, verdict
 from adaptive.memory.meeting import Meeting
-from adaptive.memory.moments import enlarge, is_adaptive, normalized
+from adaptive.memory.moments import enlarge, is_adaptive, normalized, take_step
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
@@ -166,7 +166,13 @@ class UpdateHandover(Handover):
         runs, share = self._moments.runs(chunk), self._moments.state.share
         aside = self._moments.aside.pop(chunk, None)
         self._read.append(aside)
-        for block in chunk.blocks():
+        blocks = chunk.blocks()
+        if kernels_for(work).fused(work, before) is not None:  # on a device there is one block
+            blocks[0].joined(work)
+            of = before, work, runs, aside, shrink, rate, share, self._ranks
+            if (energy := take_step(*of)) is not None:
+                energies, blocks = [energy], []
+        for block in blocks:
             inside = [run.inside(block.start, block.stop) for run in runs]
             if aside is not None:
                 for run, part in zip(runs, inside, strict=True):
@@ -203,9 +209,6 @@ class UpdateHandover(Handover):
         rates = self.steps.rates_of(chunk)
         lr, decay = rates[0]
         if len(rates) > 1 or isinstance(lr, Tensor):
-            return None
-        work = chunk.room("work")
-        if kernels_for(work).fused(work):  # then all ranks' payloads are decoded by one kernel
             return None
         stepped = self.steps.any_stepped
         if stepped and not self.steps.all_stepped:
