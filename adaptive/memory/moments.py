@@ -222,13 +222,25 @@ def noise_of(run: Run, share: float) -> Noise:
 
     scale: a number, or one for each parameter (flat) where a device counts steps. share: of the
     momentum's lag that the steps had, in [0, 1]."""
-    beta1 = _decay_of_mean(run.group["betas"][0], share)
+    beta1, beta2 = _decay_of_mean(run.group["betas"][0], share), run.group["betas"][1]
     if beta1 == 0:
         return 0.0, -1.0
+    if run.step.dim():
+        return _noise(beta1, beta2, run.step)
+    return _noise_at(beta1, beta2, float(run.step))
+
+
+@lru_cache(maxsize=64)
+def _noise_at(beta1: float, beta2: float, step: float) -> Noise:
+    """The same for all parameters that were stepped together."""
+    scale, constant = _noise(beta1, beta2, torch.tensor(step))
+    return float(scale), constant
+
+
+def _noise(beta1: float, beta2: float, step: Tensor) -> Noise:
     of_noise = (1 - beta1) / (1 + beta1)
-    bias1, bias2 = _bias(beta1, run.step), _bias(run.group["betas"][1], run.step)
-    scale, constant = bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
-    return scale if scale.dim() else float(scale), constant
+    bias1, bias2 = _bias(beta1, step), _bias(beta2, step)
+    return bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
 
 
 def _decay_of_mean(beta1: float, share: float) -> float:

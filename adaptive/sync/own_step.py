@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from math import isfinite, nan
+from math import inf, isfinite, nan
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ class OwnStepSync(EveryStepSync):
         # A server's own memory cannot hold what waits of updates and of gradients by turns.
         self.handover.always |= averager.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
+        # Squared norms of the buckets of the backward under way, which a device adds up at its end.
+        self._energies: list[Tensor] = []
 
     @property
     def handover(self) -> UpdateHandover:
@@ -79,6 +81,7 @@ class OwnStepSync(EveryStepSync):
         if bucket.index() == 0:
             self.make_up()
             self._nonfinite = False
+            self._energies.clear()
             if self.handover.unknown:
                 self._look()
             self.averager.begin(self.alike)
@@ -112,10 +115,12 @@ class OwnStepSync(EveryStepSync):
         """Add a bucket's gradients to the statistics."""
         averager, tally = self.averager, self.averager.controller.tally
         energy, scale = squared_norm(buffer), loss_scale(averager.scaler, buffer.device)
-        self._nonfinite = either(self._nonfinite, _not_finite(buffer, energy))
-        energy = torch.as_tensor(energy, device=tally.vector.device)
-        tally.at("grad").add_(energy if scale is None else energy / scale.square())
         sums = averager.controller.plan.accumulate and averager.controller.plan.local_sum
+        if isinstance(energy, Tensor) and not sums:
+            self._energies.append(energy)
+        else:
+            self._nonfinite = either(self._nonfinite, _not_finite(buffer, energy))
+            self._add_energy(torch.as_tensor(energy, device=tally.vector.device))
         if (seen := tuple(map(id, of))) not in self._buckets:
             for p in of:
                 averager.parameters.find(p)  # raises if it is none of the model's
@@ -132,6 +137,12 @@ class OwnStepSync(EveryStepSync):
         if self.handover.gradients_wait:
             self.handover.add_waiting(parameters, pieces, scale)
         return self._mean_apart(buffer, [pieces[i] for i in apart]) if apart else done_with(buffer)
+
+    def _add_energy(self, energy: Tensor) -> None:
+        """Count a squared norm (0-dim) of gradients that the loss scale multiplies."""
+        scale = loss_scale(self.averager.scaler, energy.device)
+        energy = energy if scale is None else energy / scale.square()
+        self.averager.controller.tally.at("grad").add_(energy)
 
     def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
         """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
@@ -153,6 +164,11 @@ class OwnStepSync(EveryStepSync):
         if not self.by_updates:
             return super().end_backward(last)
         entered, stream = controller.stopwatch.timestamps(), averager.pipeline.stream
+        if self._energies:
+            energy = torch.stack(self._energies).sum()
+            self._add_energy(energy)
+            self._nonfinite = either(self._nonfinite, ~(energy < inf))
+            self._energies.clear()
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.handover.backward_ends(controller.plan.send)
