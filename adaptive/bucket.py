@@ -336,8 +336,18 @@ def compress_levels(
         else:
             payloads[cf] = how.compress(target, unit.spec.at(cf), addend)
             addend = None
+        payloads[cf] = with_energies(how, payloads[cf], target)
         before = how, payloads[cf]
     return [payloads[cf] for cf in unit.levels]
+
+
+def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
+    """The payload of `a` (flat) with its energies, which a compressor may leave unknown."""
+    if payload.energies is not None:
+        return payload
+    kept = torch.zeros_like(a)
+    by.add_to(kept, payload)
+    return replace(payload, energies=squared_norms([a, kept, a - kept]).to(a.device))
 
 
 def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> None:
@@ -385,6 +395,6 @@ def _of_sample(unit: Unit, numel: int) -> Unit:
 
 
 def energies_of(payloads: Sequence[Payload]) -> Tensor:
-    """The `Payload.energies` of each, (payloads, 3)."""
+    """The `Payload.energies` of each, (payloads, 3). They are known."""
     known = [p.energies for p in payloads if p.energies is not None]
     return known[0][None] if len(known) == 1 else torch.stack(known)
