@@ -153,7 +153,7 @@ class Bucket:
     Finite gradients whose squares are not finite in that precision (norms above 1.8e19 in float32)
     are cut to LARGEST; the step counts as one that tells nothing. rooms: what `room` has given
     out, which on the host the same bucket of the next step finds again. updates: it holds updates,
-    not gradients.
+    not gradients. settled: later steps have the same bucket.
     """
 
     work: Tensor
@@ -163,6 +163,7 @@ class Bucket:
     parts: list[Part] = field(default_factory=list)
     nonfinite: Flag = False
     updates: bool = False
+    settled: bool = True
 
     def open(
         self,

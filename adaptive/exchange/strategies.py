@@ -159,7 +159,8 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
     """
     work, back = out.bucket.work, replace(back)  # as it is in this step
-    server = back.memory
+    # No later step has units of the same names as one whose buckets DDP is yet to cut anew.
+    server = back.memory if out.bucket.settled else None
     shards = by_shards(out.units, work.numel(), exchange.world_size)
     sizes = [sum(payload_sizes(units)) for units in shards]
     wire = pack(out, out.units, out.payloads)
