@@ -119,7 +119,7 @@ class Controller(saved.Stateful):
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
-        if plan.send != DENSE:
+        if not self._empties(plan.send):
             self.carrying = plan.send not in self.sizes.hooks
             self._compressed_last = self.step
         switches = plan.send != self.cf and self.step > 0
@@ -130,14 +130,17 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
-        as_dense = self.sizes.granularity.compressor.at(plan.send).sent_as_dense
-        sent = () if as_dense else (plan.send,)
+        sent = () if self._empties(plan.send) else (plan.send,)
         compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         compresses = plan.send in compressed
         if self.means is not None and (why := self.means.begin_step(self.step, compresses)):
             self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
+
+    def _empties(self, cf: float) -> bool:
+        """A step at this CF is dense, in whatever precision: it sends all that residuals hold."""
+        return cf == DENSE or self.sizes.granularity.compressor.at(cf).sent_as_dense
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
@@ -376,7 +379,8 @@ class Controller(saved.Stateful):
             self.invalid = self.invalid or agreed.invalid > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
-            if report.cf == DENSE and not agreed.nonfinite and step > self._compressed_last:
+            empties = self._empties(report.cf) and not agreed.nonfinite
+            if empties and step > self._compressed_last:
                 self.carrying = False
             ranks = self.exchange.ranks
             of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read

@@ -68,12 +68,17 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
     everyone = exchange.gather_objects(told)
     steps = (state["step"] for state in states.values() if isinstance(state.get("step"), Tensor))
     steps_at = next((step.device for step in steps), torch.device("cpu"))
+    having_of: dict[str, dict[str, list[int]]] = {p.name: {} for p in states}  # ranks that have it
+    for rank, theirs in enumerate(everyone):
+        for name, key in theirs:
+            having_of[name].setdefault(key, []).append(rank)
     sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs
+    nbytes = 0  # of what is summed
     for p, state in states.items():
-        kept = {k: v for theirs in everyone for (name, k), v in theirs.items() if name == p.name}
-        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype, _ in kept.values())
-        for key in sorted(kept):
-            having = [rank for rank, theirs in enumerate(everyone) if (p.name, key) in theirs]
+        kept = having_of[p.name]
+        kinds = [everyone[having[-1]][p.name, key] for key, having in kept.items()]
+        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype, _ in kinds)
+        for key, having in sorted(kept.items()):
             shape, dtype, _ = everyone[having[0]][p.name, key]
             numbers = [everyone[rank][p.name, key][2] for rank in having]
             mine = state.get(key)
@@ -94,8 +99,9 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
             own = own * (exchange.rank == having[0]) if coded else own / len(having)
             if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
                 _sum_up(sums, exchange)
+            nbytes = (nbytes if sums else 0) + own.nbytes
             sums.append((own, mine))
-            if sum(own.nbytes for own, _ in sums) > CHUNK:
+            if nbytes > CHUNK:
                 _sum_up(sums, exchange)
     _sum_up(sums, exchange)
 

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Bucket, Unit, by_shards, compress_levels, energies_of
+from adaptive.bucket import (
+    EXACT,
+    Bucket,
+    Unit,
+    by_shards,
+    compress_levels,
+    energies_of,
+    with_energies,
+)
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
 from compressors.base import Payload, Spec, any_nonfinite
@@ -151,7 +159,8 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
     """
     work, back = out.bucket.work, replace(back)  # as it is in this step
-    server = back.memory
+    # No later step has units of the same names as one whose buckets DDP is yet to cut anew.
+    server = back.memory if out.bucket.settled else None
     shards = by_shards(out.units, work.numel(), exchange.world_size)
     sizes = [sum(payload_sizes(units)) for units in shards]
     wire = pack(out, out.units, out.payloads)
@@ -222,11 +231,11 @@ def _compress_mean(
     below: Unit, mean: Tensor, measured: tuple[float, ...]
 ) -> tuple[Payload, Sequence[Payload]]:
     """What is sent back of the mean of a unit, and its payloads at the CFs measured."""
-    if not measured or below.base is EXACT:
-        return below.compressor.compress(mean, below.spec), ()
-    levels = compress_levels(replace(below, levels=measured), mean)
-    if below.cf not in measured:
-        return below.compressor.compress(mean, below.spec), levels
+    by, levels = below.compressor, list[Payload]()
+    if measured and below.base is not EXACT:
+        levels = compress_levels(replace(below, levels=measured), mean)
+    if not levels or below.cf not in measured:
+        return with_energies(by, by.compress(mean, below.spec), mean), levels
     payload = levels[measured.index(below.cf)]
     return replace(payload, spec=payload.spec.at(below.cf)), levels
 

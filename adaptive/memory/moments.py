@@ -55,7 +55,7 @@ class Run(NamedTuple):
     """Both moments of parameters that move alike: elements [start, stop) of a flat tensor.
 
     group: the user's parameter group, with the decays of all. step: how many gradients are in the
-    averages: 0-dim, on the host; or flat, on a device that counts them, one for each parameter.
+    averages: 0-dim; or flat, one for each parameter, on a device that counts them.
     ends: where each of these parameters ends in the run, on that device (int64). tensors: by their
     names in the optimizer's state, flat or in the shape of their parameter."""
 
@@ -225,7 +225,7 @@ def noise_of(run: Run, share: float) -> Noise:
     beta1, beta2 = _decay_of_mean(run.group["betas"][0], share), run.group["betas"][1]
     if beta1 == 0:
         return 0.0, -1.0
-    if run.step.dim():
+    if run.step.dim() or run.step.device.type != "cpu":
         return _noise(beta1, beta2, run.step)
     return _noise_at(beta1, beta2, float(run.step))
 
