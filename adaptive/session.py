@@ -64,6 +64,12 @@ DROPPED = (
     "ranks before training goes on"
 )
 
+MOVED = (
+    "the parameters have moved far between two steps (a checkpoint of before was loaded?): what "
+    "the compressor had not sent yet was of where they stood, and is dropped. Load the "
+    "compressor's state with the model's, compressor.load_state_dict(...), and nothing is"
+)
+
 SMALL = 0.01
 """Of a dense step's bytes, what statistics may be."""
 
@@ -336,6 +342,10 @@ class Session:
         return done
 
     def _forward_begins(self) -> None:
+        if self._watch.moved_far():
+            if self.exchange.first and self._watch.is_new(MOVED):
+                log.warning("%s", MOVED)
+            self._sync.start_over()
         self._sync.forward_begins()
 
     def _step_begins(self, optimizer: Optimizer) -> None:
@@ -398,6 +408,7 @@ class Session:
         here. The other ranks may have made theirs."""
         if self._averager.whole:
             self._sync.make_up()
+            self._watch.we_move()
 
     def summary(self) -> Summary:
         """Totals so far."""
@@ -440,6 +451,7 @@ class Session:
         that those of one rank may be saved for all. Returns both (see `Agreed`); nothing where they
         were the same."""
         optimizers = self._sync.unite()
+        self._watch.we_move()
         return {} if optimizers is None else self.agreed.state_dict(optimizers)
 
     def take_up(self, agreed: Mapping[str, Any]) -> None:
@@ -454,6 +466,7 @@ class Session:
         self._sync.make_up()
         self.controller.flush()
         values = {name: part.save() for name, part in self._parts(self._memory.now.name).items()}
+        self._watch.we_move()
         return {**self._identity(), "resharded_from": None, **values}
 
     def _parts(
@@ -505,6 +518,7 @@ class Session:
                 controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
         self.abandon()
+        self._watch.they_move()
         with averager.noting_failure():
             load_parts(state, parts)
 

@@ -86,6 +86,10 @@ class Synchroniser:
     def discard(self) -> None:
         """The gradients of the last backward are thrown away."""
 
+    def start_over(self) -> None:
+        """Somebody else has moved the parameters far, on all ranks: what waits, or is under way,
+        was of where they stood before, and is forgotten. No collective."""
+
     def describe(self) -> str:
         """A line for `explain()`; empty if there is nothing to say."""
         return ""

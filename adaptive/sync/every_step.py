@@ -100,3 +100,7 @@ class EveryStepSync(Synchroniser):
 
     def discard(self) -> None:
         self.averager.memory.discard()
+
+    def start_over(self) -> None:
+        self.averager.memory.discard()
+        self.averager.requested.follow(self.averager.memory.now)
