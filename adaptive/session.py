@@ -6,8 +6,8 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -409,6 +409,20 @@ class Session:
         if self._averager.whole:
             self._sync.make_up()
             self._watch.we_move()
+
+    @contextmanager
+    def taking_up(self) -> Iterator[None]:
+        """A context in which a state is loaded. Before it this rank makes up for a step that it has
+        left out (a collective then). The parameters, which were loaded before, do not move by that,
+        unless the state is refused."""
+        parameters, stood = [p.local for p in self._parameters.values()], []
+        if self._averager.whole and self._sync.owes:
+            stood = [p.detach().clone() for p in parameters]
+            self._sync.make_up()
+        yield
+        if stood:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, stood)
 
     def summary(self) -> Summary:
         """Totals so far."""

@@ -227,6 +227,10 @@ class AutoStepsSync(OwnStepSync):
         if not self._anchors:  # else nothing waits but in the parameters
             super().discard()
 
+    @property
+    def owes(self) -> bool:
+        return self._open or super().owes
+
     def start_over(self) -> None:
         super().start_over()
         self._arriving = {}

@@ -56,6 +56,11 @@ class Synchroniser:
 
     # -- between steps --
 
+    @property
+    def owes(self) -> bool:
+        """The last backward's exchange is yet to come, and other ranks may wait for it."""
+        return False
+
     def make_up(self) -> None:
         """Do what belongs to the last backward and has not been done, its step being left out.
         Other ranks may have made theirs, so it is a collective."""

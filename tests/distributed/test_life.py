@@ -261,6 +261,29 @@ def test_close_makes_up_for_a_last_step_that_one_rank_has_left_out() -> None:
         assert found["updates"] == 0.0
 
 
+def _loaded_without_a_last_step(rank: int) -> dict[str, float]:
+    """Rank 1 leaves its last step out, and all load: how far training on is from what it was."""
+    found = {}
+    for name in ("updates", "automatic steps", "gossip, choco-sgd"):
+        run = Run(rank, **WAYS[name])
+        run.train(0, 4)
+        saved = run.save()
+        straight = run.train(4, 8)
+        run.optimizer.zero_grad()
+        loss_of(run.model, 8, rank).backward()
+        if rank == 0:
+            run.optimizer.step()
+        run.load(saved)
+        found[name] = float((run.train(4, 8) - straight).abs().max())
+        run.compressor.close()
+    return found
+
+
+def test_a_state_is_loaded_after_a_last_step_that_one_rank_has_left_out() -> None:
+    for found in run_ranks(2, _loaded_without_a_last_step, limit=30, timeout=15):
+        assert set(found.values()) == {0.0}, found
+
+
 def _left_out(rank: int, options: dict[str, Any], buffers: bool) -> int:
     """Rank 1 leaves steps out: that of the first backward, and with buffers, which DDP broadcasts
     in every forward, another one."""
