@@ -6,8 +6,8 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,6 +63,12 @@ DROPPED = (
     "the compressor is detached after a failed exchange, or a backward that raised: what waited in "
     "its memory is dropped, since the ranks may not hold the same. Load model and optimizer on all "
     "ranks before training goes on"
+)
+
+MOVED = (
+    "the parameters have moved far between two steps (a checkpoint of before was loaded?): what "
+    "the compressor had not sent yet was of where they stood, and is dropped. Load the "
+    "compressor's state with the model's, compressor.load_state_dict(...), and nothing is"
 )
 
 SMALL = 0.01
@@ -345,6 +351,10 @@ class Session:
         return done
 
     def _forward_begins(self) -> None:
+        if self._watch.moved_far():
+            if self.exchange.first and self._watch.is_new(MOVED):
+                log.warning("%s", MOVED)
+            self._sync.start_over()
         self._sync.forward_begins()
 
     def _step_begins(self, optimizer: Optimizer) -> None:
@@ -407,6 +417,21 @@ class Session:
         here. The other ranks may have made theirs."""
         if self._averager.whole:
             self._sync.make_up()
+            self._watch.we_move()
+
+    @contextmanager
+    def taking_up(self) -> Iterator[None]:
+        """A context in which a state is loaded. Before it this rank makes up for a step that it has
+        left out (a collective then). The parameters, which were loaded before, do not move by that,
+        unless the state is refused."""
+        parameters, stood = [p.local for p in self._parameters.values()], []
+        if self._averager.whole and self._sync.owes:
+            stood = [p.detach().clone() for p in parameters]
+            self._sync.make_up()
+        yield
+        if stood:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, stood)
 
     def summary(self) -> Summary:
         """Totals so far."""
@@ -449,6 +474,7 @@ class Session:
         that those of one rank may be saved for all. Returns both (see `Agreed`); nothing where they
         were the same."""
         optimizers = self._sync.unite()
+        self._watch.we_move()
         return {} if optimizers is None else self.agreed.state_dict(optimizers)
 
     def take_up(self, agreed: Mapping[str, Any]) -> None:
@@ -463,6 +489,7 @@ class Session:
         self._sync.make_up()
         self.controller.flush()
         values = {name: part.save() for name, part in self._parts(self._memory.now.name).items()}
+        self._watch.we_move()
         return {**self._identity(), "resharded_from": None, **values}
 
     def _parts(
@@ -514,6 +541,7 @@ class Session:
                 controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
         self.abandon()
+        self._watch.they_move()
         with averager.noting_failure():
             load_parts(state, parts)
 

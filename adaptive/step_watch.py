@@ -32,7 +32,7 @@ from adaptive.memory.handover import (
     stand_in_for,
     when_gradients_are_there,
 )
-from adaptive.parameters import is_dense, local
+from adaptive.parameters import is_dense, local, storage_of
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
@@ -71,6 +71,9 @@ FEW = 3
 
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
+
+FAR = 0.1
+"""Of their norm: so far somebody else has moved the parameters if they are to be elsewhere."""
 
 _TOLERANCE = 1e-5
 """Of a norm: more than rounding, less than any change that means something."""
@@ -115,6 +118,12 @@ class StepWatch:
         self._few = parameters[:: max(1, len(parameters) // FEW)]
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
+        # Samples of few parameters as the last step left them, and numbers of writes to them.
+        self._sampled = [p for p in self._few if p.device == self._few[0].device]
+        self._left_at: tuple[Tensor, list[int]] | None = None
+        self._samples: list[Tensor] = []  # views, as bytes
+        self._places: list[Any] = []  # of these parameters' memory
+        self._moved = True  # by somebody else, between the two steps before, as far as is known
         me = weakref.ref(self)  # torch's hooks must not keep it alive
 
         def arrives(p: Tensor) -> Callable[[Tensor], None]:
@@ -206,6 +215,7 @@ class StepWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.is_ours(optimizer):
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
+        self._left_at = None
         if has_closure(args, kwargs):
             self._call_step_begins(optimizer)
         stands_in = args[0]  # another watch's hook may have put a stand-in there
@@ -227,6 +237,48 @@ class StepWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
             self._call_after_step(optimizer)
+            self._left_at = self._stand_at()
+
+    # -- parameters that somebody else moves --
+
+    def _stand_at(self) -> tuple[Tensor, list[int]]:
+        if self._places != (places := [*map(storage_of, self._sampled)]):
+            self._places = places
+            self._samples = [_sample(local(p).detach()).view(torch.uint8) for p in self._sampled]
+        writes = [getattr(p, "_local_tensor", p)._version for p in self._sampled]
+        return torch.cat(self._samples), writes
+
+    def we_move(self) -> None:
+        """It is us who have moved the parameters just now."""
+        self._left_at = self._left_at and self._stand_at()
+
+    def they_move(self) -> None:
+        """Wherever the parameters stand before the next step, it is right."""
+        self._left_at = None
+
+    def moved_far(self) -> bool:
+        """At the next forward: whether somebody else has moved the parameters far since the last
+        step, as in going back to a checkpoint, and does not between any two steps. A device is
+        waited for where there were writes to them."""
+        left_at, self._left_at = self._left_at, None
+        if left_at is None:
+            return False
+        (then, before), (now, writes) = left_at, self._stand_at()
+        # Writes to `p.data` are not counted.
+        same = kernels_for(now).look(lambda: torch.equal(now, then), writes == before)
+        moved_before, self._moved = self._moved, not same and self._far(now, then)
+        return self._moved and not moved_before
+
+    def _far(self, now: Tensor, then: Tensor) -> bool:
+        """From what is not finite everything is."""
+        sizes = [*map(len, self._samples)]
+        dtypes = [p.dtype for p in self._sampled]
+        moved = stood = 0.0
+        for dtype, *pair in zip(dtypes, now.split(sizes), then.split(sizes), strict=True):
+            a, b = (each.clone().view(dtype).double() for each in pair)
+            moved += float((a - b).square().sum())
+            stood += float(b.square().sum())
+        return not moved <= FAR**2 * stood
 
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Whether it has one of the parameters."""
@@ -291,15 +343,17 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
     found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
     grads = {p: grad for p, grad in found if grad.numel()}
-    samples = [
-        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset())
-        if is_dense(g)
-        else g.reshape(-1)[:SAMPLE]
-        for g in grads.values()
-    ]
+    samples = [*map(_sample, grads.values())]
     if not samples:
         return {}
     return dict(zip(grads, torch._foreach_norm(samples, 2, dtype=torch.float64), strict=True))
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Its first elements in memory, flat."""
+    if is_dense(x):
+        return x.as_strided((min(SAMPLE, x.numel()),), (1,), x.storage_offset())
+    return x.reshape(-1)[:SAMPLE]
 
 
 def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:

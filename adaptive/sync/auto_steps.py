@@ -233,6 +233,16 @@ class AutoStepsSync(OwnStepSync):
         if not self._anchors:  # else nothing waits but in the parameters
             super().discard()
 
+    @property
+    def owes(self) -> bool:
+        return self._open or super().owes
+
+    def start_over(self) -> None:
+        super().start_over()
+        self._arriving = {}
+        for chunk in self._anchors:
+            self._anchors[chunk] = chunk.here("anchor")
+
     def wait(self) -> None:
         for each in self._arriving.values():
             each.mean.wait()

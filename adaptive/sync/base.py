@@ -56,6 +56,11 @@ class Synchroniser:
 
     # -- between steps --
 
+    @property
+    def owes(self) -> bool:
+        """The last backward's exchange is yet to come, and other ranks may wait for it."""
+        return False
+
     def make_up(self) -> None:
         """Do what belongs to the last backward and has not been done, its step being left out.
         Other ranks may have made theirs, so it is a collective."""
@@ -85,6 +90,10 @@ class Synchroniser:
 
     def discard(self) -> None:
         """The gradients of the last backward are thrown away."""
+
+    def start_over(self) -> None:
+        """Somebody else has moved the parameters far, on all ranks: what waits, or is under way,
+        was of where they stood before, and is forgotten. No collective."""
 
     def describe(self) -> str:
         """A line for `explain()`; empty if there is nothing to say."""

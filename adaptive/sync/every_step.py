@@ -157,6 +157,10 @@ class EveryStepSync(Synchroniser):
     def discard(self) -> None:
         self.averager.memory.discard()
 
+    def start_over(self) -> None:
+        self.averager.memory.discard()
+        self.averager.requested.follow(self.averager.memory.now)
+
 
 def _sample(p: Tensor) -> Tensor:
     """Its first elements."""

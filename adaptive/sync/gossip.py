@@ -178,6 +178,10 @@ class GossipSync(Synchroniser):
         # DDP may have a collective in it, for which a rank that left its step out would wait.
         self.make_up()
 
+    @property
+    def owes(self) -> bool:
+        return self._open
+
     def make_up(self) -> None:
         if self._open:
             self.averager.check_whole()

@@ -274,6 +274,10 @@ class OwnStepSync(EveryStepSync):
 
     # -- between steps --
 
+    @property
+    def owes(self) -> bool:
+        return self.handover.steps.pending
+
     def abandon(self) -> None:
         self._nonfinite = False
         self.handover.abandon()

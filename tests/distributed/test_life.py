@@ -22,11 +22,13 @@ from adaptive import AdaptiveCompressor, Delayed, Fixed, Gossip, LocalSteps, Net
 from adaptive.exchange.pipeline import Pipeline
 from adaptive.replicas import DDPReplica
 from adaptive.session import ATTACHED
+from adaptive.step_watch import StepWatch
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Clock,
     Scripted,
     flat_parameters,
+    listen,
     loss_of,
     same,
     small_net,
@@ -259,6 +261,29 @@ def test_close_makes_up_for_a_last_step_that_one_rank_has_left_out() -> None:
         assert found["updates"] == 0.0
 
 
+def _loaded_without_a_last_step(rank: int) -> dict[str, float]:
+    """Rank 1 leaves its last step out, and all load: how far training on is from what it was."""
+    found = {}
+    for name in ("updates", "automatic steps", "gossip, choco-sgd"):
+        run = Run(rank, **WAYS[name])
+        run.train(0, 4)
+        saved = run.save()
+        straight = run.train(4, 8)
+        run.optimizer.zero_grad()
+        loss_of(run.model, 8, rank).backward()
+        if rank == 0:
+            run.optimizer.step()
+        run.load(saved)
+        found[name] = float((run.train(4, 8) - straight).abs().max())
+        run.compressor.close()
+    return found
+
+
+def test_a_state_is_loaded_after_a_last_step_that_one_rank_has_left_out() -> None:
+    for found in run_ranks(2, _loaded_without_a_last_step, limit=30, timeout=15):
+        assert set(found.values()) == {0.0}, found
+
+
 def _left_out(rank: int, options: dict[str, Any], buffers: bool) -> int:
     """Rank 1 leaves steps out: that of the first backward, and with buffers, which DDP broadcasts
     in every forward, another one."""
@@ -351,3 +376,69 @@ def test_a_step_by_gradients_that_ddp_has_not_seen_is_no_late_step() -> None:
     """(Moments are each rank's own, so that ranks part by this, as they would without us.)"""
     for told in run_ranks(2, _steps_without_an_exchange, limit=60, timeout=20):
         assert "apart by" in told
+
+
+def _rolled_back(rank: int) -> dict[str, tuple[float, float, int]]:
+    """The loss after training that has gone astray, and was taken back without the compressor; of
+    the same steps without that; and how many warnings there were."""
+    found, told = {}, listen()
+    ways = ("momentum", "residual", "updates", "overlap", "automatic steps", "delay")
+    for name in ways:
+        options = {**WAYS.get(name, {"sgd": True, "memory": "residual"})}
+        losses = []
+        told.clear()
+        for astray in (False, True):
+            run = Run(rank, **options)
+            run.train(0, 20)
+            states = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()])
+            if astray:
+                for group in run.optimizer.param_groups:
+                    group["lr"] *= 300
+                run.train(20, 32)
+            run.model.load_state_dict(states[0])
+            run.optimizer.load_state_dict(states[1])
+            run.train(40, 70)
+            run.compressor.detach()  # to the mean
+            with torch.no_grad():
+                losses.append(float(sum(loss_of(run.model.module, 100 + i, 0) for i in range(9))))
+        found[name] = (*losses, len([each for each in told if "moved far" in each]))
+    return found
+
+
+def test_after_a_model_is_rolled_back_nothing_of_where_it_was_comes_back() -> None:
+    for rank, found in enumerate(run_ranks(2, _rolled_back, limit=60, timeout=20)):
+        for name, (right, loss, warnings) in found.items():
+            assert loss < 1.25 * right, name
+            assert warnings == (rank == 0), name
+
+
+def _moved_by_the_script(rank: int, how: str) -> torch.Tensor:
+    """Where training ends with a script that moves parameters between steps."""
+    run = Run(rank, sgd=True)
+    for step in range(12):
+        run.train(step, step + 1)
+        own = copy.deepcopy(run.model.module.state_dict())
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.mul_(0.8 if how == "always" else 1.01 if step == 5 else 1.0)
+                if how == "there and back":
+                    p.zero_()
+        if how == "there and back":
+            run.model.module.load_state_dict(own)
+    return flat_parameters(run.model)
+
+
+def _moved_as_always(rank: int) -> list[bool]:
+    found = []
+    for how in ("always", "a little", "there and back"):
+        told = listen()
+        ends = [_moved_by_the_script(rank, how)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepWatch, "moved_far", lambda _: False)
+            ends.append(_moved_by_the_script(rank, how))
+        found.append(torch.equal(*ends) and not any("moved far" in each for each in told))
+    return found
+
+
+def test_what_a_script_does_to_parameters_between_steps_drops_nothing() -> None:
+    assert run_ranks(2, _moved_as_always, limit=60, timeout=20) == [[True] * 3] * 2
