@@ -186,6 +186,42 @@ class CountsInGroups(Kept):
         self.param_groups[0]["k"] += 1
 
 
+class NumberInState(Kept):
+    """Is served: the ranks agree on numbers as on tensors."""
+
+    def move(self, p: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["d"] = 0.9 * state.get("d", 1.0) + 0.1 * self.learned()
+        super().move(p, state, lr * state["d"])
+
+
+class ReadOnlyGroups(Kept):
+    """As in wrappers of other optimizers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inside = Kept(model)
+        self.calls = 0
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self._inside.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inside.state
+
+    def step(self, closure: Any = None) -> None:
+        self._inside.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inside.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self._inside.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._inside.load_state_dict(state_dict)
+
+
 UNSERVED: dict[Callable[[nn.Module], Optimizer], str] = {
     NumberInGroups: "numbers that its steps change (d)",
     NumberFromStep5: "numbers that its steps change (d)",
@@ -197,7 +233,7 @@ UNSERVED: dict[Callable[[nn.Module], Optimizer], str] = {
     SharedOut: "state of other parameters on each rank",
     StateOfNothing: "state that belongs to none of its parameters",
 }
-SERVED = (Kept, WithoutRate, RateOfNone, CountsInGroups)
+SERVED = (Kept, WithoutRate, RateOfNone, CountsInGroups, NumberInState, ReadOnlyGroups)
 HABITS = ("steps sometimes", "lr 0", "lr 1e6", "loaded", "attached later")
 
 
