@@ -371,19 +371,20 @@ def test_a_run_that_resumes_need_not_find_it_out_again() -> None:
 
 def _refused(rank: int) -> list[str]:
     found = []
-    for make in (CopyOfWeights, SharedOut):
+    for options in ({"sync": LocalSteps("auto")}, {"memory": "updates"}):
         policy = Scripted([20.0], local_steps=[1])
-        run = Training(make, policy, small_net(SINGLE), sync=LocalSteps("auto"))
-        with pytest.raises(RuntimeError, match=make.__name__) as error:
+        run = Training(SharedOut, policy, small_net(SINGLE), **options)
+        with pytest.raises(RuntimeError, match="SharedOut keeps state of other") as error:
             run.train(rank, 0, 3)
         found.append(str(error.value))
     return found
 
 
-def test_automatic_local_steps_refuse_what_cannot_step_by_itself() -> None:
+def test_what_cannot_step_by_itself_is_refused_where_that_was_asked_for() -> None:
     first, second = run_ranks(2, _refused)
     assert first == second
-    assert all("LocalSteps('auto') does not go with it" in each for each in first)
+    assert "sync=LocalSteps('auto') does not go with" in first[0]
+    assert "memory='updates' does not go with" in first[1]
 
 
 class _OfCopies:
