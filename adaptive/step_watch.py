@@ -226,7 +226,9 @@ class StepWatch:
             self._compare(optimizer)
             groups = stands_in.param_groups
             changed = self._call_before_step(optimizer, groups)
-            stand_in.param_groups, replaced = changed or groups, changed is not None
+            replaced = changed is not None
+            if (wanted := changed or groups) is not stand_in.param_groups:
+                stand_in.param_groups = wanted  # which is read-only in some wrappers
 
         changed = when_gradients_are_there(act, args, kwargs)
         if changed is not None and is_torchs_own(optimizer):

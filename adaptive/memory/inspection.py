@@ -10,6 +10,8 @@ what they keep does. The first step is dense, so that all ranks still keep the s
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,10 @@ from adaptive.parameters import ModelParameters, local
 NEAR = 0.5
 """A state tensor that is a copy of weights differs from them by less than this share of their norm.
 Anything that is made of gradients differs by more than the whole norm, as a rule."""
+
+
+TORCHS = ("params", "state", "param_groups", "defaults")
+"""Attributes of every optimizer, and of every group, in which no numbers are looked for."""
 
 
 class Finding(NamedTuple):
@@ -39,19 +45,20 @@ class Finding(NamedTuple):
 class Inspection:
     """Looks at the optimizers of one model, each after its first step, and on at its numbers.
 
-    findings: of the optimizers that were looked at. Torch's own are known, and never looked at."""
+    findings: of the optimizers that were looked at. Torch's own are known, and never looked at.
+    seen: all others, in the order in which they came, which is that of the script."""
 
     def __init__(self, parameters: ModelParameters) -> None:
         self.findings: dict[Optimizer, Finding] = {}
         self._parameters = parameters
-        self._had: dict[Optimizer, frozenset[str]] = {}  # parameters with state, at first
+        self.seen: dict[Optimizer, frozenset[str]] = {}  # and of which parameters they had state
         self._numbers: dict[Optimizer, dict[str, Any]] = {}  # before the step under way
 
     def meets(self, optimizer: Optimizer) -> bool:
         """The optimizer may have state by now, which it has not made here. Whether it is known."""
         known = optimizer in self.findings or is_torchs_own(optimizer)
         if not known:
-            self._had.setdefault(optimizer, self._with_state(optimizer))
+            self.seen.setdefault(optimizer, self._with_state(optimizer))
         return known
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -73,8 +80,7 @@ class Inspection:
         if found is None:
             name, with_state = type(optimizer).__name__, self._with_state(optimizer)
             why = why or self._in_state(optimizer)
-            had = self._had.pop(optimizer, frozenset())
-            self.findings[optimizer] = Finding(name, why, (had, with_state))
+            self.findings[optimizer] = Finding(name, why, (self.seen[optimizer], with_state))
             return True
         self.findings[optimizer] = found._replace(why=why)
         return bool(why)
@@ -94,7 +100,9 @@ class Inspection:
         gaps: dict[str, Any] = {}  # of each name, squared norms: of state less parameter, parameter
         for p, state in optimizer.state.items():
             if p not in stepped:
-                return "state that belongs to none of its parameters"
+                if _hides([state]):
+                    return "state that belongs to none of its parameters"
+                continue
             if hidden := [name for name, kept in state.items() if _hides(kept)]:
                 return f"state in other forms than tensors ({_few(hidden)})"
             here = local(p).detach().reshape(-1).float()
@@ -127,32 +135,43 @@ def take_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
 
 
 def _numbers(optimizer: Optimizer, tensors: bool) -> dict[str, Any]:
-    """All floats in its groups and attributes, and copies of all tensors if these are asked for: to
-    compare them may wait for a device."""
-    found: dict[str, Any] = {}
-    for prefix, place in _places(optimizer):
-        for key, value in place.items():
-            if isinstance(value, float):
-                found[prefix + key] = value
-            elif tensors and isinstance(value, Tensor):
-                found[prefix + key] = value.detach().clone()
+    """All floats in its groups and attributes. tensors: also those in lists and dictionaries of
+    attributes, and copies of all tensors that are no parameters: to compare them may wait for a
+    device."""
+    places = _places(optimizer)
+    found = {name + key: e for name, of in places for key, e in of.items() if type(e) is float}
+    if tensors:
+        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, place in places:
+            _copy(name, {k: e for k, e in place.items() if k not in TORCHS}, ours, found)
     return found
+
+
+def _copy(name: str, place: Any, ours: set[int], found: dict[str, Any]) -> None:
+    inside = place.items() if isinstance(place, dict) else enumerate(place)
+    for key, each in inside:
+        if isinstance(each, Tensor) and id(each) not in ours:
+            found[f"{name}{key}"] = each.detach().clone()
+        elif isinstance(each, float):
+            found[f"{name}{key}"] = each
+        elif isinstance(each, dict | list | tuple) and not isinstance(each, OrderedDict):
+            _copy(f"{name}{key}.", each, ours, found)
 
 
 def _places(optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
     """Where it may keep numbers."""
-    groups = [(f"{i}.", group) for i, group in enumerate(optimizer.param_groups)]
+    groups = [(f"group {i}.", group) for i, group in enumerate(optimizer.param_groups)]
     return [*groups, ("", vars(optimizer))]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Names, without groups. What is new is no change."""
-    names = [
-        name.split(".")[-1]
+    """Names: of groups without the group, of what is in an attribute the attribute."""
+    changed = [
+        name
         for name, value in after.items()
-        if name in before and not _equal(before[name], value)
+        if name not in before or not _equal(before[name], value)
     ]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(re.sub(r"^group \d+\.", "", name).split(".")[0] for name in changed))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -163,19 +182,19 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _hides(kept: Any) -> bool:
-    """Something that may hold tensors or what was learned, and is no tensor."""
-    if isinstance(kept, list | tuple):
-        return any(isinstance(each, Tensor) or _hides(each) for each in kept)
-    if isinstance(kept, Mapping):
-        return _hides(list(kept.values()))
-    return isinstance(kept, float) or not (
-        kept is None or isinstance(kept, Tensor | int | str | torch.dtype | torch.Size)
-    )
+    """It may hold what was learned from gradients, and is neither a tensor nor a number."""
+    if isinstance(kept, list | tuple | dict):
+        inside = kept.values() if isinstance(kept, dict) else kept
+        return any(isinstance(each, float) or _is_floating(each) or _hides(each) for each in inside)
+    return not (kept is None or isinstance(kept, Tensor | float | int | str | torch.dtype))
+
+
+def _is_floating(kept: Any) -> bool:
+    return isinstance(kept, Tensor) and kept.is_floating_point()
 
 
 def _may_be_weights(kept: Any, p: Tensor) -> bool:
-    plain = isinstance(kept, Tensor) and kept.is_floating_point()
-    return plain and kept.numel() == p.numel()
+    return _is_floating(kept) and kept.numel() == p.numel()
 
 
 def _few(names: Iterable[str]) -> str:

@@ -351,7 +351,7 @@ class UpdateHandover(Handover):
     def look(self, exchange: Exchange) -> str:
         """The ranks agree on what they have found out of optimizers that are not torch's (a
         collective). Returns why gradients are exchanged from now on, if that is news."""
-        looked_at = dict.fromkeys(of for of, _ in self._of.distinct if not is_torchs_own(of))
+        looked_at = list(self._inspection.seen)
         everyone = exchange.gather_objects([self._inspection.told(of) for of in looked_at])
         exchange.take_traffic()  # no step's
         state = self._moments.state

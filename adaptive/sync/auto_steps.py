@@ -96,11 +96,8 @@ class AutoStepsSync(OwnStepSync):
         self.averager.controller.skipped += not self._open
         return last
 
-    def _look(self) -> None:
-        if why := self.handover.look(self.averager.exchange):
-            raise RuntimeError(
-                f"{why}: LocalSteps('auto') does not go with it; sync=LocalSteps(8) or none does"
-            )
+    def _by_gradients(self, why: str) -> None:
+        raise RuntimeError(f"sync=LocalSteps('auto') does not go with this optimizer: {why}")
 
     # -- a step --
 

@@ -19,7 +19,8 @@ from adaptive.bucket import Destination
 from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
-from adaptive.memory.handover import loss_scale
+from adaptive.memory.handover import is_torchs_own, loss_scale
+from adaptive.memory.model_memory import unmeasured
 from adaptive.memory.updates import UpdateHandover
 from adaptive.parameters import travel_as_they_are
 from adaptive.reducer import Step
@@ -99,9 +100,20 @@ class OwnStepSync(EveryStepSync):
         """Agree on what optimizers that are not torch's turned out to keep (a collective)."""
         averager = self.averager
         if why := self.handover.look(averager.exchange):
-            averager.controller.note(f"{why}. {BY_GRADIENTS}")
-            if averager.compresses:  # the plan of this step may have been made already
-                self.handover.begin_step(averager.exchange, averager.controller.plan.send)
+            self._by_gradients(why)
+        elif not self.handover.unknown:
+            told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
+            if told and averager.exchange.first and averager.watch.is_new(told):
+                log.warning("%s", told)
+
+    def _by_gradients(self, why: str) -> None:
+        """Gradients are exchanged from now on. RuntimeError where updates were asked for."""
+        averager, controller = self.averager, self.averager.controller
+        if averager.settings.memory.options.kind == "updates":
+            raise RuntimeError(f"memory='updates' does not go with this optimizer: {why}")
+        controller.note(f"{why}. {BY_GRADIENTS}")
+        if averager.compresses:  # the plan of this step may have been made already
+            self.handover.begin_step(averager.exchange, controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """This rank's own. Parameters that no optimizer handed over steps, and gradients that only

@@ -186,6 +186,42 @@ class CountsInGroups(Kept):
         self.param_groups[0]["k"] += 1
 
 
+class NumberInState(Kept):
+    """Is served: the ranks agree on numbers as on tensors."""
+
+    def move(self, p: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["d"] = 0.9 * state.get("d", 1.0) + 0.1 * self.learned()
+        super().move(p, state, lr * state["d"])
+
+
+class ReadOnlyGroups(Kept):
+    """As in wrappers of other optimizers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inside = Kept(model)
+        self.calls = 0
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self._inside.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inside.state
+
+    def step(self, closure: Any = None) -> None:
+        self._inside.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inside.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self._inside.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._inside.load_state_dict(state_dict)
+
+
 UNSERVED: dict[Callable[[nn.Module], Optimizer], str] = {
     NumberInGroups: "numbers that its steps change (d)",
     NumberFromStep5: "numbers that its steps change (d)",
@@ -197,7 +233,7 @@ UNSERVED: dict[Callable[[nn.Module], Optimizer], str] = {
     SharedOut: "state of other parameters on each rank",
     StateOfNothing: "state that belongs to none of its parameters",
 }
-SERVED = (Kept, WithoutRate, RateOfNone, CountsInGroups)
+SERVED = (Kept, WithoutRate, RateOfNone, CountsInGroups, NumberInState, ReadOnlyGroups)
 HABITS = ("steps sometimes", "lr 0", "lr 1e6", "loaded", "attached later")
 
 
@@ -335,19 +371,20 @@ def test_a_run_that_resumes_need_not_find_it_out_again() -> None:
 
 def _refused(rank: int) -> list[str]:
     found = []
-    for make in (CopyOfWeights, SharedOut):
+    for options in ({"sync": LocalSteps("auto")}, {"memory": "updates"}):
         policy = Scripted([20.0], local_steps=[1])
-        run = Training(make, policy, small_net(SINGLE), sync=LocalSteps("auto"))
-        with pytest.raises(RuntimeError, match=make.__name__) as error:
+        run = Training(SharedOut, policy, small_net(SINGLE), **options)
+        with pytest.raises(RuntimeError, match="SharedOut keeps state of other") as error:
             run.train(rank, 0, 3)
         found.append(str(error.value))
     return found
 
 
-def test_automatic_local_steps_refuse_what_cannot_step_by_itself() -> None:
+def test_what_cannot_step_by_itself_is_refused_where_that_was_asked_for() -> None:
     first, second = run_ranks(2, _refused)
     assert first == second
-    assert all("LocalSteps('auto') does not go with it" in each for each in first)
+    assert "sync=LocalSteps('auto') does not go with" in first[0]
+    assert "memory='updates' does not go with" in first[1]
 
 
 class _OfCopies:
