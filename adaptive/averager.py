@@ -62,8 +62,10 @@ class Averager:
     controller: Controller
     settling: int
     reducer: Reducer = field(init=False)
-    failed: tuple[int, Exception] | None = None
+    failed: tuple[int, BaseException] | None = None
     """The step whose exchange failed first, and why."""
+    in_backward: bool = False
+    """A backward has handed over a bucket, and has not ended: it is under way, or has raised."""
 
     def __post_init__(self) -> None:
         self.reduce_with(self.settings.memory.options.clip_norm)
@@ -207,30 +209,65 @@ class Averager:
     def replica_calls(self, waits: bool) -> Iterator[None]:
         """A replica has called: what is done inside is done on our stream. waits: the replica's
         stream waits for it. RuntimeError once the exchange of an earlier step has failed."""
-        self.check_whole()
+        self._check_exchanged()
         on_stream = self.pipeline.stream.hook_call(waits)
         timed = self.controller.stopwatch.held_up() if waits else nullcontext()
-        with timed, on_stream, self.noting_failure(self.controller.step):
+        with timed, on_stream, self.noting_failure():
             yield
+
+    def backward_ended(self) -> None:
+        """The replica has all means."""
+        self.in_backward = False
+
+    @property
+    def exchange_now(self) -> tuple[int, object]:
+        """Which one it is, for `noting_failure` in its callbacks."""
+        return self.controller.step, self.pipeline.life
 
     @contextmanager
-    def noting_failure(self, step: int) -> Iterator[None]:
-        """An error inside is one of the exchange of this step."""
+    def noting_failure(self, of: tuple[int, object] | None = None) -> Iterator[None]:
+        """An error or an interrupt inside is one of this exchange (None: of the present one), and
+        of no concern once that was abandoned."""
+        step, life = of or self.exchange_now
         try:
             yield
-        except Exception as error:
-            self.failed = self.failed or (step, error)
+        except BaseException as error:
+            if life is self.pipeline.life:
+                self.failed = self.failed or (step, error)
             raise
 
+    @property
+    def whole(self) -> bool:
+        """What this rank holds is that of the end of a step."""
+        return self.failed is None and not self.in_backward
+
     def check_whole(self) -> None:
-        """RuntimeError after an exchange that failed: some ranks may have its mean, others not,
-        and what the memory holds may be neither of the step before nor of the step after."""
+        """RuntimeError after an exchange that failed, or a backward that raised: some ranks may
+        have a mean, others not, and what the memory holds may be neither of the step before nor of
+        the step after."""
+        self._check_exchanged()
+        if self.in_backward:
+            raise RuntimeError(
+                f"the backward of step {self.controller.step} has begun and not ended, so that "
+                f"some gradients were exchanged and others not: load a checkpoint on all ranks, or "
+                f"detach() the compressor"
+            )
+
+    def _check_exchanged(self) -> None:
         if self.failed is not None:
             step, error = self.failed
+            told = str(error) or repr(error)
             raise RuntimeError(
                 f"the gradient exchange of step {step} failed, and what the ranks hold may differ "
-                f"since: start anew, or load a checkpoint on all ranks ({error})"
+                f"since: start anew, or load a checkpoint on all ranks ({told})"
             )
+
+    def abandon(self) -> None:
+        """Forget the exchange under way, also one that has failed. Waits for no other rank; what
+        the memory holds is whatever has become of it."""
+        self.pipeline.abandon()
+        self.controller.abandon()
+        self.failed, self.in_backward = None, False
 
     @property
     def device(self) -> torch.device:

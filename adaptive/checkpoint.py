@@ -53,20 +53,21 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
     """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
     changed, if one of them cannot."""
     group = session.exchange.everyone
-    _wait_for_all(group)
     agreed: Mapping[str, Any] = {}
-    with all_or_none(group, REFUSED):
-        if not isinstance(state, Mapping):
-            raise ValueError(
-                f"state: {state!r:.80} must be a mapping; is it a state_dict() of ours?"
-            )
-        if "ranks" in state:
-            state, agreed = _own_part(session, state)
-        elif "elsewhere" in state:
-            raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
-        _check_version(state)
-        session.agreed.check(agreed)
-    session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
+    with session.taking_up():
+        _wait_for_all(group)
+        with all_or_none(group, REFUSED):
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"state: {state!r:.80} must be a mapping; is it a state_dict() of ours?"
+                )
+            if "ranks" in state:
+                state, agreed = _own_part(session, state)
+            elif "elsewhere" in state:
+                raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
+            _check_version(state)
+            session.agreed.check(agreed)
+        session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
     session.take_up(agreed)
 
 

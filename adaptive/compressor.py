@@ -244,8 +244,13 @@ class AdaptiveCompressor:
             return ""
 
         agree(check_arguments, replica.everyone)
-        self._session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
-        replica.start(self._session.exchanging())
+        session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
+        try:
+            replica.start(session.exchanging())
+        except BaseException:
+            session.leave()
+            raise
+        self._session = session
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
 
@@ -255,7 +260,10 @@ class AdaptiveCompressor:
         The exchange is dense from now on, unless another compressor is attached. The next step
         sends what the residual holds (updates are taken off the parameters now); of a model that
         takes no further step, or has another compressor by then, it is lost. Velocities and moments
-        go back into the optimizer. With local steps or gossip all ranks go on from their mean."""
+        go back into the optimizer. With local steps or gossip all ranks go on from their mean.
+
+        After a failed exchange, or an exception in a backward, it is no collective, and drops what
+        waits: load model and optimizer on all ranks before training goes on."""
         if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         self._session.detach()
@@ -339,8 +347,9 @@ class AdaptiveCompressor:
         self.running().discard()
 
     def close(self) -> None:
-        """At the end of training: take in the last step and close the timeline. Steps after this
-        are no longer recorded."""
+        """At the end of training, on every rank: make up for a last step that this rank has left
+        out, wait for what is under way, take in the last step, and close the timeline. Steps after
+        this are no longer recorded."""
         if self._session is not None:
             self._session.close()
         else:

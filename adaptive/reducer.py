@@ -188,18 +188,21 @@ class Reducer:
             fill_if(not_finite, bucket.work, nan)
             _written_back(bucket, buffer)
 
+        life = self.pipeline.life
+
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
             if not sending and step.on_mean is None:
                 return mean
-            nonfinite = all_finite(mean) ^ True
-            for part in sending:
-                part.parameter.end_dense(either(nonfinite, part.skipped))
-            if sending:  # what was folded in is not to be taken for sent
-                fill_if(nonfinite, mean, nan)
-            _tell(step.on_mean, parameters, mean, nonfinite)
-            self.pipeline.stream.keep(sending, not_finite)
-            return mean
+            with self.pipeline.callback_of(life):
+                nonfinite = all_finite(mean) ^ True
+                for part in sending:
+                    part.parameter.end_dense(either(nonfinite, part.skipped))
+                if sending:  # what was folded in is not to be taken for sent
+                    fill_if(nonfinite, mean, nan)
+                _tell(step.on_mean, parameters, mean, nonfinite)
+                self.pipeline.stream.keep(sending, not_finite)
+                return mean
 
         if send is None:
             send = self._mean_of if narrow is None else partial(self._mean_in, narrow)
@@ -235,7 +238,7 @@ class Reducer:
         # cutting buckets anew, after backwards that were thrown away.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
-        bucket = Bucket(work, key, whole, rooms, updates=step.updates)
+        bucket = Bucket(work, key, whole, rooms, updates=step.updates, settled=settled)
         bucket.open(parameters, self.memory, step.tally, self.clip_norm, energy)
         _tell(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(bucket, step.tally)
@@ -318,8 +321,7 @@ def _decode(
             compressor.mean_of(mean, payloads, received.scale, nonfinite)
         else:
             out, scale = to.out[unit.start : unit.stop], to.times * received.scale
-            for payload in payloads:
-                compressor.add_to(out, payload.as_zeros(nonfinite), scale)
+            compressor.add_all(out, payloads, scale, nonfinite)
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)

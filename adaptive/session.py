@@ -6,8 +6,8 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -47,6 +48,7 @@ from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
+from compressors.warm_up import warm_up
 from policies import DENSE
 from policies import state as saved
 
@@ -55,6 +57,18 @@ log = logging.getLogger("adaptive")
 BROADCASTS = (
     "DDP sends the model's buffers (batch norm's statistics?) in every forward, local steps or not:"
     " DDP(model, broadcast_buffers=False)"
+)
+
+DROPPED = (
+    "the compressor is detached after a failed exchange, or a backward that raised: what waited in "
+    "its memory is dropped, since the ranks may not hold the same. Load model and optimizer on all "
+    "ranks before training goes on"
+)
+
+MOVED = (
+    "the parameters have moved far between two steps (a checkpoint of before was loaded?): what "
+    "the compressor had not sent yet was of where they stood, and is dropped. Load the "
+    "compressor's state with the model's, compressor.load_state_dict(...), and nothing is"
 )
 
 SMALL = 0.01
@@ -108,6 +122,7 @@ class Session:
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(optimizers, scaler)
+        warm_up(settings.base, self._compressed_cfs(), world_size, self.device)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
         is_real = network.spec is None and network.clock is time.perf_counter
@@ -147,7 +162,6 @@ class Session:
         except Exception:
             self._memory.release()
             raise
-        ATTACHED.add(self)
 
     def _prepare(self, optimizers: Sequence[Optimizer]) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -187,7 +201,6 @@ class Session:
                 f"find_unused_parameters or static_graph: it makes something of the zeros of a "
                 f"parameter that sends nothing; got 'bucket'"
             )
-        ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]
         lines = (
             *settings.describe(self._memory.now.name),
@@ -196,10 +209,17 @@ class Session:
             *([] if topology is None else [f"topology {topology}"]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
-                for cf in sorted(candidates | ends)
+                for cf in sorted(candidates | self._compressed_cfs())
             ),
         )
         return "\n".join(lines)
+
+    def _compressed_cfs(self) -> set[float]:
+        """The policy's candidates and the ends of `cf_range`, but for what is not compressed by the
+        base."""
+        settings = self.settings
+        cfs = {*settings.policy.candidates(), *settings.cf_range}
+        return {*map(self._sizes.supported, cfs)} - {DENSE, *settings.hooks}
 
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same
@@ -229,7 +249,8 @@ class Session:
             if exchanged and exchanged.isdisjoint(owned):
                 raise ValueError(
                     f"optimizer must be one of the model's parameters, got a "
-                    f"{type(each).__name__} with none of those that the ranks exchange"
+                    f"{type(each).__name__} with none of those that the ranks exchange. If it "
+                    f"steps copies of them (in fp32?), leave it out: attach(model)"
                 )
         sync = self.settings.sync
         if sync.lets_ranks_differ and (names := ", ".join(self._parameters.as_they_are)):
@@ -296,6 +317,7 @@ class Session:
         mark = self.controller.stopwatch.forward
         mark.begins = weakref.WeakMethod(self._forward_begins)
         self._forward_hook = replica.model.register_forward_pre_hook(mark)
+        ATTACHED.add(self)
 
     # -- a step --
 
@@ -306,21 +328,33 @@ class Session:
         return self
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
-        """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed."""
-        with self._averager.replica_calls(waits=at_once):
+        """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed, or its
+        backward has not ended."""
+        averager = self._averager
+        if bucket.index() == 0:
+            averager.check_whole()
+        with averager.replica_calls(waits=at_once):
             done = self._sync.reduce(bucket)
             if at_once:
-                self._averager.wait(done)
-            return done
+                averager.wait(done)
+        averager.in_backward = True
+        return done
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """See `Exchanging`."""
-        with self._averager.replica_calls(waits=True):
+        averager, engine = self._averager, Variable._execution_engine
+        with averager.replica_calls(waits=True):
             done = self._sync.end_backward(last)
-            self._averager.reducer.end_backward()
-            return done
+            averager.reducer.end_backward()
+        # DDP's own callback, which brings the means into the gradients, is yet to be queued.
+        engine.queue_callback(lambda: engine.queue_callback(averager.backward_ended))
+        return done
 
     def _forward_begins(self) -> None:
+        if self._watch.moved_far():
+            if self.exchange.first and self._watch.is_new(MOVED):
+                log.warning("%s", MOVED)
+            self._sync.start_over()
         self._sync.forward_begins()
 
     def _step_begins(self, optimizer: Optimizer) -> None:
@@ -337,20 +371,41 @@ class Session:
 
     def detach(self) -> None:
         """Dense from now on; velocities go back to the optimizer, the residual with the next
-        step."""
-        self._sync.make_up()
-        self.controller.flush()
+        step. After a failed exchange, or a backward that raised, there is no collective, and what
+        waits is dropped."""
+        averager = self._averager
+        if averager.whole:
+            with averager.noting_failure():
+                self._sync.make_up()
+                self.controller.flush()
+                self._sync.stop()
+                self.controller.take_steps(1)
+                self._memory.release(self.exchange)
+        else:
+            log.warning("%s", DROPPED)
+            self.abandon()
+            self._memory.discard()
+            if not self._memory.now.handover.sends_updates:  # whose next dense step is a meeting
+                self._memory.release()
+            self.controller.take_steps(1)
         self.controller.forced_dense = True
+        self.leave()
+        averager.optimizers = ()
+        averager.reduce_with(clip_norm=None)
+        if not self.controller.too_small:
+            self._sync = gradients_or_steps(averager)
+
+    def abandon(self) -> None:
+        """Forget what is under way, also where it has failed, and nothing of the memory. This rank
+        can load, detach and close from here. No collective."""
+        self._averager.abandon()
+        self._sync.abandon()
+
+    def leave(self) -> None:
+        """Another session may compress these parameters."""
         ATTACHED.discard(self)
         self._forward_hook.remove()
-        self._sync.stop()
-        self.controller.take_steps(1)
-        self._memory.release(self.exchange)
         self._watch.end()
-        self._averager.optimizers = ()
-        self._averager.reduce_with(clip_norm=None)
-        if not self.controller.too_small:
-            self._sync = gradients_or_steps(self._averager)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters."""
@@ -360,8 +415,23 @@ class Session:
     def make_up(self) -> None:
         """Before another collective: the exchange of the last backward, if its step was left out
         here. The other ranks may have made theirs."""
-        if self._averager.failed is None:
+        if self._averager.whole:
             self._sync.make_up()
+            self._watch.we_move()
+
+    @contextmanager
+    def taking_up(self) -> Iterator[None]:
+        """A context in which a state is loaded. Before it this rank makes up for a step that it has
+        left out (a collective then). The parameters, which were loaded before, do not move by that,
+        unless the state is refused."""
+        parameters, stood = [p.local for p in self._parameters.values()], []
+        if self._averager.whole and self._sync.owes:
+            stood = [p.detach().clone() for p in parameters]
+            self._sync.make_up()
+        yield
+        if stood:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, stood)
 
     def summary(self) -> Summary:
         """Totals so far."""
@@ -376,11 +446,18 @@ class Session:
         return "\n".join([self.summary().headline, *rest, more])
 
     def close(self) -> None:
-        """Take in the last step, wait for what is under way, and close the timeline."""
+        """Make up for a step that was left out (a collective then), wait for what is under way,
+        take in the last step, and close the timeline."""
+        averager = self._averager
         try:
-            if self._averager.failed is None:
-                self._sync.wait()
+            if averager.whole:
+                with averager.noting_failure():
+                    self._sync.make_up()
+                    self._sync.wait()
         finally:
+            if not averager.whole:
+                averager.pipeline.abandon()
+                self.controller.abandon()
             self.controller.close()
 
     def discard(self) -> None:
@@ -397,6 +474,7 @@ class Session:
         that those of one rank may be saved for all. Returns both (see `Agreed`); nothing where they
         were the same."""
         optimizers = self._sync.unite()
+        self._watch.we_move()
         return {} if optimizers is None else self.agreed.state_dict(optimizers)
 
     def take_up(self, agreed: Mapping[str, Any]) -> None:
@@ -411,6 +489,7 @@ class Session:
         self._sync.make_up()
         self.controller.flush()
         values = {name: part.save() for name, part in self._parts(self._memory.now.name).items()}
+        self._watch.we_move()
         return {**self._identity(), "resharded_from": None, **values}
 
     def _parts(
@@ -444,8 +523,12 @@ class Session:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
 
         checking: entered while that can still be so; what it raises at its end undoes all, too."""
-        self._sync.abandon()
-        controller = self.controller
+        averager, controller = self._averager, self.controller
+        if averager.whole:
+            with suppress(Exception):  # then it is forgotten
+                self._sync.wait()
+        else:
+            averager.pipeline.abandon()  # before something is loaded that it could change
         trials = self.settings.base, *controller.policies(), controller.dense_timer
         with undone_on_error(trials, controller.loaded_parts()), checking:
             expected = self._expected(state)
@@ -457,8 +540,10 @@ class Session:
                     policy.rescale()
                 controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
-        load_parts(state, parts)
-        self._averager.failed = None
+        self.abandon()
+        self._watch.they_move()
+        with averager.noting_failure():
+            load_parts(state, parts)
 
     def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same in this state."""

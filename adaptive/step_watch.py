@@ -2,7 +2,9 @@
 
 With momentum correction `p.grad` holds velocities. A script that clips or unscales them means
 gradients. The watch notices such a change by comparing `p.grad` at the end of backward and before
-the step. No comparison waits for a device. torch's hooks around every optimizer's step call the
+the step. A script that runs a second backward before the step means gradients, too: the watch
+notices that `p.grad` still holds velocities when a gradient arrives. No comparison waits for a
+device. torch's hooks around every optimizer's step call the
 watch, and through it the memory and local steps.
 """
 
@@ -30,7 +32,7 @@ from adaptive.memory.handover import (
     stand_in_for,
     when_gradients_are_there,
 )
-from adaptive.parameters import is_dense, local
+from adaptive.parameters import is_dense, local, storage_of
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
@@ -40,7 +42,8 @@ Groups = list[dict[str, Any]]
 
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
-    "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
+    "weight decay by hand, a second backward() outside no_sync()?), where with momentum correction "
+    "it holds velocities, not gradients"
 )
 OTHER_OPTIMIZER = (
     "{} has stepped parameters of the SGD that was handed over, and cannot take its place, where "
@@ -48,8 +51,9 @@ OTHER_OPTIMIZER = (
 )
 FALLEN_BACK = (
     "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
-    "with memory='residual'. To keep momentum correction, clip by memory=Momentum(clip_norm=...) "
-    "and hand a GradScaler over: attach(..., scaler=scaler)"
+    "with memory='residual'. To keep momentum correction, clip by memory=Momentum(clip_norm=...), "
+    "hand a GradScaler over, attach(..., scaler=scaler), and run all but the last backward() of a "
+    "step under no_sync()"
 )
 UNSCALED = (
     "gradients were divided by a power of two between backward() and optimizer.step(), as a "
@@ -67,6 +71,9 @@ FEW = 3
 
 SAMPLE = 4096
 """Elements of each gradient, the first in memory, that are compared."""
+
+FAR = 0.1
+"""Of their norm: so far somebody else has moved the parameters if they are to be elsewhere."""
 
 _TOLERANCE = 1e-5
 """Of a norm: more than rounding, less than any change that means something."""
@@ -104,23 +111,33 @@ class StepWatch:
         # `grad.data` are not counted, so the norms of a few are looked at all the same.
         self._written: dict[Tensor, tuple[int, int]] = {}
         self._writes = False  # a script has written to gradients: all norms are looked at
+        # Of the few, those with a velocity in `p.grad` since backward; whether it was still there
+        # as a gradient arrived (0-dim; None: none has arrived).
+        self._velocities: dict[Tensor, Tensor | None] = {}
         parameters = list(self._parameters)
         self._few = parameters[:: max(1, len(parameters) // FEW)]
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
+        # Samples of few parameters as the last step left them, and numbers of writes to them.
+        self._sampled = [p for p in self._few if p.device == self._few[0].device]
+        self._left_at: tuple[Tensor, list[int]] | None = None
+        self._samples: list[Tensor] = []  # views, as bytes
+        self._places: list[Any] = []  # of these parameters' memory
+        self._moved = True  # by somebody else, between the two steps before, as far as is known
         me = weakref.ref(self)  # torch's hooks must not keep it alive
 
-        def arrives(_: Tensor) -> None:
-            watch = me()
-            if watch is not None:
-                watch.gradient_arrives()
+        def arrives(p: Tensor) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                watch = me()
+                if watch is not None:
+                    watch.gradient_arrives(p)
 
-        handles: list[Any] = []
+            return hook
+
         # The last parameter has its gradient among the first; one tells of all.
-        self._witness = next(reversed(list(self._parameters)), None)
+        self._witness = parameters[-1] if parameters else None
         self._device = None if self._witness is None else self._witness.device
-        if self._witness is not None:
-            handles.append(self._witness.register_hook(arrives))
+        handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self._few, *parameters[-1:]}]
         _watch_steps(self)
         self.end = weakref.finalize(self, _end, id(self), handles)
 
@@ -138,8 +155,12 @@ class StepWatch:
         )
 
     def take_found(self) -> Tensor | None:
-        """How often gradients were changed since the last call, and how often as by a loss scale
-        that was not handed over: a tensor of two, where they are; None if nothing was compared."""
+        """At the end of a backward: how often gradients were changed since the last call, or
+        added to velocities, and how often they were changed as by a loss scale that was not
+        handed over: a tensor of two, where they are; None if nothing was compared."""
+        still = [each for each in self._velocities.values() if each is not None]
+        if still:
+            self._find(torch.stack(still).any())
         found, self._found = self._found, None
         return found
 
@@ -151,6 +172,7 @@ class StepWatch:
 
     def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
         waited()
+        self._velocities = dict.fromkeys(self._few) if compare else {}
         grads = ((p, p.grad) for p in self._parameters if compare and p.grad is not None)
         self._written = {p: (id(grad), grad._version) for p, grad in grads}
         looked_at = self._parameters if self._writes else self._few
@@ -180,15 +202,20 @@ class StepWatch:
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def note_change(self) -> None:
+    def note_change(self, times: float = 1.0) -> None:
         """Take it for a change of gradients that something else has happened to them, which ends
-        momentum correction: `take_found` tells the ranks."""
-        found = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._device)
+        momentum correction: `take_found` tells the ranks. times: what to add to `changed`."""
+        self._find(torch.full((), times, dtype=torch.float64, device=self._device))
+
+    def _find(self, changed: Tensor) -> None:
+        """changed: 0-dim; above 0 if something else has happened to gradients."""
+        found = torch.stack([changed, torch.zeros_like(changed)]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.is_ours(optimizer):
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
+        self._left_at = None
         if has_closure(args, kwargs):
             self._call_step_begins(optimizer)
         stands_in = args[0]  # another watch's hook may have put a stand-in there
@@ -199,7 +226,9 @@ class StepWatch:
             self._compare(optimizer)
             groups = stands_in.param_groups
             changed = self._call_before_step(optimizer, groups)
-            stand_in.param_groups, replaced = changed or groups, changed is not None
+            replaced = changed is not None
+            if (wanted := changed or groups) is not stand_in.param_groups:
+                stand_in.param_groups = wanted  # which is read-only in some wrappers
 
         changed = when_gradients_are_there(act, args, kwargs)
         if changed is not None and is_torchs_own(optimizer):
@@ -210,18 +239,64 @@ class StepWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
             self._call_after_step(optimizer)
+            self._left_at = self._stand_at()
+
+    # -- parameters that somebody else moves --
+
+    def _stand_at(self) -> tuple[Tensor, list[int]]:
+        if self._places != (places := [*map(storage_of, self._sampled)]):
+            self._places = places
+            self._samples = [_sample(local(p).detach()).view(torch.uint8) for p in self._sampled]
+        writes = [getattr(p, "_local_tensor", p)._version for p in self._sampled]
+        return torch.cat(self._samples), writes
+
+    def we_move(self) -> None:
+        """It is us who have moved the parameters just now."""
+        self._left_at = self._left_at and self._stand_at()
+
+    def they_move(self) -> None:
+        """Wherever the parameters stand before the next step, it is right."""
+        self._left_at = None
+
+    def moved_far(self) -> bool:
+        """At the next forward: whether somebody else has moved the parameters far since the last
+        step, as in going back to a checkpoint, and does not between any two steps. A device is
+        waited for where there were writes to them."""
+        left_at, self._left_at = self._left_at, None
+        if left_at is None:
+            return False
+        (then, before), (now, writes) = left_at, self._stand_at()
+        # Writes to `p.data` are not counted.
+        same = kernels_for(now).look(lambda: torch.equal(now, then), writes == before)
+        moved_before, self._moved = self._moved, not same and self._far(now, then)
+        return self._moved and not moved_before
+
+    def _far(self, now: Tensor, then: Tensor) -> bool:
+        """From what is not finite everything is."""
+        sizes = [*map(len, self._samples)]
+        dtypes = [p.dtype for p in self._sampled]
+        moved = stood = 0.0
+        for dtype, *pair in zip(dtypes, now.split(sizes), then.split(sizes), strict=True):
+            a, b = (each.clone().view(dtype).double() for each in pair)
+            moved += float((a - b).square().sum())
+            stood += float(b.square().sum())
+        return not moved <= FAR**2 * stood
 
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Whether it has one of the parameters."""
         ours = self._parameters
         return any(p in ours for group in optimizer.param_groups for p in group["params"])
 
-    def gradient_arrives(self) -> None:
-        """The witness has a new gradient, which is yet to be added to `p.grad`. (FSDP sets those
-        itself, of which torch's hooks see nothing.)"""
-        p = self._witness
-        if p is not None and _is_empty(p.grad):
+    def gradient_arrives(self, p: Tensor) -> None:
+        """One of the few, or the witness, has a new gradient, which is yet to be added to `p.grad`.
+        (FSDP sets those itself, of which torch's hooks see nothing.)"""
+        if p is self._witness and _is_empty(p.grad):
             self.ours = False  # until our hook is called
+        if p.grad is None:
+            self._velocities.pop(p, None)
+        elif p in self._velocities:
+            before, still = self._velocities[p], local(p.grad).any()  # zeros, once cleared
+            self._velocities[p] = still if before is None else still & before
 
 
 def _watch_steps(watch: StepWatch) -> None:
@@ -270,15 +345,17 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
     found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
     grads = {p: grad for p, grad in found if grad.numel()}
-    samples = [
-        g.as_strided((min(SAMPLE, g.numel()),), (1,), g.storage_offset())
-        if is_dense(g)
-        else g.reshape(-1)[:SAMPLE]
-        for g in grads.values()
-    ]
+    samples = [*map(_sample, grads.values())]
     if not samples:
         return {}
     return dict(zip(grads, torch._foreach_norm(samples, 2, dtype=torch.float64), strict=True))
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Its first elements in memory, flat."""
+    if is_dense(x):
+        return x.as_strided((min(SAMPLE, x.numel()),), (1,), x.storage_offset())
+    return x.reshape(-1)[:SAMPLE]
 
 
 def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink, new_future
@@ -378,6 +379,21 @@ def after(future: Future[Any], tensor: Tensor) -> Tensor:
     differ in what they take for the collective's value.)"""
     future.value()
     return tensor
+
+
+def groups_joined() -> int:
+    """How many process groups this rank is in."""
+    return len(distributed_c10d._world.pg_names)
+
+
+def join_groups(count: int) -> None:
+    """Before `new_group(use_local_synchronization=True)`: be in `count` groups, as many as that of
+    its ranks that is in most.
+
+    torch names the new group by its ranks and by that number. Where the ranks are in different
+    numbers of groups, they wait for each other under different names."""
+    for _ in range(groups_joined(), count):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def drain(queue: deque[T]) -> list[T]:

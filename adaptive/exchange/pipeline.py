@@ -13,6 +13,7 @@ gone, perhaps before the kernels of a callback have read it. So what a callback 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class _Running:
     left: int
     decode: Callable[[Any], Tensor]
     done: Future[Tensor]
+    life: object
     issued: Future[Tensor] = field(init=False)
 
 
@@ -111,7 +113,7 @@ class Pipeline:
 
     timestamps: takes one. stream: of the hook's work. waits: when hook calls have waited for
     earlier rounds. decoded: when the threads of the process group were decoding. Both are for
-    somebody to take out.
+    somebody to take out. life: another object after each `abandon`.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp], stream: HookStream) -> None:
@@ -120,6 +122,33 @@ class Pipeline:
         self._queue: deque[_Running] = deque()
         self.waits: deque[Span] = deque()
         self.decoded: deque[Span] = deque()
+        self.life = object()
+        self._at_work = threading.Condition()
+        self._decoding = 0  # callbacks
+
+    def abandon(self) -> None:
+        """Forget all exchanges that are under way: nothing more of them is issued, decoded, or
+        taken off a memory, once this returns. Waits for no other rank."""
+        with self._at_work:
+            self.life = object()
+            self._at_work.wait_for(lambda: not self._decoding)
+        self._queue.clear()
+        self.waits.clear()
+        self.decoded.clear()
+
+    @contextmanager
+    def callback_of(self, life: object) -> Iterator[None]:
+        """A callback does its work inside. RuntimeError if its exchange was abandoned."""
+        with self._at_work:
+            if life is not self.life:
+                raise RuntimeError("this exchange was abandoned")
+            self._decoding += 1
+        try:
+            yield
+        finally:
+            with self._at_work:
+                self._decoding -= 1
+                self._at_work.notify_all()
 
     def run(
         self,
@@ -134,7 +163,7 @@ class Pipeline:
         Then let the exchanges of earlier buckets take their next round."""
         done = new_future(device)
         earlier = list(self._queue)
-        self._queue.append(_Running(rounds, collectives, decode, done))
+        self._queue.append(_Running(rounds, collectives, decode, done, self.life))
         self._issue(self._queue[-1], None)
         for running in earlier:
             self._advance(running)
@@ -163,19 +192,21 @@ class Pipeline:
 
     def _finish(self, running: _Running, future: Future[Tensor]) -> None:
         try:
-            value, began = future.value(), self._timestamps()
-            used = () if kernels_for(value).may_read else _locals_of(running.rounds)
-            try:
-                running.rounds.send(value)
-            except StopIteration as stop:
-                mean = running.decode(stop.value)
-                self.stream.keep(running, stop.value, used, of=running.done)
-            else:
-                raise RuntimeError("the exchange issued more collectives than it announced")
-            self.decoded.append((began, self._timestamps()))
-            running.done.set_result(mean)
-        except Exception as error:  # whoever waits for the bucket must see it, whatever it is
-            running.done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            with self.callback_of(running.life):
+                value, began = future.value(), self._timestamps()
+                used = () if kernels_for(value).may_read else _locals_of(running.rounds)
+                try:
+                    running.rounds.send(value)
+                except StopIteration as stop:
+                    mean = running.decode(stop.value)
+                    self.stream.keep(running, stop.value, used, of=running.done)
+                else:
+                    raise RuntimeError("the exchange issued more collectives than it announced")
+                self.decoded.append((began, self._timestamps()))
+                running.done.set_result(mean)
+        except BaseException as error:  # whoever waits for the bucket must see it, whatever it is
+            told = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            running.done.set_exception(told)  # type: ignore[arg-type]  # torch's stub is wrong
 
 
 def _locals_of(suspended: Any) -> list[object]:

@@ -38,6 +38,8 @@ from adaptive.exchange.collectives import (
     all_gather_single,
     future_of,
     gather_wire_bytes,
+    groups_joined,
+    join_groups,
     reduce_wire_bytes,
 )
 from adaptive.exchange.link import EmulatedLink, new_future
@@ -114,10 +116,10 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
     """
     label = "" if levels is None else _label(levels, group)
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (repr(levels), label), group=group)
-    if levels is None or len({said for said, _ in told}) > 1:  # which `agree` complains about
+    dist.all_gather_object(told, (repr(levels), label, groups_joined()), group=group)
+    if levels is None or len({said for said, *_ in told}) > 1:  # which `agree` complains about
         return None
-    labels = [label for _, label in told]
+    labels = [label for _, label, _ in told]
     nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
     problem = _problem(levels, labels, nodes, dist.get_process_group_ranks(group))
     if problem and asked:
@@ -126,6 +128,7 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
         return None
     own = next(node for node in nodes if dist.get_rank(group) in node)
     place = own.index(dist.get_rank(group))
+    join_groups(max(joined for *_, joined in told))
     return Nodes(_subgroup(group, own), _subgroup(group, [node[place] for node in nodes]))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.chunks import Chunk
-from adaptive.memory.handover import Group
+from adaptive.memory.handover import Group, rate_of
 from adaptive.memory.moments import is_adaptive, is_decoupled
 from adaptive.memory.owners import Owners
 from adaptive.parameters import ModelParameter
@@ -22,6 +22,10 @@ STEPPED_LATE = (
     "exchange is over once every optimizer has stepped, or the next forward with gradients has "
     "begun. Step once between backward and such a forward, and evaluate under torch.no_grad()"
 )
+
+
+SURE = 100
+"""Exchanges in a row before which all optimizers had stepped, after which they are expected to."""
 
 
 class OptimizerSteps:
@@ -41,6 +45,9 @@ class OptimizerSteps:
         self._without_gradient: set[Tensor] = set()  # parameters left out of steps since then
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._shrinks: dict[Chunk, Scalar] = {}  # by which `before` is yet to be multiplied
+        self._stood: dict[Chunk, Tensor] = {}  # where the parameters stood, with decay and all
+        self._held: dict[Chunk, Tensor] = {}  # where steps have brought them, until the others'
+        self._by_all = 0  # exchanges in a row before which all optimizers had stepped
 
     # -- between backward and exchange --
 
@@ -57,6 +64,7 @@ class OptimizerSteps:
 
     def exchanged(self) -> None:
         """All chunks have been."""
+        self._by_all = self._by_all + 1 if self.all_stepped else 0
         self.pending, self.over = False, True
         if self._outer is None:
             self.before.clear()
@@ -76,8 +84,8 @@ class OptimizerSteps:
 
     def _forget(self) -> None:
         self._outer, self._has_closure = None, False
-        self.before.clear()
-        self._shrinks.clear()
+        for kept in (self.before, self._shrinks, self._stood, self._held):
+            kept.clear()
 
     # -- around an optimizer's step --
 
@@ -91,7 +99,8 @@ class OptimizerSteps:
     def begin(self, optimizer: Optimizer) -> bool:
         """An optimizer has its gradients. Returns whether it steps within no other. RuntimeError
         for a step after the exchange of its backward."""
-        if self.over and self._outer in (None, optimizer) and self._has_gradients(optimizer):
+        late = self.over and self._outer in (None, optimizer) and _moves(optimizer)
+        if late and self._has_gradients(optimizer):
             self._outer, self._has_closure = None, False
             raise RuntimeError(STEPPED_LATE.format(type(optimizer).__name__))
         self._of.learn(optimizer)
@@ -101,6 +110,7 @@ class OptimizerSteps:
         if self.pending:
             self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
             self._without_gradient |= {p for p in parameters_of(optimizer) if p.grad is None}
+            self.release()
             if outermost and not self.before:
                 self._remember()
         return outermost
@@ -111,7 +121,7 @@ class OptimizerSteps:
 
     def _remember(self) -> None:
         self.before = {chunk: chunk.here("before") for chunk in self._of.chunks}
-        self._shrinks = {}
+        self._shrinks, self._stood = {}, {}
 
     def end(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, perhaps within a step of another."""
@@ -125,6 +135,8 @@ class OptimizerSteps:
     def _note(self, optimizer: Optimizer) -> None:
         steppers = self._of.steppers(optimizer)
         self._stepped |= steppers
+        if self._by_all < SURE and not self.all_stepped:
+            self._hold()
         taken = _taken(optimizer)
         for chunk, before in self.before.items():
             decays = [decay for _, decay in self.rates_of(chunk)]
@@ -142,6 +154,21 @@ class OptimizerSteps:
             else:
                 multiply(before, chunk, factors)
 
+    def _hold(self) -> None:
+        """Let the parameters stand where all ranks do: other optimizers may not step by this
+        backward, and whoever reads the model before the exchange finds the same on all ranks."""
+        for chunk, before in self.before.items():
+            if chunk not in self._stood:
+                self._stood[chunk] = chunk.room("stood").copy_(before)
+            self._held[chunk] = chunk.here("held")
+            chunk.go_to(self._stood[chunk])
+
+    def release(self) -> None:
+        """The parameters go where this rank's optimizers have brought them."""
+        for chunk, here in self._held.items():
+            chunk.go_to(here)
+        self._held.clear()
+
     def take_shrink(self, chunk: Chunk) -> Scalar:
         """By which the caller is to multiply `before`."""
         return self._shrinks.pop(chunk, 1.0)
@@ -153,6 +180,11 @@ class OptimizerSteps:
         self._shrinks = {}
 
     # -- what has stepped, and by how much --
+
+    @property
+    def under_way(self) -> bool:
+        """Some optimizer is within its step."""
+        return self._outer is not None
 
     @property
     def any_stepped(self) -> bool:
@@ -196,10 +228,16 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
+def _moves(optimizer: Optimizer) -> bool:
+    """It has a learning rate above 0, as far as the host knows."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return any(isinstance(lr, Tensor) or lr != 0 for lr in rates)
+
+
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
     """The pieces of a chunk by these factors, in place: one for each parameter, or one for all."""
     first, *others = factors
-    if all(_same_number(first, other) for other in others):
+    if all(same_number(first, other) for other in others):
         whole.mul_(first)
     elif any(map(is_tensor, factors)):
         of = [_on(factor, whole.device) for factor in factors]
@@ -226,7 +264,7 @@ def is_tensor(x: Scalar) -> bool:
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """The learning rate, and by which share of itself a parameter decays in a step."""
-    lr, decay = group["lr"], group.get("weight_decay", 0.0)
+    lr, decay = rate_of(group), group.get("weight_decay", 0.0)
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
 
@@ -237,9 +275,9 @@ def _taken(optimizer: Optimizer) -> Scalar:
 
 
 def _same(a: tuple[Scalar, Scalar], b: tuple[Scalar, Scalar]) -> bool:
-    return all(map(_same_number, a, b))
+    return all(map(same_number, a, b))
 
 
-def _same_number(a: Scalar, b: Scalar) -> bool:
+def same_number(a: Scalar, b: Scalar) -> bool:
     """As the host knows."""
     return a is b or not (is_tensor(a) or is_tensor(b) or a != b)

@@ -162,8 +162,9 @@ class SGDHandover(Handover):
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
         rule = self.rule(parameter)
-        damped = rule.dampening == 1 or not rule.momentum
-        return 1.0 if damped else (1 - rule.dampening) / (1 - rule.momentum)
+        if rule.dampening == 1 or not 0 < rule.momentum < 1:
+            return 1.0
+        return (1 - rule.dampening) / (1 - rule.momentum)
 
     def _add_to_buffers(self, exchange: Exchange) -> None:
         """Add the ranks' mean velocities to SGD's own. Collectives."""

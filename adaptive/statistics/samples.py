@@ -106,9 +106,7 @@ def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None
     fused = kernels_for(a).fused(a)
     if fused is None or sections.longest > fused.LONGEST:
         return None
-    split: tuple[Tensor, Tensor] = fused.split_largest(
-        a, sections.ends, sections.longest, sections.kept
-    )
+    split: tuple[Tensor, Tensor] = fused.split_largest(a, sections.ends, sections.kept)
     return split
 
 

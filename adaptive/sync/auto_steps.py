@@ -20,7 +20,7 @@ DiLoCo: Douillard and others 2025, section 2.2). What a rank has done meanwhile 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,17 @@ class AutoStepsSync(OwnStepSync):
         self.averager.controller.skipped += not self._open
         return last
 
+    def _by_gradients(self, why: str) -> None:
+        raise RuntimeError(f"sync=LocalSteps('auto') does not go with this optimizer: {why}")
+
     # -- a step --
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if self._steps > 1:
-            self._go_off()
-            if self._backwards >= self._due:
-                self._apply_arrived()
+            with self.averager.noting_failure():
+                self._go_off()
+                if self._backwards >= self._due:
+                    self._apply_arrived()
         return super().before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -117,9 +121,10 @@ class AutoStepsSync(OwnStepSync):
             return
         averager, controller = self.averager, self.averager.controller
         averager.check_whole()
-        self._open, self._backwards = False, 0
-        self._go_off()
-        self._apply_arrived()
+        with averager.noting_failure():
+            self._open, self._backwards = False, 0
+            self._go_off()
+            self._apply_arrived()
         entered = controller.stopwatch.timestamps()
         with averager.replica_calls(waits=True):
             self._send()
@@ -133,17 +138,18 @@ class AutoStepsSync(OwnStepSync):
     def _send(self) -> None:
         """Begin to exchange how far each rank has come from the anchor."""
         averager, controller = self.averager, self.averager.controller
-        number, send, reducer = controller.step, controller.plan.send, averager.reducer
-        step = Step(number, controller.cfs, controller.tally, *averager.listeners(), updates=True)
+        now, send, reducer = averager.exchange_now, controller.plan.send, averager.reducer
+        number, cfs, tally = controller.step, controller.cfs, controller.tally
+        step = Step(number, cfs, tally, *averager.listeners(), updates=True)
 
         def arrived(future: Future[Tensor]) -> Tensor:
-            with averager.noting_failure(number):
+            with averager.noting_failure(now):
                 mean = future.value()
                 controller.stopwatch.bucket_done(drain(averager.pipeline.decoded))
                 averager.pipeline.stream.keep(mean)
                 return mean
 
-        strategy = averager.choice.pick(averager.sizes.bucket_nbytes(controller.cfs), send)
+        strategy = averager.choice.pick(averager.sizes.bucket_nbytes(cfs), send)
         for i, chunk in enumerate(self._chunks):
             here = chunk.here("sent at")
             done = torch.sub(self._anchors[chunk], here, out=chunk.room("done"))
@@ -224,15 +230,23 @@ class AutoStepsSync(OwnStepSync):
         if not self._anchors:  # else nothing waits but in the parameters
             super().discard()
 
+    @property
+    def owes(self) -> bool:
+        return self._open or super().owes
+
+    def start_over(self) -> None:
+        super().start_over()
+        self._arriving = {}
+        for chunk in self._anchors:
+            self._anchors[chunk] = chunk.here("anchor")
+
     def wait(self) -> None:
-        self.make_up()
         for each in self._arriving.values():
             each.mean.wait()
 
     def abandon(self) -> None:
-        for each in self._arriving.values():
-            with suppress(Exception):  # whoever needs what has failed is told
-                each.mean.wait()
+        super().abandon()
+        self._open, self._arriving = False, {}
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         if self._steps == 1:

@@ -56,6 +56,11 @@ class Synchroniser:
 
     # -- between steps --
 
+    @property
+    def owes(self) -> bool:
+        """The last backward's exchange is yet to come, and other ranks may wait for it."""
+        return False
+
     def make_up(self) -> None:
         """Do what belongs to the last backward and has not been done, its step being left out.
         Other ranks may have made theirs, so it is a collective."""
@@ -64,7 +69,8 @@ class Synchroniser:
         """Until all that is under way is there. Nothing moves."""
 
     def abandon(self) -> None:
-        """Before a state is loaded: wait for what is under way, which may fail. Nothing moves."""
+        """Forget what is under way, also where it has failed: nothing moves by it any more. No
+        collective. A state may be loaded next, or nothing comes any more."""
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         """What must be the same on all ranks between steps, by parameter name."""
@@ -84,6 +90,10 @@ class Synchroniser:
 
     def discard(self) -> None:
         """The gradients of the last backward are thrown away."""
+
+    def start_over(self) -> None:
+        """Somebody else has moved the parameters far, on all ranks: what waits, or is under way,
+        was of where they stood before, and is forgotten. No collective."""
 
     def describe(self) -> str:
         """A line for `explain()`; empty if there is nothing to say."""

@@ -165,7 +165,7 @@ class GossipSync(Synchroniser):
             averager.check_whole()
             stopwatch = averager.controller.stopwatch
             entered = stopwatch.timestamps()
-            with stopwatch.held_up(), averager.noting_failure(averager.controller.step):
+            with stopwatch.held_up(), averager.noting_failure():
                 self._mix()
             stopwatch.hook_left(entered, [(entered, stopwatch.timestamps())])
         return None
@@ -174,9 +174,19 @@ class GossipSync(Synchroniser):
         if optimizer in self.averager.optimizers:
             self._tell_neighbours()
 
+    def forward_begins(self) -> None:
+        # DDP may have a collective in it, for which a rank that left its step out would wait.
+        self.make_up()
+
+    @property
+    def owes(self) -> bool:
+        return self._open
+
     def make_up(self) -> None:
         if self._open:
-            self._mix()
+            self.averager.check_whole()
+            with self.averager.noting_failure():
+                self._mix()
             self._tell_neighbours()
 
     def _tell_neighbours(self) -> None:
@@ -186,7 +196,7 @@ class GossipSync(Synchroniser):
         averager, controller = self.averager, self.averager.controller
         stopwatch = controller.stopwatch
         entered = stopwatch.timestamps()
-        with stopwatch.held_up(), averager.noting_failure(controller.step):
+        with stopwatch.held_up(), averager.noting_failure():
             self._mixed = self.algorithm in AT_ONCE
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)
@@ -201,22 +211,24 @@ class GossipSync(Synchroniser):
     # -- between steps --
 
     def wait(self) -> None:
-        self.make_up()
         self._receive_all()
 
     def abandon(self) -> None:
         with suppress(Exception):  # of neighbours that have failed
-            self._receive_all()
+            self._receive_all()  # or their next message would be taken for this one
+        self._open = False
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         return ()
 
     def averaged(self) -> AbstractContextManager[None]:
+        self.make_up()
         self.wait()
         return averaged(self.parameters, self._exchange)
 
     def unite(self) -> Sequence[Optimizer]:
         optimizers = list(self.averager.optimizers)
+        self.make_up()
         self.wait()
         unite(self.parameters, self._exchange)
         unite_moments(self.parameters, optimizers, self._exchange)

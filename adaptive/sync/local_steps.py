@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import nan
@@ -133,14 +133,14 @@ class LocalStepsSync(Synchroniser):
             self._begin_exchange()
             averager.begin(self.alike)
         stopwatch = averager.controller.stopwatch
-        entered, step = stopwatch.timestamps(), averager.controller.step
+        entered, now = stopwatch.timestamps(), averager.exchange_now
         parameters = [averager.parameters.find(p) for p in bucket.parameters()]
         flat = self._outer_gradients(bucket.index(), parameters)
         done = self._mean(bucket, flat, parameters)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
         def finish(future: Future[Tensor]) -> Tensor:
-            with averager.noting_failure(step):
+            with averager.noting_failure(now):
                 mean = future.value()
                 self._mean_is_there()
                 averager.pipeline.stream.keep(flat)
@@ -233,9 +233,15 @@ class LocalStepsSync(Synchroniser):
             arrival.wait()
 
     def abandon(self) -> None:
-        for arrival in self._arrived:
-            with suppress(Exception):  # whoever needs what has failed is told
-                arrival.wait()
+        self._arrived = []
+
+    def start_over(self) -> None:
+        self._arrived = []
+        for p, anchor in self.anchors.items():
+            p.filled = False
+            anchor.copy_(as_flat(p.tensor))
+        for moving in self._moving.values():
+            moving.zero_()
 
     # -- a step --
 
@@ -243,7 +249,8 @@ class LocalStepsSync(Synchroniser):
         """The first optimizer that steps has all parameters moved by the means."""
         self._optimizers.add(optimizer)
         self._stepped = True
-        self.apply_arrived(self._backwards)
+        with self.averager.noting_failure():
+            self.apply_arrived(self._backwards)
         return None
 
     @torch.no_grad()

@@ -196,6 +196,22 @@ def _judge_values(ranks: Ranks, name: str, trial: Mapping[str, Any], error: str 
     return SKIPPED
 
 
+def raise_outside(given: Mapping[str, Any], world: int) -> list[Found]:
+    everybody = list(range(world))
+    with Ranks(training.raised, world, given) as ranks:
+        if not ranks.until(lambda: ranks.ended(everybody), START):
+            return [Found("HANG", _told(ranks, world))]
+        done = [ranks.last(rank, "done") for rank in everybody]
+        found = {each["found"] for each in done if each}
+        if not found and all(ranks.last(rank, "error") for rank in everybody):
+            return [Found(ERROR, _told(ranks, world))]
+        if not all(done) or len(found) > 1:
+            return [Found("SILENT: some ranks ended well, others not", _told(ranks, world))]
+        kinds = {"the same": UNHARMED, training.REFUSED: REFUSED}
+        outcome = kinds.get(found.pop(), "SILENT: ended otherwise than without the exception")
+        return [Found(outcome, _told(ranks, world))]
+
+
 def record(given: Mapping[str, Any]) -> list[Found]:
     with Ranks(training.recorded, 2, given) as ranks:
         ranks.until(lambda: ranks.ended([0, 1]), START)
@@ -431,6 +447,35 @@ def value_trials(seed: int, quick: bool) -> Iterator[Trial]:
         yield Trial("", base, partial(values, given), (SKIPPED, ENDED))
 
 
+def exception_trials(seed: int, quick: bool) -> Iterator[Trial]:
+    """Each moment with each way on."""
+    chance = random.Random(seed + 2)
+    kinds = [(moment, way) for moment in training.MOMENTS for way in training.WAYS_ON]
+    settings = [{"synchroniser": each} for each in training.SYNCHRONISERS]
+    settings += [{"memory": "updates"}, {"memory": "updates", "exchange": "sharded"}]
+    settings += [{"exchange": "sharded"}, {"exchange": "voted_indices"}, {"base": "powersgd"}]
+    for number, (moment, way) in enumerate(chance.sample(kinds, 4) if quick else kinds):
+        in_backward = moment in training.MOMENTS[1:3]
+        expected: tuple[str, ...] = (UNHARMED,)
+        if in_backward and way in ("go on", "save"):  # or no bucket was exchanged yet
+            expected = (ERROR if way == "go on" else REFUSED, UNHARMED)
+        world = 2 + number % 2
+        for setting in chance.sample(settings, 1 if quick else 5):
+            alone = moment == training.MOMENTS[3] and chance.random() < 0.5
+            given = {
+                "base": "topk",
+                **setting,
+                "moment": moment,
+                "way": way,
+                "seed": chance.randrange(10**6),
+                "victim": chance.randrange(world) if alone else None,
+            }
+            who = "one rank" if alone else "all ranks"
+            detail = f"{who} of {world}, {setting}, seed {given['seed']}"
+            fault = f"an exception {moment}, caught; then: {way}"
+            yield Trial(fault, detail, partial(raise_outside, given, world), expected)
+
+
 def other_trials(seed: int, quick: bool) -> Iterator[Trial]:
     for error in training.ERRORS:
         for first in (True, False):
@@ -509,6 +554,7 @@ def main() -> int:
         trials = [
             *training_trials(args.seed, args.quick),
             *value_trials(args.seed, args.quick),
+            *exception_trials(args.seed, args.quick),
             *other_trials(args.seed, args.quick),
             *saving_trials(runs, args.seed, args.quick),
         ]

@@ -7,6 +7,7 @@ first pass without the fault tells the parameters after each step; the second ha
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import math
@@ -16,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import (
@@ -39,7 +42,7 @@ from adaptive import (
 )
 from compressors import RandomK, Sketch
 from runs.modelled_clock import ModelledClock
-from tests.distributed.setting import Scripted
+from tests.distributed.setting import Scripted, same
 from tests.faults.ranks import START, Note
 
 TIMEOUT = 6.0
@@ -106,6 +109,10 @@ class Pass:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         if given.get("memory") == "updates":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.attach(given)
+
+    def attach(self, given: Mapping[str, Any]) -> None:
+        """A new compressor."""
         options = {
             "policy": Fixed(),
             "cf_range": (8, 64),
@@ -141,6 +148,29 @@ class Pass:
         trained = all(bool(p.isfinite().all()) for p in self.model.parameters())
         seen = {"digest": self.digest(), "finite": finite, "trained": trained}
         self.note("step", name=self.name, step=step, **seen)
+
+    def meet(self, moment: str, local: list[Tensor], place: int) -> None:
+        """A step that comes to nothing by an exception at this moment, which is caught; in the
+        backward at one of the parameters."""
+
+        def fail(_: Any = None) -> None:
+            raise MemoryError
+
+        def fail_later(_: Any) -> None:
+            Variable._execution_engine.queue_callback(fail)
+
+        parameter = self.model.module.all[place]
+        handles = []
+        if moment == MOMENTS[0]:
+            handles.append(self.model.module.register_forward_pre_hook(lambda *_: fail()))
+        elif moment != MOMENTS[3]:
+            hook = fail if moment == MOMENTS[1] else fail_later
+            handles.append(parameter.register_hook(hook))
+        self.optimizer.zero_grad()
+        with suppress(MemoryError):
+            self.model(*local).backward()
+        for handle in handles:
+            handle.remove()
 
     def digest(self) -> str:
         flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
@@ -185,6 +215,63 @@ def signalled(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], not
         if now and moment == "backward":
             handle.remove()
     dist.destroy_process_group()
+
+
+MOMENTS = ("in the forward", "in the backward", "in a callback", "between backward and step")
+WAYS_ON = ("go on", "load", "detach", "close", "save")
+REFUSED = "refused"
+"""What has become of a script that caught an exception, if it is not told in digests."""
+
+
+def raised(rank: int, ranks: int, folder: Path, given: Mapping[str, Any], note: Note) -> str:
+    """An exception outside the hook, on all ranks or on one, which the script catches. Then it goes
+    on, loads, detaches and attaches another, closes, or saves. Another pass does the same without
+    the exception. Returns what has become of it."""
+    enter(rank, ranks, folder)
+    right, found = (_way_on(name, rank, given, note) for name in ("right", "fault"))
+    dist.destroy_process_group()
+    if found == REFUSED:
+        return REFUSED
+    return "the same" if same(found, right) else "not the same"
+
+
+def _way_on(name: str, rank: int, given: Mapping[str, Any], note: Note) -> Any:
+    """What the parameters and a saved state are in the end; or REFUSED."""
+    run, moment, way = Pass(name, rank, given, note), given["moment"], given["way"]
+    chance = random.Random(given["seed"])
+    at, place = chance.randrange(2, STEPS - 4), chance.randrange(len(SHAPES))
+    for step in range(at):
+        run.step(step, gradients(step, rank))
+    parts = run.model.module, run.optimizer, run.compressor
+    states = copy.deepcopy([part.state_dict() for part in parts])
+    if name == "fault":
+        note("fault")
+    if given["victim"] not in (None, rank):
+        run.step(at, gradients(at, rank))
+    elif name == "fault" or moment == MOMENTS[3]:
+        run.meet(moment, gradients(at, rank), place)
+    if way == "close":
+        run.compressor.close()
+        return run.digest()
+    if way == "save":
+        try:
+            return run.compressor.state_dict()["memory"], run.digest()
+        except RuntimeError:
+            return REFUSED
+    if way == "detach":
+        run.compressor.detach()
+    if way in ("load", "detach"):
+        if moment in MOMENTS[1:3]:  # DDP itself takes no further forward
+            run = Pass(name, rank, given, note)
+        elif way == "detach":
+            run.attach(given)
+        parts = run.model.module, run.optimizer, run.compressor
+        for part, state in zip(parts[: 3 if way == "load" else 2], states, strict=False):
+            part.load_state_dict(state)
+        at -= 1
+    for step in range(at + 1, STEPS):
+        run.step(step, gradients(step, rank))
+    return run.digest()
 
 
 VALUES = {"NaN": math.nan, "infinity": math.inf, "1e38": 1e38, "denormal": 1e-41}

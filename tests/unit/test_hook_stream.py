@@ -246,7 +246,7 @@ def test_updates_are_exchanged_chunk_after_chunk_and_nothing_stays(
     """On the path of a device, whose events nobody says that they have passed. copies: of the
     parameters, that are made before the step: where they stood, and first moments, if momentum has
     no lag."""
-    monkeypatch.setattr(chunks, "CHUNK", 4 * 100 * 100)
+    monkeypatch.setattr(chunks, "DEVICE_CHUNK", 4 * 100 * 100)
     model = DDP(nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(CHUNKS))))
     optimizer = torch.optim.AdamW(model.parameters())
     with device_path():

@@ -301,6 +301,9 @@ class Way:
         self.mean, self.void = gradients[0] + 1, gradients[0] + 1
         compressor.mean_of(self.mean, self.received, 1 / ranks)
         compressor.mean_of(self.void, self.received, 1 / ranks, self.mean.new_ones(()).bool())
+        self.onto, self.left = gradients[0] + 1, gradients[0] + 1
+        compressor.add_all(self.onto, self.received, 1 / ranks)
+        compressor.add_all(self.left, self.received, 1 / ranks, self.mean.new_ones(()).bool())
         self.residuals = gradients[:1].repeat(2, 1)
         compressor.add_to(self.residuals[0], self.payloads[0], -1.0)
         compressor.add_to(self.residuals[1], self.received[0], -1.0)
@@ -327,6 +330,9 @@ def test_the_whole_way_is_that_of_torch(name, numel, ranks, cf, offset):
     if ranks != 3:  # the scale is a power of two, so that it makes no difference when it is applied
         assert torch.equal(found.mean, wanted.mean)
     torch.testing.assert_close(found.mean, wanted.mean)
+    torch.testing.assert_close(found.onto, wanted.onto)
+    torch.testing.assert_close(found.onto, gradients[0] + 1 + found.mean)
+    assert torch.equal(found.left, gradients[0] + 1)
     assert torch.equal(found.residuals, wanted.residuals)
     assert torch.equal(found.residuals[0], found.residuals[1])
     assert not found.void.any()
@@ -409,9 +415,9 @@ def test_payloads_that_nobody_sent_change_nothing_beyond_the_tensor(data, name, 
 LAUNCHES = {
     "topk+int4": [*["_select_alone", "_bucket_levels", "_pack_levels", "_sum_energies"],
                   "_write_sparse",
-                  *["_count_bits", "_read_indices"], "_add_sparse", "_sparse_mean"],
+                  *["_count_bits", "_read_indices"], "_add_sparse", "_add_rows"],
     "topk": ["_select_alone", *["_floats", "_sum_energies"], "_write_sparse",
-             *["_count_bits", "_read_indices"], "_add_sparse", "_sparse_mean"],
+             *["_count_bits", "_read_indices"], "_add_sparse", "_add_rows"],
     "int8": ["_bucket_levels", "_dense_mean", "_dense_mean"],
     "qsgd": [*["_bucket_levels", "_pack_levels"], "_dense_mean", "_dense_mean"],
     "bf16": ["_floats", "_dense_mean", "_dense_mean"],
