@@ -2,7 +2,7 @@
 # make long-test: what takes long, and needs Lightning, Accelerate, Transformers, torchft, and
 # optimizers from their packages.
 # make browser-test: the TensorBoard page in a real browser.
-# make gpu-test: what needs a CUDA device (skipped, and said so, without one), and Triton's kernels.
+# make gpu-test: what needs a CUDA device (skipped, and said so, without one).
 # make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
 # make fuzz: random configurations held to invariants (make long-test: 60 of them, always the same).
@@ -42,7 +42,7 @@ browser-test: $(STAMP)
 	$(BIN)/python -m pytest -m browser tests/integration/browser
 
 gpu-test: $(STAMP)
-	$(BIN)/python -m pytest -rs tests/gpu tests/unit/test_triton_*.py
+	$(BIN)/python -m pytest -rs tests/gpu
 
 # Without the extra `dev`: it wants a newer Triton than this torch brings along.
 oldest-test: $(OLDEST)/installed

@@ -1,6 +1,7 @@
 """Property-based tests search at random on a developer's machine, and repeatably in CI; how long an
-example takes is no matter in either, since the machine may be busy. Without a GPU, Triton's kernels
-are interpreted. `make test` leaves a part of the tests to `make long-test`."""
+example takes is no matter in either, since the machine may be busy. Triton's kernels are
+interpreted, but for those of tests/gpu. `make test` leaves a part of the tests to `make
+long-test`."""
 
 from __future__ import annotations
 
@@ -10,12 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-if not torch.cuda.is_available():
-    # Here, since tests of any folder may import what imports Triton.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # What coding takes on this machine is measured once for all tests, and the user's file left alone.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir(), f"adaptive-tests-{os.getuid()}"))
@@ -24,6 +20,16 @@ _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 settings.register_profile("local", _ANY_SPEED)
 settings.register_profile("ci", _ANY_SPEED, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A process interprets Triton's kernels or compiles them. Also on a machine with a GPU they are
+    compiled where tests/gpu is asked for alone. This comes before any test is imported, which may
+    import what imports Triton."""
+    asked = [Path(each.split("::")[0]).resolve() for each in config.args]
+    gpu = Path(__file__).parent / "gpu"
+    if not all(path == gpu or gpu in path.parents for path in asked):
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ if torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:  # of all folders that are collected, not of this one alone
-            if item.path.is_relative_to(HERE):
-                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+    why = "" if torch.cuda.is_available() else "torch sees no CUDA device"
+    if not why and os.environ.get("TRITON_INTERPRET") == "1":
+        why = "kernels are interpreted in this run: python -m pytest tests/gpu"
+    for item in items if why else ():  # of all folders that are collected, not of this one alone
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.skip(reason=why))

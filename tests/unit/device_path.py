@@ -1,7 +1,6 @@
 """Running the device path without a device: on CPU tensors, on meta tensors, and counting.
 
-Triton's kernels are run by its interpreter, as conftest.py sees to; on a machine with a GPU by the
-GPU, which can work on its own tensors only."""
+Triton's kernels are run by its interpreter, as conftest.py sees to."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from compressors.kernels.triton import select as triton_select  # noqa: E402
 from compressors.kernels.triton import sparse as triton_sparse  # noqa: E402
 
 KEY = Key("w", 3)
-WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WHERE = torch.device("cpu")
 ALL = (
     "topk", "topk+int4", "topk+bf16", "topk+qsgd", "dgc", "dgc+int4", "int8", "qsgd", "bf16",
     "fp16", "natural",

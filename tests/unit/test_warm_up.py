@@ -26,7 +26,7 @@ MODULES = (codec, flags, moments, rows, select, sparse)
 META = torch.device("meta")  # launches are noted there, and nothing is computed
 CFS = (2.0, 4.0, 8.0, 10.0, 100.0, 1000.0)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu")
 
 Launch = tuple[Any, ...]
 
