@@ -303,8 +303,10 @@ def _watch_steps(watch: StepWatch) -> None:
     """Let it know of every optimizer's steps."""
     _WATCHES[id(watch)] = weakref.ref(watch)
     if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(_before_any_step))
-        _HOOKS.append(register_optimizer_step_post_hook(_after_any_step))
+        # Where a script has compiled its optimizer's step they run outside the graph.
+        before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
+        _HOOKS.append(register_optimizer_step_pre_hook(before))
+        _HOOKS.append(register_optimizer_step_post_hook(after))
 
 
 def _end(watch: int, handles: Sequence[Any]) -> None:

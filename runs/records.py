@@ -50,6 +50,10 @@ _FIELDS = Fields(
 make = _FIELDS.read
 
 
+INSIDE = 10**6
+"""Steps of the optimizer in a run's rounds of several, at most: each is a point of a curve, so that
+a small file could take any memory."""
+
 DELAY = 2
 """A switch is on record up to so many steps before the record of its step."""
 
@@ -134,6 +138,7 @@ def read_records(path: Path) -> Recorded:
     events: dict[int, Event] = {}
     header: Header | None = None
     again = ""
+    inside = 0  # steps of the optimizer in rounds of several
     pending: set[int] = set()  # steps of the events since the last step's record
     gc.disable()  # millions of new objects: looking for cycles takes most of the time
     try:
@@ -150,9 +155,15 @@ def read_records(path: Path) -> Recorded:
                 pending.add(record.step)
             else:
                 step = record.report.step
+                inside += record.local_steps - 1
+                if inside > INSIDE:
+                    damage.add(line, f"more than {INSIDE:,} local steps in all")
+                    inside -= record.local_steps - 1
+                    continue
                 if step <= next(reversed(steps), -1):
                     again = again or f"steps come again (step {step} in line {line})"
                     steps = {at: one for at, one in steps.items() if at < step}
+                    inside = sum(each.local_steps - 1 for each in (*steps.values(), record))
                     pending &= {*range(step, step + DELAY + 1)}
                     events = {at: one for at, one in events.items() if at < step or at in pending}
                 steps[step] = record

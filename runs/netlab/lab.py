@@ -42,6 +42,9 @@ from runs.parser import UsageError
 DEVICE = "lab0"
 """The network interface of a worker, in its own namespace."""
 
+MOST = 500
+"""Workers of a lab: each has a namespace, of which this process holds a descriptor."""
+
 VARIABLE = "RUNS_NETLAB"
 """The environment variable that tells the workers of their lab: see `Lab.of_environment`."""
 
@@ -155,6 +158,8 @@ class Lab:
     def links(self, step: int = 0) -> list[Link]:
         """Every link after so many steps. UsageError names the option, its value and what is
         accepted."""
+        if self.workers > MOST:
+            raise UsageError(f"--workers {self.workers}: a lab has places for {MOST} at most")
         links = [Link.parse("--rate", self.rate)] * self.nodes
         changes = [
             _numbered("--rate-at", text, "STEP:RATE, as in 200:10mbit") for text in self.rate_at
@@ -224,11 +229,25 @@ class Lab:
     @classmethod
     def of_environment(cls) -> Lab | None:
         """The lab that this process was started in; None if it was not."""
-        told = json.loads(os.environ.get(VARIABLE, "null"))
-        if told is None:
-            return None
-        values: dict[str, Any] = {k: tuple(v) if type(v) is list else v for k, v in told.items()}
-        return cls(**values)
+        text = os.environ.get(VARIABLE) or "null"
+        try:
+            told = json.loads(text)
+            if told is None:
+                return None
+            values: dict[str, Any] = {
+                k: tuple(v) if type(v) is list else v for k, v in told.items()
+            }
+            lab = cls(**values)
+            numbers = (lab.workers, lab.per_node, lab.holder, lab.switch, *lab.inside)
+            if not (all(type(number) is int for number in numbers) and lab.per_node > 0):
+                raise ValueError("numbers must be whole, and per_node above 0")
+            lab.links()
+        except (ValueError, TypeError, AttributeError, RecursionError, UsageError) as error:
+            raise UsageError(
+                f"the environment variable {VARIABLE}: must be what netlab has set, or not be set; "
+                f"got {text!r:.80} ({error})"
+            ) from error
+        return lab
 
     def _join(self) -> None:
         """Cables between the workers and the bridge, or what delays frames in its stead."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
+from runs.files import not_a_link
 from runs.option_types import Number, metavar
 from runs.parser import UsageError, options
 
@@ -66,6 +67,7 @@ def main(given: dict[str, Any]) -> int:
 
     first = Path(folders[0])
     alone = len(folders) == 1 and first.is_dir()
-    out = Path(given.get("out", (first if alone else first.absolute().parent) / FOLDER))
+    usual = (first if alone else first.absolute().parent) / FOLDER
+    out = Path(given["out"]) if "out" in given else not_a_link(usual)
     how = given.get("target"), given.get("title"), given.get("json", False)
     return make_report(folders, out, *how)

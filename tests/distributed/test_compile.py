@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import utils as metrics
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
@@ -106,3 +108,31 @@ def test_the_python_reducer_is_refused_with_what_to_set_instead() -> None:
     for attached, hooked in run_ranks(2, _python_reducer):
         assert hooked == attached if always else "no compressor" in hooked
         assert "leave optimize_ddp at True" in attached
+
+
+def _stepped(rank: int, kind: str, compiles: bool) -> tuple[Tensor, list[str]]:
+    """Parameters, and the files of the library in which dynamo has compiled something."""
+    torch._dynamo.reset()
+    metrics.clear_compilation_metrics()
+    model = DDP(small_net())
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    step_once = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        step_once()
+    files = [str(each.co_filename) for each in metrics.get_compilation_metrics()]
+    assert compiles <= len(files)
+    return flat_parameters(model), [file for file in files if "adaptive" in Path(file).parts]
+
+
+def _all_stepped(rank: int) -> list[list[tuple[Tensor, list[str]]]]:
+    return [[_stepped(rank, kind, c) for c in (False, True)] for kind in ("SGD", "Adagrad")]
+
+
+def test_a_compiled_step_leaves_the_library_out_of_its_graph() -> None:
+    for result in run_ranks(2, _all_stepped):
+        for (eager, _), (compiled, files) in result:
+            torch.testing.assert_close(compiled, eager)
+            assert files == []

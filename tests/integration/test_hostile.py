@@ -241,3 +241,17 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, capfd: Any) -> None:
     for name in ("report/report.html",):
         assert (folder / name).stat().st_size > 1000
         assert not (folder / name).is_symlink()
+
+
+def test_nor_into_a_folder_that_is_a_link(tmp_path: Path, capfd: Any) -> None:
+    folder, theirs = _folder(tmp_path / "run", _lines()), tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "report.html").write_text("precious")
+    (folder / "report").symlink_to(theirs)
+    assert main(["report", str(folder)]) == 0
+    assert (theirs / "report.html").read_text() == "precious"
+    assert not (folder / "report").is_symlink()
+    assert (folder / "report" / "report.html").stat().st_size > 1000
+    (tmp_path / "wanted").symlink_to(theirs)  # whoever names a link means it
+    assert main(["report", str(folder), "--out", str(tmp_path / "wanted")]) == 0
+    assert (theirs / "report.html").stat().st_size > 1000

@@ -91,6 +91,24 @@ def test_child_processes_learn_of_the_lab(monkeypatch: pytest.MonkeyPatch) -> No
     assert Lab.of_environment() == opened
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[1]", "5", "[" * 10**5),
+        *('{"rate": 5}', '{"rate": "1gbit", "what": 1}', '{"rate": "1gbit", "workers": "2"}'),
+        *('{"rate": "1gbit", "per_node": 0}', '{"rate": "1gbit", "inside": ["a"]}'),
+        '{"rate": "1gbit", "slow_rank": ["7:1mbit"]}',
+    ],
+)
+@pytest.mark.parametrize("words", [["train", "--steps", "1"], ["netlab", "--rate", "1gbit"]])
+def test_a_lab_that_nobody_has_made_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, words: list[str], text: str
+) -> None:
+    monkeypatch.setenv(labs.VARIABLE, text)
+    command = [*words, "--", "train"] if words[0] == "netlab" else words
+    assert_refused(capfd, *command, parts=[labs.VARIABLE, "must be what netlab has set"])
+
+
 def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(Lab("100mbit"), rank=1)
     place.model = model = torch.nn.Linear(2, 2)  # type: ignore[assignment]
@@ -117,6 +135,10 @@ def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rate", "1gbit", "--slow-rank", "1mbit", "--", "train"], ["must be RANK:RATE"]),
         (["--rate", "1gbit", "--rate-at", "5:1mbit,1ms", "--", "train"], ["a rate alone"]),
         (["--rate", "1gbit", "--per-node", "2", "--workers", "3", "--", "train"], ["divide", "3"]),
+        (
+            ["--rate", "1gbit", "--workers", "100000000", "--", "train"],
+            ["--workers", "500 at most"],
+        ),
     ],
 )
 def test_wrong_options_are_one_line(capfd: Any, words: list[str], parts: list[str]) -> None:

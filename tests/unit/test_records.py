@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from adaptive import Event, Header, JSONLTimeline, StepRecord, StepReport
 from policies import Measurement
-from runs import files
+from runs import files, records
 from runs.files import read_json
 from runs.records import Recorded, keep_before, read_metrics, read_records
 
@@ -258,6 +258,23 @@ def test_a_step_that_comes_again_counts_as_it_came_last(path: Path) -> None:
     recorded = read_records(path)
     assert [record.report.cf for record in recorded.steps] == [10, 10, 10, 40]
     assert "step 3 in line 10" in recorded.damage
+
+
+def test_rounds_of_more_steps_than_any_run_has_are_left_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of the optimizer is a point of a curve."""
+    monkeypatch.setattr(records, "INSIDE", 200)
+    lines = _lines(8)
+    for line in lines:
+        if line["kind"] == "step":
+            line["local_steps"] = 51
+    path.write_text(_text(lines))
+    recorded = read_records(path)
+    assert [record.report.step for record in recorded.steps] == [0, 1, 2, 3]
+    assert "more than 200 local steps" in recorded.damage
+    path.write_text(_text([*lines[:9], *lines[5:9]]))  # as in a run that was resumed
+    assert [record.report.step for record in read_records(path).steps] == [0, 1, 2, 3]
 
 
 def test_a_file_of_nothing_but_damage_is_an_error_and_an_empty_one_is_empty(path: Path) -> None:
