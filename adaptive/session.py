@@ -342,10 +342,9 @@ class Session:
         return done
 
     def _forward_begins(self) -> None:
-        if self._watch.moved_far():
-            if self.exchange.first and self._watch.is_new(MOVED):
-                log.warning("%s", MOVED)
-            self._sync.start_over()
+        dropped = self._watch.moved_far() and self._sync.start_over()
+        if dropped and self.exchange.first and self._watch.is_new(MOVED):
+            log.warning("%s", MOVED)
         self._sync.forward_begins()
 
     def _step_begins(self, optimizer: Optimizer) -> None:
@@ -376,7 +375,8 @@ class Session:
             log.warning("%s", DROPPED)
             self.abandon()
             self._memory.discard()
-            if not self._memory.now.handover.sends_updates:  # whose next dense step is a meeting
+            # Where updates were sent, the next dense step has the optimizers' states agreed on.
+            if not self._memory.now.handover.sends_updates:
                 self._memory.release()
             self.controller.take_steps(1)
         self.controller.forced_dense = True

@@ -101,6 +101,9 @@ class EveryStepSync(Synchroniser):
     def discard(self) -> None:
         self.averager.memory.discard()
 
-    def start_over(self) -> None:
+    def start_over(self) -> bool:
+        kept = self.averager.parameters.values()
+        waits = any(each.filled or each.velocity is not None for each in kept)
         self.averager.memory.discard()
         self.averager.requested.follow(self.averager.memory.now)
+        return waits
