@@ -1,5 +1,6 @@
 # make demo: sets up and runs the main job. make test: sets up and passes the tests.
-# make long-test: what takes long, and needs Lightning, Accelerate, Transformers and torchft.
+# make long-test: what takes long, and needs Lightning, Accelerate, Transformers, torchft, and
+# optimizers from their packages.
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one), and Triton's kernels.
 # make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
@@ -29,7 +30,8 @@ test: $(STAMP) lint
 
 long-test: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,hf]' \
-		"torchft; sys_platform == 'linux'"
+		"torchft; sys_platform == 'linux'" dadaptation lion-pytorch muon-optimizer prodigyopt \
+		pytorch-optimizer schedulefree torchao
 	$(BIN)/python -m pytest --numprocesses 2 -m long tests
 
 browser-test: $(STAMP)

@@ -9,7 +9,7 @@ these are in here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
@@ -211,7 +211,8 @@ class Averager:
         stream waits for it. RuntimeError once the exchange of an earlier step has failed."""
         self._check_exchanged()
         on_stream = self.pipeline.stream.hook_call(waits)
-        with on_stream, self.noting_failure():
+        timed = self.controller.stopwatch.held_up() if waits else nullcontext()
+        with timed, on_stream, self.noting_failure():
             yield
 
     def backward_ended(self) -> None:

@@ -18,7 +18,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
-from compressors.kernels import all_finite, judge, kernels_for, squared_norms
+from compressors.kernels import all_finite, cut_large, judge, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh
 from compressors.rounds import RoundsCompressor
 from policies import DENSE
@@ -153,7 +153,7 @@ class Bucket:
     Finite gradients whose squares are not finite in that precision (norms above 1.8e19 in float32)
     are cut to LARGEST; the step counts as one that tells nothing. rooms: what `room` has given
     out, which on the host the same bucket of the next step finds again. updates: it holds updates,
-    not gradients.
+    not gradients. settled: later steps have the same bucket.
     """
 
     work: Tensor
@@ -163,6 +163,7 @@ class Bucket:
     parts: list[Part] = field(default_factory=list)
     nonfinite: Flag = False
     updates: bool = False
+    settled: bool = True
 
     def open(
         self,
@@ -193,7 +194,7 @@ class Bucket:
             energies = _clip(grads, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
         if overflows is None:  # nobody knows whether there is anything to cut
-            self.work.clamp_(-largest, largest)
+            cut_large(energies, self.work, largest)
         known = kernels.numbers(energies) if one_by_one else ()
         start = 0
         for parameter, grad, skipped in zip(
@@ -336,8 +337,18 @@ def compress_levels(
         else:
             payloads[cf] = how.compress(target, unit.spec.at(cf), addend)
             addend = None
+        payloads[cf] = with_energies(how, payloads[cf], target)
         before = how, payloads[cf]
     return [payloads[cf] for cf in unit.levels]
+
+
+def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
+    """The payload of `a` (flat) with its energies, which a compressor may leave unknown."""
+    if payload.energies is not None:
+        return payload
+    kept = torch.zeros_like(a)
+    by.add_to(kept, payload)
+    return replace(payload, energies=squared_norms([a, kept, a - kept]).to(a.device))
 
 
 def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> None:
@@ -385,6 +396,6 @@ def _of_sample(unit: Unit, numel: int) -> Unit:
 
 
 def energies_of(payloads: Sequence[Payload]) -> Tensor:
-    """The `Payload.energies` of each, (payloads, 3)."""
+    """The `Payload.energies` of each, (payloads, 3). They are known."""
     known = [p.energies for p in payloads if p.energies is not None]
     return known[0][None] if len(known) == 1 else torch.stack(known)

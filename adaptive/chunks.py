@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter, is_dense, storage_of
-from compressors.kernels.blocks import CACHE_BLOCK, block_size, lasting
+from compressors.kernels.blocks import CACHE_BLOCK, block_size, is_host, lasting
 
 CHUNK = 25 * 2**20
 """Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
+
+DEVICE_CHUNK = 200 * 2**20
+"""The same on a device, where the number of launches counts more than what a cache holds."""
 
 
 BLOCK = 2 * CACHE_BLOCK
@@ -145,13 +148,15 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
 
 
 def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter]]:
-    """Parameters in the model's order, those of each chunk together."""
-    for _, alike in groupby(parameters, key=lambda p: (p.tensor.dtype, p.tensor.device)):
+    """Parameters in the model's order, those of each chunk together, without empty ones."""
+    some = (p for p in parameters if p.numel)
+    for (_, device), alike in groupby(some, key=lambda p: (p.tensor.dtype, p.tensor.device)):
+        most = CHUNK if is_host(device) else DEVICE_CHUNK
         chunk: list[ModelParameter] = []
         nbytes = 0
         for p in alike:
             own = p.numel * p.dtype.itemsize
-            if chunk and nbytes + own > CHUNK:
+            if chunk and nbytes + own > most:
                 yield chunk
                 chunk, nbytes = [], 0
             chunk.append(p)

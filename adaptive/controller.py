@@ -119,7 +119,7 @@ class Controller(saved.Stateful):
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
-        if plan.send != DENSE:
+        if not self._empties(plan.send):
             self.carrying = plan.send not in self.sizes.hooks
             self._compressed_last = self.step
         switches = plan.send != self.cf and self.step > 0
@@ -130,14 +130,17 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
-        as_dense = self.sizes.granularity.compressor.at(plan.send).sent_as_dense
-        sent = () if as_dense else (plan.send,)
+        sent = () if self._empties(plan.send) else (plan.send,)
         compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         compresses = plan.send in compressed
         if self.means is not None and (why := self.means.begin_step(self.step, compresses)):
             self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
+
+    def _empties(self, cf: float) -> bool:
+        """A step at this CF is dense, in whatever precision: it sends all that residuals hold."""
+        return cf == DENSE or self.sizes.granularity.compressor.at(cf).sent_as_dense
 
     def note(self, reason: str) -> None:
         """Put something that is no switch on record, in the log and in the timeline."""
@@ -146,8 +149,9 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's plan. It is dense after `detach()`, and before the first step of a foreign
-        hook while the residual holds something, which that hook would not send."""
+        """The policy's plan. It is dense after `detach()`, where the memory wants that, and before
+        the first step of a foreign hook while the residual holds something, which that hook would
+        not send."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -160,6 +164,8 @@ class Controller(saved.Stateful):
                 f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
+        if why := self.memory().handover.dense_because:
+            return replace(plan, send=DENSE, probe=(), layers={}, local_steps=0, reason=why)
         if self.carrying and plan.send in self.sizes.hooks:
             why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
             plan = replace(plan, send=DENSE, reason=why)
@@ -373,7 +379,8 @@ class Controller(saved.Stateful):
             self.invalid = self.invalid or agreed.invalid > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
-            if report.cf == DENSE and not agreed.nonfinite and step > self._compressed_last:
+            empties = self._empties(report.cf) and not agreed.nonfinite
+            if empties and step > self._compressed_last:
                 self.carrying = False
             ranks = self.exchange.ranks
             of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read

@@ -23,6 +23,7 @@ from adaptive.memory.moments import (
     scale_second_moments,
 )
 from adaptive.parameters import ModelParameter
+from compressors.kernels.blocks import is_host
 
 
 @torch.no_grad()
@@ -50,45 +51,82 @@ def unite_moments(
 @torch.no_grad()
 def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: Exchange) -> None:
     """What optimizers keep of parameters (their `state` of each) becomes the same on all ranks, in
-    place (collectives): of floating-point tensors the mean over the ranks that have them. Codes of
-    a quantized state are integers, which have no mean: of a parameter with such a state, and of
-    other integers, all ranks take what the first rank has that has any. A rank that has not used a
-    parameter yet gets what the others keep of it. nan counts as 0, infinity as the largest number.
+    place (collectives): of floats and floating-point tensors the mean over the ranks that have
+    them. Codes of a quantized state are integers, which have no mean: of a parameter with such a
+    state, and of other integers, all ranks take what the first rank has that has any. A rank that
+    has not used a parameter yet gets what the others keep of it. nan counts as 0, infinity as the
+    largest number.
 
-    One all-reduce for many tensors of one precision, and one for each tensor of integers."""
-    told = {
-        (p.name, key): (value.shape, value.dtype)
-        for p, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    One all-reduce for many tensors of one precision, and one for each tensor of integers. Numbers
+    that lie on the host, beside a device's parameters, are told instead: to copy the step count of
+    each parameter to the device and back would wait for it each time."""
+    told: dict[tuple[str, str], Any] = {}
+    for p, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                told[p.name, key] = value.shape, value.dtype, _number(value, p)
+            elif isinstance(value, float):
+                told[p.name, key] = value
     everyone = exchange.gather_objects(told)
+    _agree_on_numbers({p.name: state for p, state in states.items()}, everyone)
     steps = (state["step"] for state in states.values() if isinstance(state.get("step"), Tensor))
     steps_at = next((step.device for step in steps), torch.device("cpu"))
+    having_of: dict[str, dict[str, list[int]]] = {p.name: {} for p in states}  # ranks that have it
+    for rank, theirs in enumerate(everyone):
+        for name, key in theirs:
+            having_of[name].setdefault(key, []).append(rank)
     sums: list[tuple[Tensor, Tensor]] = []  # what is summed, and where it belongs
+    nbytes = 0  # of what is summed
     for p, state in states.items():
-        kept = {k: v for theirs in everyone for (name, k), v in theirs.items() if name == p.name}
-        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype in kept.values())
-        for key in sorted(kept):
-            having = [rank for rank, theirs in enumerate(everyone) if (p.name, key) in theirs]
-            shape, dtype = everyone[having[0]][p.name, key]
+        kept = having_of[p.name]
+        kinds = [everyone[having[-1]][p.name, key] for key, having in kept.items()]
+        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype, _ in kinds)
+        for key, having in sorted(kept.items()):
+            shape, dtype, _ = everyone[having[0]][p.name, key]
+            numbers = [everyone[rank][p.name, key][2] for rank in having]
             mine = state.get(key)
             if mine is None:
                 device = steps_at if key == "step" else p.tensor.device
                 mine = state[key] = torch.zeros(shape, dtype=dtype, device=device)
+            if None not in numbers:
+                every = torch.tensor(numbers[:1] if coded else numbers, dtype=torch.float64)
+                mine.fill_(float(every.nan_to_num().mean()))
+                continue
             if not dtype.is_floating_point:
                 first = mine.to(p.tensor.device, torch.int64, copy=True)
                 first = first if exchange.rank == having[0] else torch.zeros_like(first)
                 mine.copy_(exchange.total(first.reshape(-1)).wait().view(shape))
                 continue
-            own = mine.to(p.tensor.device, p.dtype).reshape(-1).nan_to_num()
+            exact = torch.promote_types(dtype, p.dtype)
+            own = mine.to(p.tensor.device, exact).reshape(-1).nan_to_num()
             own = own * (exchange.rank == having[0]) if coded else own / len(having)
             if sums and (sums[0][0].dtype, sums[0][0].device) != (own.dtype, own.device):
                 _sum_up(sums, exchange)
+            nbytes = (nbytes if sums else 0) + own.nbytes
             sums.append((own, mine))
-            if sum(own.nbytes for own, _ in sums) > CHUNK:
+            if nbytes > CHUNK:
                 _sum_up(sums, exchange)
     _sum_up(sums, exchange)
+
+
+def _number(value: Tensor, of: ModelParameter) -> float | None:
+    """A floating-point number that lies on the host, beside a device's parameter; else None."""
+    there = value.device.type == "cpu" and not is_host(of.tensor.device)
+    return float(value) if there and value.dim() == 0 and value.dtype.is_floating_point else None
+
+
+def _agree_on_numbers(
+    states: Mapping[str, dict[str, Any]], everyone: Sequence[dict[tuple[str, str], Any]]
+) -> None:
+    """Floats of the ranks' states become their mean. everyone: what each rank has told, of which
+    floats are removed. states: by the parameters' names."""
+    numbers: dict[tuple[str, str], list[float]] = {}
+    for theirs in everyone:
+        for place in [place for place, kept in theirs.items() if isinstance(kept, float)]:
+            numbers.setdefault(place, []).append(theirs.pop(place))
+    for (name, key), each in numbers.items():
+        alike = all(number == each[0] for number in each)
+        states[name][key] = each[0] if alike else sum(each) / len(each)
 
 
 def _sum_up(sums: list[tuple[Tensor, Tensor]], exchange: Exchange) -> None:

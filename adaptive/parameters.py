@@ -62,6 +62,11 @@ class ModelParameter:
         return largest_shard(self.tensor)
 
     @property
+    def sharded(self) -> bool:
+        """Only a shard of it is here, of which FSDP sets the gradient."""
+        return hasattr(self.tensor, "to_local")
+
+    @property
     def shard(self) -> str:
         """Which one is here; nothing if it is all of the parameter."""
         mesh = getattr(self.tensor, "device_mesh", None)

@@ -238,7 +238,7 @@ class Reducer:
         # cutting buckets anew, after backwards that were thrown away.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
-        bucket = Bucket(work, key, whole, rooms, updates=step.updates)
+        bucket = Bucket(work, key, whole, rooms, updates=step.updates, settled=settled)
         bucket.open(parameters, self.memory, step.tally, self.clip_norm, energy)
         _tell(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(bucket, step.tally)
@@ -321,8 +321,7 @@ def _decode(
             compressor.mean_of(mean, payloads, received.scale, nonfinite)
         else:
             out, scale = to.out[unit.start : unit.stop], to.times * received.scale
-            for payload in payloads:
-                compressor.add_to(out, payload.as_zeros(nonfinite), scale)
+            compressor.add_all(out, payloads, scale, nonfinite)
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)

@@ -48,6 +48,7 @@ from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
+from compressors.warm_up import warm_up
 from policies import DENSE
 from policies import state as saved
 
@@ -121,6 +122,7 @@ class Session:
         hooks = settings.hooks.keys()
         self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
         self._agree(optimizers, scaler)
+        warm_up(settings.base, self._compressed_cfs(), world_size, self.device)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
         is_real = network.spec is None and network.clock is time.perf_counter
@@ -199,7 +201,6 @@ class Session:
                 f"find_unused_parameters or static_graph: it makes something of the zeros of a "
                 f"parameter that sends nothing; got 'bucket'"
             )
-        ends = {*map(supported, settings.cf_range)} - {DENSE, *settings.hooks}
         sizes = [p.numel() for p in parameters]
         lines = (
             *settings.describe(self._memory.now.name),
@@ -208,10 +209,17 @@ class Session:
             *([] if topology is None else [f"topology {topology}"]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
-                for cf in sorted(candidates | ends)
+                for cf in sorted(candidates | self._compressed_cfs())
             ),
         )
         return "\n".join(lines)
+
+    def _compressed_cfs(self) -> set[float]:
+        """The policy's candidates and the ends of `cf_range`, but for what is not compressed by the
+        base."""
+        settings = self.settings
+        cfs = {*settings.policy.candidates(), *settings.cf_range}
+        return {*map(self._sizes.supported, cfs)} - {DENSE, *settings.hooks}
 
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same
@@ -241,7 +249,8 @@ class Session:
             if exchanged and exchanged.isdisjoint(owned):
                 raise ValueError(
                     f"optimizer must be one of the model's parameters, got a "
-                    f"{type(each).__name__} with none of those that the ranks exchange"
+                    f"{type(each).__name__} with none of those that the ranks exchange. If it "
+                    f"steps copies of them (in fp32?), leave it out: attach(model)"
                 )
         sync = self.settings.sync
         if sync.lets_ranks_differ and (names := ", ".join(self._parameters.as_they_are)):
@@ -413,11 +422,12 @@ class Session:
     @contextmanager
     def taking_up(self) -> Iterator[None]:
         """A context in which a state is loaded. Before it this rank makes up for a step that it has
-        left out (a collective then). The parameters, which were loaded before, do not move by that,
-        unless the state is refused."""
+        left out (a collective then). The parameters and the optimizers' states, which were loaded
+        before, do not move by that, unless the state is refused."""
         parameters, stood = [p.local for p in self._parameters.values()], []
         if self._averager.whole and self._sync.owes:
             stood = [p.detach().clone() for p in parameters]
+            self._memory.now.handover.forget_moments()
             self._sync.make_up()
         yield
         if stood:

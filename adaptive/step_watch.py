@@ -2,7 +2,9 @@
 
 With momentum correction `p.grad` holds velocities. A script that clips or unscales them means
 gradients. The watch notices such a change by comparing `p.grad` at the end of backward and before
-the step. No comparison waits for a device. torch's hooks around every optimizer's step call the
+the step. A script that runs a second backward before the step means gradients, too: the watch
+notices that `p.grad` still holds velocities when a gradient arrives. No comparison waits for a
+device. torch's hooks around every optimizer's step call the
 watch, and through it the memory and local steps.
 """
 
@@ -40,7 +42,8 @@ Groups = list[dict[str, Any]]
 
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
-    "weight decay by hand?), where with momentum correction it holds velocities, not gradients"
+    "weight decay by hand, a second backward() outside no_sync()?), where with momentum correction "
+    "it holds velocities, not gradients"
 )
 OTHER_OPTIMIZER = (
     "{} has stepped parameters of the SGD that was handed over, and cannot take its place, where "
@@ -48,8 +51,9 @@ OTHER_OPTIMIZER = (
 )
 FALLEN_BACK = (
     "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
-    "with memory='residual'. To keep momentum correction, clip by memory=Momentum(clip_norm=...) "
-    "and hand a GradScaler over: attach(..., scaler=scaler)"
+    "with memory='residual'. To keep momentum correction, clip by memory=Momentum(clip_norm=...), "
+    "hand a GradScaler over, attach(..., scaler=scaler), and run all but the last backward() of a "
+    "step under no_sync()"
 )
 UNSCALED = (
     "gradients were divided by a power of two between backward() and optimizer.step(), as a "
@@ -107,6 +111,9 @@ class StepWatch:
         # `grad.data` are not counted, so the norms of a few are looked at all the same.
         self._written: dict[Tensor, tuple[int, int]] = {}
         self._writes = False  # a script has written to gradients: all norms are looked at
+        # Of the few, those with a velocity in `p.grad` since backward; whether it was still there
+        # as a gradient arrived (0-dim; None: none has arrived).
+        self._velocities: dict[Tensor, Tensor | None] = {}
         parameters = list(self._parameters)
         self._few = parameters[:: max(1, len(parameters) // FEW)]
         self._scale: Tensor | None = None
@@ -120,17 +127,18 @@ class StepWatch:
         self._moved = True  # by somebody else, between the two steps before, as far as is known
         me = weakref.ref(self)  # torch's hooks must not keep it alive
 
-        def arrives(_: Tensor) -> None:
-            watch = me()
-            if watch is not None:
-                watch.gradient_arrives()
+        def arrives(p: Tensor) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                watch = me()
+                if watch is not None:
+                    watch.gradient_arrives(p)
 
-        handles: list[Any] = []
+            return hook
+
         # The last parameter has its gradient among the first; one tells of all.
-        self._witness = next(reversed(list(self._parameters)), None)
+        self._witness = parameters[-1] if parameters else None
         self._device = None if self._witness is None else self._witness.device
-        if self._witness is not None:
-            handles.append(self._witness.register_hook(arrives))
+        handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self._few, *parameters[-1:]}]
         _watch_steps(self)
         self.end = weakref.finalize(self, _end, id(self), handles)
 
@@ -148,8 +156,12 @@ class StepWatch:
         )
 
     def take_found(self) -> Tensor | None:
-        """How often gradients were changed since the last call, and how often as by a loss scale
-        that was not handed over: a tensor of two, where they are; None if nothing was compared."""
+        """At the end of a backward: how often gradients were changed since the last call, or
+        added to velocities, and how often they were changed as by a loss scale that was not
+        handed over: a tensor of two, where they are; None if nothing was compared."""
+        still = [each for each in self._velocities.values() if each is not None]
+        if still:
+            self._find(torch.stack(still).any())
         found, self._found = self._found, None
         return found
 
@@ -161,6 +173,7 @@ class StepWatch:
 
     def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
         waited()
+        self._velocities = dict.fromkeys(self._few) if compare else {}
         grads = ((p, p.grad) for p in self._parameters if compare and p.grad is not None)
         self._written = {p: (id(grad), grad._version) for p, grad in grads}
         looked_at = self._parameters if self._writes else self._few
@@ -190,10 +203,14 @@ class StepWatch:
         found = torch.stack([(~same).any(), halved]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
-    def note_change(self) -> None:
+    def note_change(self, times: float = 1.0) -> None:
         """Take it for a change of gradients that something else has happened to them, which ends
-        momentum correction: `take_found` tells the ranks."""
-        found = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._device)
+        momentum correction: `take_found` tells the ranks. times: what to add to `changed`."""
+        self._find(torch.full((), times, dtype=torch.float64, device=self._device))
+
+    def _find(self, changed: Tensor) -> None:
+        """changed: 0-dim; above 0 if something else has happened to gradients."""
+        found = torch.stack([changed, torch.zeros_like(changed)]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -210,7 +227,9 @@ class StepWatch:
             self._compare(optimizer)
             groups = stands_in.param_groups
             changed = self._call_before_step(optimizer, groups)
-            stand_in.param_groups, replaced = changed or groups, changed is not None
+            replaced = changed is not None
+            if (wanted := changed or groups) is not stand_in.param_groups:
+                stand_in.param_groups = wanted  # which is read-only in some wrappers
 
         changed = when_gradients_are_there(act, args, kwargs)
         if changed is not None and is_torchs_own(optimizer):
@@ -272,12 +291,16 @@ class StepWatch:
         ours = self._parameters
         return any(p in ours for group in optimizer.param_groups for p in group["params"])
 
-    def gradient_arrives(self) -> None:
-        """The witness has a new gradient, which is yet to be added to `p.grad`. (FSDP sets those
-        itself, of which torch's hooks see nothing.)"""
-        p = self._witness
-        if p is not None and _is_empty(p.grad):
+    def gradient_arrives(self, p: Tensor) -> None:
+        """One of the few, or the witness, has a new gradient, which is yet to be added to `p.grad`.
+        (FSDP sets those itself, of which torch's hooks see nothing.)"""
+        if p is self._witness and _is_empty(p.grad):
             self.ours = False  # until our hook is called
+        if p.grad is None:
+            self._velocities.pop(p, None)
+        elif p in self._velocities:
+            before, still = self._velocities[p], local(p.grad).any()  # zeros, once cleared
+            self._velocities[p] = still if before is None else still & before
 
 
 def _watch_steps(watch: StepWatch) -> None:

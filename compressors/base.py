@@ -292,6 +292,13 @@ class Compressor(ABC):
         """out = scale * (sum of what `payloads` stand for), added in their order; 0 if `as_zeros`
         is set. Raises as `add_to` does."""
         out.zero_()
+        self.add_all(out, payloads, scale, as_zeros)
+
+    def add_all(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
+    ) -> None:
+        """out += scale * (what each of `payloads` stands for), one after the other; nothing if
+        `as_zeros` is set. Raises as `add_to` does."""
         for payload in payloads:
             self.add_to(out, payload.as_zeros(as_zeros), scale)
 

@@ -105,6 +105,12 @@ class Ladder(Compressor):
         by = self.at(payloads[0].cf) if payloads else self.above
         by.mean_of(out, payloads, scale, as_zeros)
 
+    def add_all(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
+    ) -> None:
+        by = self.at(payloads[0].cf) if payloads else self.above
+        by.add_all(out, payloads, scale, as_zeros)
+
     def state_dict(self) -> dict[str, Any]:
         return self.above.state_dict()
 

@@ -147,15 +147,29 @@ class Sparsifier(Compressor):
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
+        if not self._add_fused(out, payloads, scale, as_zeros, onto=False):
+            super().mean_of(out, payloads, scale, as_zeros)
+
+    def add_all(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
+    ) -> None:
+        if not self._add_fused(out, payloads, scale, as_zeros, onto=True):
+            super().add_all(out, payloads, scale, as_zeros)
+
+    def _add_fused(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag, onto: bool
+    ) -> bool:
+        """All payloads by one kernel, onto what `out` holds or onto zeros, if there is one for
+        them."""
         for payload in payloads:
             base.check_out(out, payload)
         fused = self._fused(out, payloads)
         if as_zeros is True or fused is None:
-            super().mean_of(out, payloads, scale, as_zeros)
-            return
+            return False
         indices = fused.as_rows([payload.parts[0] for payload in payloads])
         coded = self._coded(fused, payloads, indices.shape[1])
-        fused.write_sparse_mean(out.detach(), indices, coded, scale, as_zeros)
+        fused.add_sparse_rows(out.detach(), indices, coded, scale, as_zeros, onto)
+        return True
 
     def floats(self, spec: Spec) -> float:
         return float(spec.num_kept)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink, new_future
@@ -162,7 +163,7 @@ class Exchange:
             return nothing
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
-        done = work.get_future().then(lambda future: after(future, tensor))
+        done = future_of(work, self.group, tensor).then(lambda future: after(future, tensor))
         self._traffic.down += wire / 2
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
@@ -182,7 +183,7 @@ class Exchange:
         """The mean over the ranks as DDP itself makes it, also of sparse gradients, where the
         process group can sum these (gloo gathers their indices and values). Not counted."""
         work = dist.all_reduce(gradients.div_(self.world_size), group=self.group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        return future_of(work, self.group, gradients).then(lambda future: future.value()[0])
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """A sum of a small `tensor` over everyone, in place, for somebody to start and read. An
@@ -206,7 +207,7 @@ class Exchange:
         tensor = torch.as_tensor(flag, device=device).to(torch.float32).reshape(1)
         self.sum_later(tensor)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
-        return work.get_future().then(lambda future: after(future, tensor))
+        return future_of(work, self.everyone, tensor).then(lambda future: after(future, tensor))
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
@@ -309,7 +310,7 @@ class Exchange:
     def _receive(self, work: dist.Work, nbytes: int, wire: float, rows: Tensor) -> Future[Tensor]:
         """A future of the `rows` that a collective fills; fails if that has failed, instead of
         handing on a buffer that nothing was received in."""
-        done = work.get_future().then(lambda future: after(future, rows))
+        done = future_of(work, self.group, rows).then(lambda future: after(future, rows))
         return self._hold(done, nbytes, wire, rows.device)
 
 
@@ -342,11 +343,57 @@ def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dis
     return gather(out, own, group=group, async_op=True)
 
 
+def future_of(work: dist.Work, group: dist.ProcessGroup, tensor: Tensor) -> Future[Any]:
+    """The future of a collective of the group, on this tensor: the one place where it is taken.
+
+    gloo's futures know no device. Only one stream waits until gloo has copied what has arrived to a
+    GPU: the default stream, on a thread of gloo's. So there a future that knows the device is
+    completed on that stream. Whatever waits for it, or follows it, is then behind the copy."""
+    future: Future[Any] = work.get_future()
+    device = tensor.device
+    if device.type != "cuda" or not _is_gloo(group, device):
+        return future
+    done: Future[Any] = new_future(device)
+
+    def complete(arrived: Future[Any]) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.default_stream(device)):
+                done.set_result(arrived.value())
+        except Exception as error:  # whoever waits for the collective must see it, whatever it is
+            done.set_exception(error)
+
+    future.add_done_callback(complete)
+    return done
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo carries the group's tensors on the device."""
+    try:
+        return bool(group._get_backend(device).name() == "gloo")
+    except RuntimeError:  # a group written in Python has none of torch's
+        return False
+
+
 def after(future: Future[Any], tensor: Tensor) -> Tensor:
     """The tensor that a collective has filled; raises what went wrong with it. (Process groups
     differ in what they take for the collective's value.)"""
     future.value()
     return tensor
+
+
+def groups_joined() -> int:
+    """How many process groups this rank is in."""
+    return len(distributed_c10d._world.pg_names)
+
+
+def join_groups(count: int) -> None:
+    """Before `new_group(use_local_synchronization=True)`: be in `count` groups, as many as that of
+    its ranks that is in most.
+
+    torch names the new group by its ranks and by that number. Where the ranks are in different
+    numbers of groups, they wait for each other under different names."""
+    for _ in range(groups_joined(), count):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def drain(queue: deque[T]) -> list[T]:

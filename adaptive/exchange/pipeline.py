@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.link import new_future, side_stream
+from adaptive.exchange.link import new_future
 from adaptive.statistics.timing import Span, Timestamp
 from compressors.kernels import kernels_for
 
@@ -57,8 +57,13 @@ class HookStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = side_stream(device)
-        self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Torch draws callbacks' streams from the 32 of the usual priority, in turn. One of
+            # these would soon be a callback's, too, and the hook would wait for the network.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        # By what the callback was for, the oldest first.
+        self._kept: dict[object, tuple[torch.cuda.Event, tuple[object, ...]]] = {}
 
     @contextmanager
     def hook_call(self, last: bool) -> Iterator[None]:
@@ -78,22 +83,29 @@ class HookStream:
             if last:
                 backward.wait_stream(self._stream)
 
-    def keep(self, *used: object) -> None:
+    def keep(self, *used: object, of: object = None) -> None:
         """Called at the end of a callback: keep all that it `used`, and that was made in a hook's
-        body, until the device has come so far, or `backward_waited`."""
+        body, until the device has come so far, `waited_for` the future that it is `of`, or
+        `backward_waited`."""
         if self._stream is not None:
             passed = torch.cuda.Event()
             passed.record(torch.cuda.current_stream(self._device))
-            self._kept.append((passed, used))
+            self._kept[object() if of is None else of] = passed, used
+
+    def waited_for(self, done: object) -> None:
+        """The hook's stream is behind the callback that has completed this future."""
+        self._kept.pop(done, None)
 
     def backward_waited(self) -> None:
         """The stream of backward is behind all callbacks, and the hook's goes on behind it: what
-        was kept can go before the optimizer and the next forward need the memory."""
+        was kept can go before the next that needs the memory, the optimizer or a forward."""
         self._kept.clear()
 
     def _let_go(self) -> None:
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+        for of, (passed, _) in list(self._kept.items()):
+            if not passed.query():
+                break
+            self.waited_for(of)
 
 
 class Pipeline:
@@ -187,7 +199,7 @@ class Pipeline:
                     running.rounds.send(value)
                 except StopIteration as stop:
                     mean = running.decode(stop.value)
-                    self.stream.keep(running, stop.value, used)
+                    self.stream.keep(running, stop.value, used, of=running.done)
                 else:
                     raise RuntimeError("the exchange issued more collectives than it announced")
                 self.decoded.append((began, self._timestamps()))

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import EXACT, Bucket, Unit, by_shards, compress_levels, energies_of
+from adaptive.bucket import (
+    EXACT,
+    Bucket,
+    Unit,
+    by_shards,
+    compress_levels,
+    energies_of,
+    with_energies,
+)
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
 from compressors.base import Payload, Spec, any_nonfinite
@@ -151,7 +159,8 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
     """
     work, back = out.bucket.work, replace(back)  # as it is in this step
-    server = back.memory
+    # No later step has units of the same names as one whose buckets DDP is yet to cut anew.
+    server = back.memory if out.bucket.settled else None
     shards = by_shards(out.units, work.numel(), exchange.world_size)
     sizes = [sum(payload_sizes(units)) for units in shards]
     wire = pack(out, out.units, out.payloads)
@@ -162,7 +171,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     down = [[_downward(unit, back) for unit in units] for units in shards]
     down_sizes = [sum(payload_sizes(units)) for units in down]
     numels = [unit.numel for unit in mine]
-    room = out.bucket.room("mean of a shard", sum(numels)).zero_()
+    room = out.bucket.room("mean of a shard", sum(numels))
     means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
     nonfinite: Flag = False
@@ -171,12 +180,11 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     for (unit, mean), below, payloads in both:
         kept = None if server is None else server.get(unit.key.name)
         before.append(kept)
+        flag = any_nonfinite(payloads)  # of any rank: then nothing comes of the mean
+        unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
+        nonfinite = either(nonfinite, flag)
         if kept is not None and kept.numel() == mean.numel():
-            mean.copy_(kept)
-        for payload in payloads:
-            flag = any_nonfinite([payload])
-            unit.compressor.add_to(mean, payload.as_zeros(flag), 1 / len(payloads))
-            nonfinite = either(nonfinite, flag)
+            mean.add_(kept)
         # What is drawn at random is not what was drawn for this rank's own payload.
         key = unit.key._replace(rank=unit.key.rank + len(payloads))
         payload, levels = _compress_mean(replace(below, key=key), mean, back.measured)
@@ -223,11 +231,11 @@ def _compress_mean(
     below: Unit, mean: Tensor, measured: tuple[float, ...]
 ) -> tuple[Payload, Sequence[Payload]]:
     """What is sent back of the mean of a unit, and its payloads at the CFs measured."""
-    if not measured or below.base is EXACT:
-        return below.compressor.compress(mean, below.spec), ()
-    levels = compress_levels(replace(below, levels=measured), mean)
-    if below.cf not in measured:
-        return below.compressor.compress(mean, below.spec), levels
+    by, levels = below.compressor, list[Payload]()
+    if measured and below.base is not EXACT:
+        levels = compress_levels(replace(below, levels=measured), mean)
+    if not levels or below.cf not in measured:
+        return with_energies(by, by.compress(mean, below.spec), mean), levels
     payload = levels[measured.index(below.cf)]
     return replace(payload, spec=payload.spec.at(below.cf)), levels
 

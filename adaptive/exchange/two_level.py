@@ -36,7 +36,10 @@ from adaptive.exchange.collectives import (
     RunsRounds,
     after,
     all_gather_single,
+    future_of,
     gather_wire_bytes,
+    groups_joined,
+    join_groups,
     reduce_wire_bytes,
 )
 from adaptive.exchange.link import EmulatedLink, new_future
@@ -113,10 +116,10 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
     """
     label = "" if levels is None else _label(levels, group)
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (repr(levels), label), group=group)
-    if levels is None or len({said for said, _ in told}) > 1:  # which `agree` complains about
+    dist.all_gather_object(told, (repr(levels), label, groups_joined()), group=group)
+    if levels is None or len({said for said, *_ in told}) > 1:  # which `agree` complains about
         return None
-    labels = [label for _, label in told]
+    labels = [label for _, label, _ in told]
     nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
     problem = _problem(levels, labels, nodes, dist.get_process_group_ranks(group))
     if problem and asked:
@@ -125,6 +128,7 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
         return None
     own = next(node for node in nodes if dist.get_rank(group) in node)
     place = own.index(dist.get_rank(group))
+    join_groups(max(joined for *_, joined in told))
     return Nodes(_subgroup(group, own), _subgroup(group, [node[place] for node in nodes]))
 
 
@@ -264,7 +268,7 @@ class NodeExchange(Exchange):
         self._whole = whole
         if own.numel():
             work = dist.all_reduce(own, group=self.group, async_op=True)
-            done = work.get_future().then(lambda future: after(future, own))
+            done = future_of(work, self.group, own).then(lambda future: after(future, own))
         else:  # on the other nodes' ranks of this place, too
             done = done_with(own)
         wire = reduce_wire_bytes(numel * tensor.element_size(), self.world_size)
@@ -321,7 +325,7 @@ class NodeExchange(Exchange):
             return done_with(made(out))
         self._traffic.inside += gather_wire_bytes(own.nbytes, self.node_size)
         work = all_gather_single(out, own.contiguous(), self._inside)
-        return work.get_future().then(lambda future: made(after(future, out)))
+        return future_of(work, self._inside, out).then(lambda future: made(after(future, out)))
 
     def _part(self, numel: int) -> int:
         """Elements of a rank's part, where the node's ranks share `numel`: rounded up."""
@@ -343,7 +347,8 @@ class NodeExchange(Exchange):
         self._traffic.down += wire / 2
         self._traffic.hops += 2 * (self._all - 1)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
-        done = work.get_future().then(lambda future: _shared(after(future, tensor), self.node_size))
+        arrived = future_of(work, self.everyone, tensor)
+        done = arrived.then(lambda future: _shared(after(future, tensor), self.node_size))
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
@@ -352,14 +357,15 @@ class NodeExchange(Exchange):
 
     def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
         work = dist.all_reduce(gradients.div_(self._all), group=self.everyone, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        return future_of(work, self.everyone, gradients).then(lambda future: future.value()[0])
 
     def node_mean(self, gradients: Tensor) -> Future[Tensor]:
         """The mean over the ranks of the node, in place."""
         self._traffic.inside += reduce_wire_bytes(gradients.nbytes, self.node_size)
         gradients.div_(self.node_size)
         work = dist.all_reduce(gradients, group=self._inside, async_op=True)
-        return work.get_future().then(lambda future: after(future, gradients))
+        done = future_of(work, self._inside, gradients)
+        return done.then(lambda future: after(future, gradients))
 
 
 def _padded(part: Tensor, size: int) -> Tensor:

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from adaptive.config import Settings
+from adaptive.exchange.collectives import groups_joined, join_groups
 from adaptive.exchange.pipeline import done_with
 from adaptive.parameters import largest_shard, local
 from adaptive.replicas import Exchanging, Replica
@@ -281,6 +282,10 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+    joined = torch.tensor([groups_joined()], device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    join_groups(int(joined))
     group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

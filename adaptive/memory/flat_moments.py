@@ -38,7 +38,6 @@ class FlatMoments:
         self._lengths = [0] * len(chunk.sizes)  # of the states that were taken in
         self._left_out = False
         self._steps: Tensor | None = None
-        self._sizes: Tensor | None = None
         self._runs: list[Run] = []
         self._runs_for: tuple[Any, ...] = ()  # all that the runs depend on
 
@@ -50,10 +49,11 @@ class FlatMoments:
             return []
         groups = {id(group): group for _, group in owners if "betas" in group}
         settings = {each: _settings(group) for each, group in groups.items()}
+        # On a device every parameter has a count of its own, which the host need not know.
         counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
         ahead = [count - counts[0] for count in counts]
         runs_for = (owners, settings, ahead)
-        if runs_for != self._runs_for or not self._counts_on_host:
+        if runs_for != self._runs_for:
             self._runs, self._runs_for = self._find(owners, settings, counts), runs_for
         return self._runs
 
@@ -75,18 +75,23 @@ class FlatMoments:
             start, stop = self._ends[places[0]], self._ends[places[-1] + 1]
             if setting is not None and stop > start:
                 tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
-                step = self._step(places[0], places[-1] + 1)
-                found.append(Run(owners[places[0]][1], step, tensors, start, stop))
+                group, first, last = owners[places[0]][1], places[0], places[-1] + 1
+                counted = self._counted(first, last)
+                found.append(Run(group, start=start, stop=stop, tensors=tensors, **counted))
         return found
 
-    def _step(self, first: int, last: int) -> Tensor:
+    def _counted(self, first: int, last: int) -> dict[str, Any]:
+        """How many steps of these parameters there were: `step` of a `Run`, and where a device
+        counts them its `sizes` and `ends`."""
         assert self._steps is not None
         if self._counts_on_host:
-            return self._steps[first]
-        if self._sizes is None:  # once, since this waits for the device
-            self._sizes = torch.tensor(self.chunk.sizes, device=self._steps.device)
-        numel, sizes = self._ends[last] - self._ends[first], self._sizes[first:last]
-        return self._steps[first:last].repeat_interleave(sizes, output_size=numel)
+            return {"step": self._steps[first]}
+        ends = torch.tensor(self._ends[first + 1 : last + 1]) - self._ends[first]
+        return {
+            "step": self._steps[first:last],
+            "sizes": self.chunk.sizes[first:last],
+            "ends": ends.to(self._steps.device, non_blocking=True),
+        }
 
     def left_out(self, owners: Sequence[Owner]) -> bool:
         """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
@@ -134,7 +139,7 @@ class FlatMoments:
                 for i in range(len(self._views)):
                     self._let_go(i, name)
                 if name == "step":
-                    self._steps = self._sizes = None
+                    self._steps = None
                 else:
                     del self.tensors[name]
 

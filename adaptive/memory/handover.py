@@ -31,10 +31,11 @@ class Handover:
     keeps_momentum: see `Context`.
     leaves_gradients: `p.grad` is as DDP without a compressor leaves it, or the script's to change.
     foreign: the name of an optimizer that has stepped our parameters, and in whose place nothing
-    can be done."""
+    can be done. dense_because: why the next step must be dense; "": it need not."""
 
     sends_updates = False
     foreign = ""
+    dense_because = ""
 
     @property
     def keeps_momentum(self) -> bool:
@@ -75,6 +76,9 @@ class Handover:
         """Make residuals ones of gradients, and let the optimizers do all their work themselves
         again. What velocities have yet to deliver goes to them (a collective), or to residuals."""
 
+    def forget_moments(self) -> None:
+        """The optimizers' states were loaded: what was put aside of them is of before."""
+
     def state_dict(self) -> dict[str, Any]:
         """Between steps, before what a memory keeps of each parameter is saved."""
         return {}
@@ -83,9 +87,17 @@ class Handover:
         """Go on from a `state_dict()`, before what the memory keeps is loaded."""
 
 
+def rate_of(group: Group) -> Any:
+    """The learning rate of a parameter group; 1 for one without, as of an optimizer that sizes its
+    steps itself."""
+    lr = group.get("lr")
+    return 1.0 if lr is None else lr
+
+
 def learning_rate(optimizer: Optimizer | None) -> float:
-    """Of the first parameter group; nan without an optimizer, or where a device holds it."""
-    lr = optimizer.param_groups[0]["lr"] if optimizer else nan
+    """Of the first parameter group; nan without one, or where a device holds it."""
+    lr = optimizer.param_groups[0].get("lr") if optimizer else None
+    lr = nan if lr is None else lr
     return kernels_for(lr).look(lambda: float(lr), nan) if isinstance(lr, Tensor) else float(lr)
 
 

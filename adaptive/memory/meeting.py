@@ -63,12 +63,13 @@ class Meeting:
         return bool(late)
 
     def _keep(self, p: Tensor, state: dict[str, Any]) -> None:
-        """What another rank's optimizer had, and this rank's has not."""
+        """What another rank's optimizer had, and this rank's has not; numbers."""
         if not state:
             return
         own = self._of[p][0].state[p]
-        for name in state.keys() - own.keys():
-            kept = state[name]
+        for name, kept in state.items():
+            if name in own and not isinstance(kept, float):
+                continue
             own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
 
     def _take(self, chunk: Chunk, exchange: Exchange) -> None:

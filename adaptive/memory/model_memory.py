@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, log10
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
-from adaptive.memory.handover import steps_as
+from adaptive.memory.handover import is_torchs_own, steps_as
 from adaptive.memory.moments import is_adaptive
 from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
@@ -128,6 +128,19 @@ def is_sgd(optimizer: Optimizer | None) -> bool:
     return steps_as(optimizer, SGD)
 
 
+def unmeasured(optimizers: Iterable[Optimizer]) -> str:
+    """What whoever uses these in parameter space should know; "" if their quality was measured."""
+    others = sorted({type(each).__name__ for each in optimizers if not _was_measured(each)})
+    if not others:
+        return ""
+    return (
+        f"optimizer {', '.join(others)}: each rank's steps are compressed as they are, with "
+        f"momentum and decay in them. How well that trains was measured for torch's SGD, Muon, "
+        f"Adam and others that divide by a second moment; compare with a dense run before a long "
+        f"one"
+    )
+
+
 def _was_measured(optimizer: Optimizer) -> bool:
     return is_sgd(optimizer) or is_muon(optimizer) or is_adaptive(optimizer)
 
@@ -195,14 +208,8 @@ class ModelMemory:
                     f"uncompressed beside updates: hand all optimizers over, "
                     f"attach(model, optimizer=[a, b])"
                 )
-            others = sorted({type(o).__name__ for o in optimizers if not _was_measured(o)})
-            if others:
-                said.append(
-                    f"optimizer {', '.join(others)}: each rank's steps are compressed as they are, "
-                    f"with momentum and decay in them. How well that trains was measured for "
-                    f"torch's SGD, Muon, Adam and others that divide by a second moment; compare "
-                    f"with a dense run before a long one"
-                )
+            if told := unmeasured(filter(is_torchs_own, optimizers)):
+                said.append(told)
             return "; ".join(said)
         if len(optimizers) == 1 and is_sgd(optimizers[0]):
             return ""
@@ -224,6 +231,16 @@ class ModelMemory:
             f"{name} steps the model and was not handed over: gradients get plain error feedback, "
             f"which costs {name} quality at every CF. Hand it over: compressor.attach(model, "
             f"optimizer=optimizer)"
+        )
+
+    def not_seen(self) -> str:
+        """What to do where parameters move, and no optimizer that has them is seen to step."""
+        if self._choice.kind != "auto" or not self.now.keeps:
+            return ""
+        return (
+            "the model's parameters move, and no optimizer that has them was seen to step (one "
+            "that steps copies of them?): gradients get plain error feedback, which costs every "
+            "optimizer that divides by a second moment quality. Compare with a dense run"
         )
 
     def release(self, exchange: Exchange | None = None) -> None:

@@ -13,7 +13,7 @@ of these have in common is used: averages over steps that began with zeros.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -55,14 +55,25 @@ class Run(NamedTuple):
     """Both moments of parameters that move alike: elements [start, stop) of a flat tensor.
 
     group: the user's parameter group, with the decays of all. step: how many gradients are in the
-    averages: 0-dim, on the host, or where a device counts them flat, for each element. tensors: by
-    their names in the optimizer's state, flat or in the shape of their parameter."""
+    averages: 0-dim; or flat, one for each parameter, on a device that counts them.
+    ends: where each of these parameters ends in the run, on that device (int64). tensors: by their
+    names in the optimizer's state, flat or in the shape of their parameter."""
 
     group: Group
     step: Tensor
     tensors: Mapping[str, Tensor]
     start: int = 0
     stop: int = 0
+    sizes: Sequence[int] = ()
+    ends: Tensor | None = None
+
+    def by_element(self, numbers: Any) -> Any:
+        """A number for each parameter as one for each element (flat), by copies that are written
+        once; a number for all as it is."""
+        if not isinstance(numbers, Tensor) or not numbers.dim():
+            return numbers
+        pairs = zip(numbers.split(1), self.sizes, strict=True)
+        return torch.cat([number.expand(size) for number, size in pairs])
 
     def inside(self, start: int, stop: int) -> slice:
         """Which of its elements are in [start, stop) of the flat tensor."""
@@ -82,20 +93,58 @@ def have_noise(state: Mapping[str, Any]) -> bool:
     return "exp_avg" in state and "exp_avg_sq" in state
 
 
-def enlarge(update: Tensor, mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> None:
+def enlarge(update: Tensor, run: Run, part: slice, share: float, ranks: int) -> None:
     """Make an update (flat, in place) as large as the mean gradient's second moment would: divide
-    each element by the root of that moment's share of this rank's own."""
-    tensors = (update, mean, square)
+    each element by the root of that moment's share of this rank's own.
+
+    part: the elements of the run that the update is of; on a device all. share: see `noise_of`."""
+    mean, square = run.mean[part], run.square[part]
+    noise = noise_of(run, share)
+    factor, constant = _weights(noise, ranks)
+    tensors = [x for x in (update, mean, square, factor) if isinstance(x, Tensor)]
     fused = kernels_for(update).fused(*tensors)
     if fused is not None:
-        fused.enlarge(*tensors, *_weights(noise, ranks), 1 / ranks, LEAST)
+        fused.enlarge(update, mean, square, factor, constant, 1 / ranks, LEAST, run.ends)
         return
+    noise = run.by_element(noise[0]), noise[1]
     update.mul_(_mean_share(mean, square, noise, ranks).rsqrt_())
+
+
+def take_step(
+    before: Tensor,
+    now: Tensor,
+    runs: Sequence[Run],
+    aside: Tensor | None,
+    shrink: Any,
+    rate: Any,
+    share: float,
+    ranks: int,
+) -> Tensor | None:
+    """On a device, a whole step's updates in one pass over the tensors: before *= shrink; first
+    moments take in their gradients (they are `aside` until then); now = rate * (before - now),
+    enlarged. Returns its squared norm.
+
+    before, now: flat, of a chunk whose moments `runs` are. None, and nothing is done, where that
+    takes several passes: without Triton, or where some parameters have no moments."""
+    tensors = [x for run in runs for x in (run.mean, run.square)]
+    fused = kernels_for(now).fused(before, now, aside, *tensors)
+    numbers = isinstance(rate, float) and isinstance(shrink, (int, float))
+    if fused is None or not numbers or sum(run.stop - run.start for run in runs) != now.numel():
+        return None
+    squares = []
+    for run in runs:
+        part = slice(run.start, run.stop)
+        old, weight = None if aside is None else aside[part], 1 - run.group["betas"][0]
+        limits = *_weights(noise_of(run, share), ranks), 1 / ranks, LEAST, run.ends
+        of = before[part], now[part], run.mean, run.square, old
+        squares.append(fused.take_step(*of, shrink, rate, weight, *limits))
+    return torch.cat(squares).sum() if len(squares) > 1 else squares[0].sum()
 
 
 def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
     """The share of each element's second moment that the mean gradient has as well, flat."""
-    return _mean_share(run.mean, run.square, noise_of(run, share), ranks)
+    scale, constant = noise_of(run, share)
+    return _mean_share(run.mean, run.square, (run.by_element(scale), constant), ranks)
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
@@ -103,7 +152,7 @@ def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
     m / (sqrt(v) + eps), without bias (flat). share: see `noise_of`. share_of_square: of the second
     moment that counts, flat, or 1."""
     beta1 = run.group["betas"][0]
-    mean = run.mean / _bias(_decay_of_mean(beta1, share), run.step)
+    mean = run.mean / run.by_element(_bias(_decay_of_mean(beta1, share), run.step))
     return mean.div_(_divisor(run, share_of_square)).mul_(beta1 / (1 - beta1))
 
 
@@ -112,13 +161,13 @@ def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> No
     (flat, overwritten). The rest: see `undelivered`."""
     beta1 = run.group["betas"][0]
     scale = _bias(_decay_of_mean(beta1, share), run.step) * (1 - beta1) / beta1 / share
-    run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(scale))
+    run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(run.by_element(scale)))
 
 
 def _divisor(run: Run, share_of_square: Any) -> Tensor:
     """sqrt(v) + eps without bias, flat."""
     square = flat(run.tensors["max_exp_avg_sq" if run.group.get("amsgrad") else "exp_avg_sq"])
-    square = square / _bias(run.group["betas"][1], run.step)
+    square = square / run.by_element(_bias(run.group["betas"][1], run.step))
     return square.mul_(share_of_square).sqrt_().add_(run.group["eps"])
 
 
@@ -171,14 +220,27 @@ def noise_of(run: Run, share: float) -> Noise:
     scale * m^2 / v - constant. A first moment that does not decay is the last gradient, and tells
     nothing: then all counts as signal.
 
-    share: of the momentum's lag that the steps had, in [0, 1]."""
-    beta1 = _decay_of_mean(run.group["betas"][0], share)
+    scale: a number, or one for each parameter (flat) where a device counts steps. share: of the
+    momentum's lag that the steps had, in [0, 1]."""
+    beta1, beta2 = _decay_of_mean(run.group["betas"][0], share), run.group["betas"][1]
     if beta1 == 0:
         return 0.0, -1.0
+    if run.step.dim() or run.step.device.type != "cpu":
+        return _noise(beta1, beta2, run.step)
+    return _noise_at(beta1, beta2, float(run.step))
+
+
+@lru_cache(maxsize=64)
+def _noise_at(beta1: float, beta2: float, step: float) -> Noise:
+    """The same for all parameters that were stepped together."""
+    scale, constant = _noise(beta1, beta2, torch.tensor(step))
+    return float(scale), constant
+
+
+def _noise(beta1: float, beta2: float, step: Tensor) -> Noise:
     of_noise = (1 - beta1) / (1 + beta1)
-    bias1, bias2 = _bias(beta1, run.step), _bias(run.group["betas"][1], run.step)
-    scale, constant = bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
-    return scale if scale.dim() else float(scale), constant
+    bias1, bias2 = _bias(beta1, step), _bias(beta2, step)
+    return bias2 / bias1**2 / (1 - of_noise), of_noise / (1 - of_noise)
 
 
 def _decay_of_mean(beta1: float, share: float) -> float:

@@ -12,7 +12,7 @@ When the momentum changes, the velocity is scaled: the sum of its future contrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.memory.sgd import SGDHandover
 from adaptive.parameters import ModelParameter
-from compressors.kernels.blocks import Flag, add_if, fill_if, scale_if
+from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 
 class MomentumMemory(Residual):
@@ -72,6 +72,15 @@ class MomentumMemory(Residual):
             grad.copy_(velocity)
             fill_if(nonfinite, grad, 0.0)
         super().fold(parameter, grad, nonfinite)
+
+    def skipped(
+        self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
+    ) -> Sequence[Flag]:
+        """SGD moves a parameter with a gradient of zeros by its momentum, and leaves one without a
+        gradient alone: here only the latter keeps its velocity to itself."""
+        found = super().skipped(parameters, grad_energies)
+        pairs = zip(parameters, found, strict=True)
+        return [flag if p.tensor.grad is None or p.sharded else False for p, flag in pairs]
 
     def idle(self, parameter: ModelParameter) -> bool:
         return self._of.rests

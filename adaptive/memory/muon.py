@@ -65,7 +65,8 @@ def enlargements(optimizer: Optimizer, steps: int, ranks: int) -> dict[Tensor, T
         of_noise = (1 - beta) / (1 + beta)  # in the momentum
         bias = max(1 - beta**steps, 1 - beta)
         part = _energies(momenta).div_(bias**2).div_(of_gradients.clamp_(min=TINY))
-        signal = part.sub_(of_noise).div_(1 - of_noise).clamp_(0.0, 1.0)
+        # Where both energies overflow, and without momentum, nothing is known: all is signal.
+        signal = part.sub_(of_noise).div_(1 - of_noise).clamp_(0.0, 1.0).nan_to_num_(1.0)
         if group["nesterov"]:  # in (1 - beta) gradient + beta momentum
             of_noise = (1 - beta) ** 2 * ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
         alike = signal / (signal + (1 - signal).mul_(of_noise)).clamp_(min=TINY)

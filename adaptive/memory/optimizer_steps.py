@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.chunks import Chunk
-from adaptive.memory.handover import Group
+from adaptive.memory.handover import Group, rate_of
 from adaptive.memory.moments import is_adaptive, is_decoupled
 from adaptive.memory.owners import Owners
 from adaptive.parameters import ModelParameter
@@ -182,6 +182,11 @@ class OptimizerSteps:
     # -- what has stepped, and by how much --
 
     @property
+    def under_way(self) -> bool:
+        """Some optimizer is within its step."""
+        return self._outer is not None
+
+    @property
     def any_stepped(self) -> bool:
         return bool(self._stepped)
 
@@ -232,13 +237,20 @@ def _moves(optimizer: Optimizer) -> bool:
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
     """The pieces of a chunk by these factors, in place: one for each parameter, or one for all."""
     first, *others = factors
-    if all(_same_number(first, other) for other in others):
+    if all(same_number(first, other) for other in others):
         whole.mul_(first)
     elif any(map(is_tensor, factors)):
-        of = [torch.as_tensor(factor, device=whole.device) for factor in factors]
+        of = [_on(factor, whole.device) for factor in factors]
         torch._foreach_mul_(chunk.split(whole), of)
     else:
         torch._foreach_mul_(chunk.split(whole), [float(factor) for factor in factors])
+
+
+def _on(factor: Scalar, device: torch.device) -> Tensor:
+    """A number on a device, filled in there: to copy it would wait."""
+    if isinstance(factor, Tensor):
+        return factor.to(device, non_blocking=True)
+    return torch.full((), factor, device=device)
 
 
 def any_decay(decays: Iterable[Scalar]) -> bool:
@@ -252,7 +264,7 @@ def is_tensor(x: Scalar) -> bool:
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """The learning rate, and by which share of itself a parameter decays in a step."""
-    lr, decay = group["lr"], group.get("weight_decay", 0.0)
+    lr, decay = rate_of(group), group.get("weight_decay", 0.0)
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
 
@@ -263,9 +275,9 @@ def _taken(optimizer: Optimizer) -> Scalar:
 
 
 def _same(a: tuple[Scalar, Scalar], b: tuple[Scalar, Scalar]) -> bool:
-    return all(map(_same_number, a, b))
+    return all(map(same_number, a, b))
 
 
-def _same_number(a: Scalar, b: Scalar) -> bool:
+def same_number(a: Scalar, b: Scalar) -> bool:
     """As the host knows."""
     return a is b or not (is_tensor(a) or is_tensor(b) or a != b)

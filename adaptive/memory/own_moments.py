@@ -35,7 +35,9 @@ class MomentState(saved.Stateful):
     differ: they are each rank's own, and residuals may hold updates. own: second moments are of
     this rank's own gradients, with all of their noise. gradients: residuals hold
     gradients, if anything. begun: momentum has had all of its lag. share: of its lag that momentum
-    had in the last step, in [0, 1]. muon_steps: that were seen of a Muon."""
+    had in the last step, in [0, 1]. muon_steps: that were seen of a Muon. unknown: some optimizer
+    is yet to be looked at (see inspection.py). by_gradients: one was found that cannot step by
+    itself on each rank, so that gradients are exchanged in all steps."""
 
     differ: bool = saved.saved(False)
     own: bool = saved.saved(False)
@@ -43,6 +45,8 @@ class MomentState(saved.Stateful):
     begun: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
+    unknown: bool = saved.saved(False)
+    by_gradients: bool = saved.saved(False)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -3,7 +3,7 @@ its steps are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +60,11 @@ class Owners(dict[Tensor, Owner]):
         """Optimizers may have other parameter groups now, as after `load_state_dict`."""
         for optimizer in {of for of, _ in self.distinct}:
             self.learn(optimizer)
+
+    @property
+    def known(self) -> Collection[Optimizer]:
+        """Those that have been learned."""
+        return self._groups.keys()
 
     @property
     def chunks(self) -> Sequence[Chunk]:

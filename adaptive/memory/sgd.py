@@ -162,8 +162,9 @@ class SGDHandover(Handover):
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
         """What a gradient adds up to once momentum is through with it."""
         rule = self.rule(parameter)
-        damped = rule.dampening == 1 or not rule.momentum
-        return 1.0 if damped else (1 - rule.dampening) / (1 - rule.momentum)
+        if rule.dampening == 1 or not 0 < rule.momentum < 1:
+            return 1.0
+        return (1 - rule.dampening) / (1 - rule.momentum)
 
     def _add_to_buffers(self, exchange: Exchange) -> None:
         """Add the ranks' mean velocities to SGD's own. Collectives."""
@@ -171,10 +172,14 @@ class SGDHandover(Handover):
             velocities = [p.zeros() if p.velocity is None else p.velocity for p in chunk]
             shares = [self.rule(p).change_of_lag(p.lag, 1.0) / exchange.world_size for p in chunk]
             own = torch.cat(torch._foreach_mul(velocities, shares))
-            started = own.new_tensor([float(p.started) for p in chunk])
+            started = torch.tensor([float(p.started) for p in chunk], dtype=own.dtype)
+            started = started.to(own.device, non_blocking=True)
             total = exchange.total(torch.cat([own, started])).wait()
             *means, known = total.split([*map(len, velocities), len(chunk)])
-            for parameter, mean, any_started in zip(chunk, means, known, strict=True):
+            # Read only where SGD has not stepped all that it is to step.
+            asked = any(self.rule(p).momentum and not p.stepped for p in chunk)
+            by_any = known.tolist() if asked else [0.0] * len(chunk)
+            for parameter, mean, any_started in zip(chunk, means, by_any, strict=True):
                 if parameter.stepped or (self.rule(parameter).momentum and any_started):
                     self._add_to_buffer(parameter, mean)
 

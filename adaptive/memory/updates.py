@@ -42,9 +42,10 @@ from adaptive.bucket import Destination
 from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Handover
+from adaptive.memory.handover import Handover, is_torchs_own, rate_of
+from adaptive.memory.inspection import Inspection, take_numbers, verdict
 from adaptive.memory.meeting import Meeting
-from adaptive.memory.moments import enlarge, is_adaptive, noise_of, normalized
+from adaptive.memory.moments import enlarge, is_adaptive, normalized, take_step
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
@@ -53,6 +54,7 @@ from adaptive.memory.optimizer_steps import (
     is_tensor,
     multiply,
     parameters_of,
+    same_number,
 )
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
@@ -107,8 +109,12 @@ class UpdateHandover(Handover):
         stepped = any(optimizer.state for optimizer in optimizers)
         self._moments.state.differ = self._moments.state.begun = stepped
         self._targets: dict[Chunk, Tensor] = {}  # where parameters go, as means are decoded
+        self._read: list[Tensor | None] = []  # by the hook's stream, of which others may not know
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._meeting = Meeting(parameters, self._of)
+        self._inspection = Inspection(parameters)
+        known = [self._inspection.meets(optimizer) for optimizer in optimizers]
+        self._moments.state.unknown = not all(known)
 
     @property
     def keeps_momentum(self) -> bool:
@@ -120,7 +126,7 @@ class UpdateHandover(Handover):
     def exchanges_updates(self, cf: float) -> bool:
         """Whether they are exchanged in a step that is compressed at `cf`, or gradients: where
         momentum keeps all of its lag, since next to nothing waits. Alike on all ranks."""
-        return self.always or self._lag(cf) < 1
+        return not self._moments.state.by_gradients and (self.always or self._lag(cf) < 1)
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -157,13 +163,19 @@ class UpdateHandover(Handover):
         rate = inverse(rates[0][0]) if len(rates) == 1 else None
         shrink = self.steps.take_shrink(chunk)
         energies: list[Scalar] = []
-        runs = [(run, run.mean, run.square) for run in self._moments.runs(chunk)]
-        noises = [noise_of(run, self._moments.state.share) for run, *_ in runs]
+        runs, share = self._moments.runs(chunk), self._moments.state.share
         aside = self._moments.aside.pop(chunk, None)
-        for block in chunk.blocks():
-            inside = [run.inside(block.start, block.stop) for run, *_ in runs]
+        self._read.append(aside)
+        blocks = chunk.blocks()
+        if kernels_for(work).fused(work, before) is not None:  # on a device there is one block
+            blocks[0].joined(work)
+            of = before, work, runs, aside, shrink, rate, share, self._ranks
+            if (energy := take_step(*of)) is not None:
+                energies, blocks = [energy], []
+        for block in blocks:
+            inside = [run.inside(block.start, block.stop) for run in runs]
             if aside is not None:
-                for (run, *_), part in zip(runs, inside, strict=True):
+                for run, part in zip(runs, inside, strict=True):
                     average(run, aside, part)
             update, stood = work[block.start : block.stop], before[block.start : block.stop]
             if is_tensor(shrink) or shrink != 1:
@@ -171,10 +183,9 @@ class UpdateHandover(Handover):
             torch.sub(stood, block.joined(update), out=update)
             if rate is not None:
                 update.mul_(rate)
-            for (run, mean, square), noise, part in zip(runs, noises, inside, strict=True):
+            for run, part in zip(runs, inside, strict=True):
                 if part.start < part.stop:
-                    own = work[run.start : run.stop][part]
-                    enlarge(own, mean[part], square[part], noise, self._ranks)
+                    enlarge(work[run.start : run.stop][part], run, part, share, self._ranks)
             energies.append(squared_norm(update))
         if rate is None:
             multiply(work, chunk, [inverse(lr) for lr, _ in rates])
@@ -198,9 +209,6 @@ class UpdateHandover(Handover):
         rates = self.steps.rates_of(chunk)
         lr, decay = rates[0]
         if len(rates) > 1 or isinstance(lr, Tensor):
-            return None
-        work = chunk.room("work")
-        if kernels_for(work).fused(work):  # then all ranks' payloads are decoded by one kernel
             return None
         stepped = self.steps.any_stepped
         if stepped and not self.steps.all_stepped:
@@ -243,9 +251,10 @@ class UpdateHandover(Handover):
                 fill_if(flag, local(grad), nan)
 
     def exchanged(self) -> None:
-        """All chunks have been."""
+        """All chunks have been, and the stream of the optimizers' steps is behind the hook's."""
         self._moments.put_back()
         self._targets.clear()
+        self._read.clear()
         self.steps.exchanged()
 
     @property
@@ -273,17 +282,49 @@ class UpdateHandover(Handover):
         groups of its step, if these are to be others than `groups`. RuntimeError for a step after
         the exchange of its backward."""
         self._moments.put_back()  # a step that raised never came to its end
+        self._inspection.before_step(optimizer)
+        rates = self._rates_before(optimizer)
         outermost = self.steps.begin(optimizer)
+        self._change_rates(rates)
         if self.steps.pending:
             return self._moments.settings_with_share(optimizer, groups)
         if outermost:
             self._meeting.deliver(self.learning_rate)
         return None
 
+    def replaced_by(self, optimizer: Optimizer) -> str:
+        """The name of the optimizer in whose place this one is about to step for the first time, if
+        its own kind would have been served otherwise; "" as a rule."""
+        if optimizer in self._of.known or self.steps.under_way or not is_torchs_own(optimizer):
+            return ""
+        if is_adaptive(optimizer) or is_muon(optimizer):
+            return ""
+        had = (self._of[p][0] for p in parameters_of(optimizer) if p in self._of)
+        return next((type(of).__name__ for of in had if of.state), "")
+
+    def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
+        """Learning rates that updates of parameters were told in, which another optimizer is about
+        to step for the first time."""
+        if optimizer in self._of.known or self.gradients_wait:
+            return {}
+        taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
+        return {parameter: self.learning_rate(parameter) for parameter in taken}
+
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer) -> None:
+    def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
+        """What waits of another optimizer's updates would move the parameters by as much as before,
+        whatever the learning rate of the one that has taken its place."""
+        for parameter, old in before.items():
+            new = self.learning_rate(parameter)
+            if parameter.filled and parameter.residual is not None and not same_number(old, new):
+                parameter.residual.mul_(old * inverse(new))
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> bool:
         """First moments that were put aside take in the gradients of the step: here, or block by
-        block in `outgoing`, if that comes next."""
+        block in `outgoing`, if that comes next. Returns whether there is news of an optimizer that
+        is not torch's, which the ranks have yet to agree on."""
+        news = self._inspection.after_step(optimizer)
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
             self._moments.state.muon_steps += optimizer is first
@@ -294,6 +335,34 @@ class UpdateHandover(Handover):
         if not (self.steps.pending and self.steps.all_stepped):
             self._moments.put_back()
             self.steps.shrink()
+        return news and not (self.unknown or self._moments.state.by_gradients)
+
+    # -- optimizers that are not torch's --
+
+    @property
+    def unknown(self) -> bool:
+        """Some optimizer has yet to step, before it is known what it keeps. Alike on all ranks."""
+        return self._moments.state.unknown
+
+    @property
+    def dense_because(self) -> str:  # type: ignore[override]
+        return "an optimizer that is not torch's makes its first step" if self.unknown else ""
+
+    def look(self, exchange: Exchange) -> str:
+        """The ranks agree on what they have found out of optimizers that are not torch's (a
+        collective). Returns why gradients are exchanged from now on, if that is news."""
+        looked_at = list(self._inspection.seen)
+        everyone = exchange.gather_objects([self._inspection.told(of) for of in looked_at])
+        exchange.take_traffic()  # no step's
+        state = self._moments.state
+        found = [[each for each, _ in told if each] for told in everyone]
+        state.unknown = {*map(len, found)} != {max(map(len, everyone))}
+        if state.unknown or state.by_gradients or not (why := verdict(found)):
+            return ""
+        state.by_gradients = True
+        for of, (_, numbers) in zip(looked_at, everyone[0], strict=True):
+            take_numbers(of, numbers)
+        return why
 
     # -- dense steps, and ranks that part --
 
@@ -313,7 +382,7 @@ class UpdateHandover(Handover):
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
         p = parameter.tensor
-        return self._of[p][1]["lr"] * self._of.rate_scales.get(p, 1.0)
+        return rate_of(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
 
     def part(self) -> None:
         """Before ranks step by themselves for longer: momentum gets all of its lag, and takes what
@@ -342,6 +411,9 @@ class UpdateHandover(Handover):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._moments.state.load_state_dict(state)
+
+    def forget_moments(self) -> None:
+        self._moments.aside.clear()
 
     def abandon(self) -> None:
         """Forget the steps under way, and what was to go with the next one."""
@@ -384,8 +456,12 @@ def _averages(optimizer: Optimizer) -> bool:
     return all(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
 
 
+SMALLEST = torch.finfo(torch.float32).tiny
+"""A learning rate of which float32 has the inverse."""
+
+
 def inverse(lr: Scalar) -> Scalar:
-    """Nothing moves by a learning rate of 0."""
+    """0 of a smaller learning rate than `SMALLEST`, by which next to nothing moves."""
     if isinstance(lr, Tensor):
-        return torch.where(lr > 0, 1 / lr, 0.0)
-    return 1 / lr if lr > 0 else 0.0
+        return torch.where(lr >= SMALLEST, 1 / lr, 0.0)
+    return 1 / lr if lr >= SMALLEST else 0.0

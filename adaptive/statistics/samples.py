@@ -40,17 +40,21 @@ class Sections:
     ) -> None:
         self.sizes, self.wanted = sizes, wanted
         self.one = len(sizes) == 1
-        self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
+
+        def there(numbers: Array) -> Tensor:
+            return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+        self.weights = there(np.array(weights, np.float64))
         self.longest = max(sizes)
-        self.ends = torch.from_numpy(np.cumsum([0, *sizes])).to(device)
+        self.ends = there(np.cumsum([0, *sizes]))
         kept = np.array(wanted).T  # (CFs, sections)
-        self.kept = torch.from_numpy(kept.astype(np.int32, order="C")).to(device)
+        self.kept = there(kept.astype(np.int32, order="C"))
         # Where the smallest kept magnitude is: in one section among a row's descending magnitudes,
         # in several among those that ascend section by section.
-        self.kth = torch.from_numpy(kept - 1 if self.one else np.cumsum(sizes) - kept).to(device)
+        self.kth = there(kept - 1 if self.one else np.cumsum(sizes) - kept)
         if not self.one:
-            self._of_column = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
-            self._row_ends = torch.from_numpy(np.cumsum([0, *(len(kept) * [*sizes])])).to(device)
+            self._of_column = there(np.repeat(np.arange(len(sizes)), sizes))
+            self._row_ends = there(np.cumsum([0, *(len(kept) * [*sizes])]))
             self.keys = self._of_column << 32  # above the bits of any magnitude
         self.column_weights = self.spread(self.weights)
         self.column_roots = self.column_weights.sqrt().float()
@@ -102,9 +106,7 @@ def split_at_once(a: Tensor, sections: Sections) -> tuple[Tensor, Tensor] | None
     fused = kernels_for(a).fused(a)
     if fused is None or sections.longest > fused.LONGEST:
         return None
-    split: tuple[Tensor, Tensor] = fused.split_largest(
-        a, sections.ends, sections.longest, sections.kept
-    )
+    split: tuple[Tensor, Tensor] = fused.split_largest(a, sections.ends, sections.kept)
     return split
 
 

@@ -222,7 +222,7 @@ class ShadowLadder:
             a[:, place] = residual
         velocity = group.arrays.get("velocity")
         if velocity is not None and self._masked is not None:
-            self._masked = self._masked.to(velocity.device)
+            self._masked = self._masked.to(velocity.device, non_blocking=True)
             velocity.masked_fill_(sent & self._masked, 0)
         if not all_fit:
             levels.masked_fill_(left_out, 0)

@@ -59,10 +59,10 @@ class Peers:
         if signs is None or signs.numel() != numel or signs.device != rows.device:
             draw = np.random.default_rng(crc32(f"{parameter.name}{parameter.shard}".encode()))
             drawn = torch.from_numpy(draw.integers(0, 2, numel, dtype=np.int8) * 2 - 1)
-            signs = self._signs[parameter] = drawn.to(rows.device)
+            signs = self._signs[parameter] = drawn.to(rows.device, non_blocking=True)
         shift = step * STRIDE % SHIFTS
         now = signs[shift : shift + rows.shape[1]]
-        self._sketches = self._sketches.to(rows.device)
+        self._sketches = self._sketches.to(rows.device, non_blocking=True)
         self._sketches.add_(sketched(rows, now, shift, sections))
 
     def end_step(self, tally: Tally) -> Tensor:

@@ -8,15 +8,20 @@ rest is the optimizer and waiting for input.
 A timestamp is a reading of the host's clock. On a device, whose stream the host runs ahead of, it
 is an event on that stream. Nothing waits for the device: a step's times are read one step later
 than on the host, when the device has surely passed the events.
+
+On the host a hook call holds backward up. On a device the hook's work has a stream of its own,
+beside backward. Only a call that backward's stream waits for takes time from the step: from when
+that stream is through with backward until the hook's is through with its work (`held_up`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite, nan
+from math import inf, isfinite, isnan, nan
 from statistics import median
 from typing import Any
 
@@ -75,16 +80,17 @@ class StepTiming(saved.Stateful):
     has not ended.
 
     began: the first hook call. ended: the next step's first hook call. forward: the beginning of
-    the next step's forward; None if unknown. calls: spans of hook calls. waits: spans of waiting
-    for the network, inside hook calls. exchanged: the arrival of the last mean. decoded: spans in
-    which a thread of the process group decoded.
+    the next step's forward; None if unknown. calls: spans of hook calls; on a device, spans in
+    which backward's stream waited for one. waits: spans of waiting for the network, inside hook
+    calls. arrivals: spans of waiting for means, decoding included, inside hook calls. exchanged:
+    the arrival of the last mean. decoded: spans in which a thread of the process group decoded.
     cf: the CF sent. wire, statistics, down, hops: what was sent, see `Traffic`. steps: steps that
     the rank takes until the next exchange, more than one with local steps.
     """
 
     _fields = saved.declare(
         **dict.fromkeys(("began", "cf", "wire", "statistics", "down"), float),
-        **dict.fromkeys(("calls", "waits", "decoded"), list[tuple[float, float]]),
+        **dict.fromkeys(("calls", "waits", "arrivals", "decoded"), list[tuple[float, float]]),
         exchanged=float | None,
         steps=int,
         hops=int,
@@ -99,6 +105,7 @@ class StepTiming(saved.Stateful):
     hops: int = 1
     calls: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
+    arrivals: list[Span] = field(default_factory=list)
     exchanged: Timestamp = None
     decoded: list[Span] = field(default_factory=list)
     ended: Timestamp = None
@@ -111,23 +118,31 @@ class StepTiming(saved.Stateful):
         def at(timestamp: Timestamp) -> float:
             return between(self.began, timestamp)
 
-        left = at(self.calls[-1][1]) if self.calls else 0.0
+        calls, waits, arrivals, decoded = (
+            [(at(start), at(stop)) for start, stop in spans]
+            for spans in (self.calls, self.waits, self.arrivals, self.decoded)
+        )
+        left = calls[-1][1] if calls else 0.0
         exchanged = 0.0 if self.exchanged is None else at(self.exchanged)
-        waited = sum(between(*span) for span in self.waits)
-        compress = sum(between(*span) for span in self.calls) - waited
-        decode = covered([(at(start), at(stop)) for start, stop in self.decoded], left, exchanged)
+        waited = shared([*waits, *arrivals], calls)
+        compress = max(0.0, covered(calls) - waited)
+        decode_inside = shared(decoded, arrivals)
+        decode_after = covered(decoded, left, exchanged)
+        network = max(0.0, waited - decode_inside) + max(0.0, exchanged - left - decode_after)
         backward = max(0.0, left - compress - waited)
         next_forward = nan if self.forward is None else between(self.forward, self.ended)
-        return {
+        parts = {
             "seconds": at(self.ended),
             "compress_seconds": compress,
-            "exchange_seconds": waited + max(0.0, exchanged - left - decode),
-            "decode_seconds": decode,
+            "exchange_seconds": network,
+            "decode_seconds": decode_inside + decode_after,
             "compute_seconds": backward + next_forward,
         }
+        unknown = isnan(parts["seconds"])  # the device has not passed all of these events
+        return dict.fromkeys(parts, nan) if unknown else parts
 
 
-def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> float:
+def covered(spans: Iterable[tuple[float, float]], start: float = -inf, stop: float = inf) -> float:
     """Seconds of [start, stop] that at least one span covers."""
     total, reached = 0.0, start
     for began, ended in sorted(spans):
@@ -136,6 +151,11 @@ def covered(spans: Iterable[tuple[float, float]], start: float, stop: float) -> 
             total += ended - began
             reached = ended
     return total
+
+
+def shared(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Seconds that both a span and one of the others cover."""
+    return max(0.0, covered(spans) + covered(others) - covered([*spans, *others]))
 
 
 class ForwardMark:
@@ -231,17 +251,36 @@ class Stopwatch:
             times.append(seconds["seconds"])
         return {**seconds, "median_seconds": median(times) if times else nan}
 
-    def hook_left(self, entered: Timestamp, waits: Iterable[Span]) -> None:
-        """Note the end of a hook call. waits: spans in which it waited for the network."""
+    def hook_left(
+        self, entered: Timestamp, waits: Iterable[Span], arrivals: Iterable[Span] = ()
+    ) -> None:
+        """Note the end of a hook call. waits: spans in which it waited for the network. arrivals:
+        those in which it waited for means."""
         if self._running is not None:  # a state may have been loaded in the middle of a round
-            self._running.calls.append((entered, self.timestamps()))
+            if not self._on_device:
+                self._running.calls.append((entered, self.timestamps()))
             self._running.waits += waits
+            self._running.arrivals += arrivals
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """A hook call is made inside, and at its end the current stream, backward's, waits for the
+        hook's: so long as that takes the call holds backward up, on a device."""
+        before = self.timestamps() if self._on_device else None
+        yield
+        if self._on_device and self._running is not None:
+            self._running.calls.append((before, self.timestamps()))
+
+    def decoded(self, spans: Iterable[Span]) -> None:
+        """Note when threads of the process group have decoded."""
+        if self._running is not None:
+            self._running.decoded += spans
 
     def bucket_done(self, decoded: Iterable[Span]) -> None:
         """Note the arrival of a bucket's mean, and the spans in which it was decoded. Called on a
         thread of the process group."""
         if self._running is not None:
-            self._running.decoded += decoded
+            self.decoded(decoded)
             self._running.exchanged = self.timestamps()
 
     def sent(self, traffic: Traffic) -> None:

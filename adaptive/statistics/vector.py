@@ -152,8 +152,9 @@ class Statistics:
     nonfinite: float = _number("mean")
     """Number of buckets whose gradients are not finite."""
     changed: float = _number("mean")
-    """1 if gradients changed between backward and step. `unscaled`: 1 if they did as by a loss
-    scale that was not handed over."""
+    """1 if gradients changed between backward and step; negative if some rank has news of an
+    optimizer that may not be able to step by itself. `unscaled`: 1 if they did as by a loss scale
+    that was not handed over."""
     unscaled: float = _number("mean")
     invalid: float = _number("sum", only="on_device")
     """Payloads of the step before that no compressor can have sent."""

@@ -96,6 +96,9 @@ class AutoStepsSync(OwnStepSync):
         self.averager.controller.skipped += not self._open
         return last
 
+    def _by_gradients(self, why: str) -> None:
+        raise RuntimeError(f"sync=LocalSteps('auto') does not go with this optimizer: {why}")
+
     # -- a step --
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:

@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.parameters import travel_as_they_are
+from adaptive.parameters import ModelParameter, local, shaped, travel_as_they_are
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
+from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
+
+SAMPLE = 64
+"""Elements of a parameter, to see whether it moves."""
 
 
 class AsDDP(Synchroniser):
@@ -40,8 +45,18 @@ class AsDDP(Synchroniser):
 class EveryStepSync(Synchroniser):
     """The mean of gradients takes the gradients' place."""
 
+    _first: tuple[Tensor, int, Tensor] | None = None
+    """A parameter after the first backward, its number of writes, and a sample of it."""
+
+    def __init__(self, averager: Averager) -> None:
+        super().__init__(averager)
+        # Of the backward under way, buckets whose mean DDP may keep from some parameters.
+        self._withheld: list[tuple[list[ModelParameter], Future[Tensor]]] = []
+
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
+            self._warn_of_unseen_steps()
+            self._withheld.clear()
             self.averager.begin(self.alike)
         return self._mean(bucket)
 
@@ -53,12 +68,13 @@ class EveryStepSync(Synchroniser):
         buffer, of, stream = bucket.buffer(), bucket.parameters(), averager.pipeline.stream
         scale_now = loss_scale(averager.scaler, buffer.device)
         work, scale = buffer, None
+        parameters: list[ModelParameter] = []
         if travel_as_they_are(buffer, of):
             done = averager.mean_as_it_is(bucket)
         else:
             if (scale := scale_now) is not None:  # in float32: small gradients do not underflow
                 work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
-            parameters = [averager.parameters.find(p) for p in of]
+            parameters += map(averager.parameters.find, of)
             done = averager.mean(bucket, work, parameters, scale)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
 
@@ -71,9 +87,43 @@ class EveryStepSync(Synchroniser):
                 stream.keep(work, scale_now)
                 return mean
 
-        return done.then(finish)
+        finished = done.then(finish)
+        moves = "velocity" in averager.memory.now.keeps
+        if moves and parameters and averager.parameters.maybe_unused():
+            self._withheld.append((parameters, finished))
+        return finished
+
+    @torch.no_grad()
+    def _hand_over_withheld(self) -> None:
+        """DDP has brought the means into `p.grad`, but for parameters that no rank has used. SGD
+        moves these, too, if the script has set their gradients to zero."""
+        for parameters, finished in self._withheld:
+            pieces = finished.value().split([parameter.numel for parameter in parameters])
+            grads, means = [], []
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                grad = parameter.tensor.grad
+                if grad is not None and not parameter.sharded:
+                    grads.append(grad)
+                    means.append(shaped(piece, parameter.tensor))
+            if grads:
+                torch._foreach_copy_(grads, means)
+        self._withheld.clear()
+
+    def _warn_of_unseen_steps(self) -> None:
+        """Before the second backward: have parameters moved, and no optimizer that has them?"""
+        if self._first is None:
+            return
+        (p, writes, before), self._first = self._first, None
+        now, told = _sample(p), self.averager.memory.not_seen()
+        same = kernels_for(now).look(lambda: torch.equal(before, now), True)
+        moved = p._version != writes or not same
+        if moved and told and self.averager.exchange.first and self.averager.watch.is_new(told):
+            log.warning("%s", told)
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        if self.averager.controller.step == 0 and not self.averager.optimizers:
+            p = next(iter(self.averager.parameters))
+            self._first = p, p._version, _sample(p).clone()
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
@@ -81,12 +131,18 @@ class EveryStepSync(Synchroniser):
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
         compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
-        averager.watch.backward_ends(scale, compare, averager.pipeline.stream.backward_waited)
+
+        def waited() -> None:
+            averager.pipeline.stream.backward_waited()
+            self._hand_over_withheld()
+
+        averager.watch.backward_ends(scale, compare, waited)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return last
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager, memory = self.averager, self.averager.memory
+        self._first = None
         if not averager.optimizers:
             told = memory.not_handed_over(optimizer)
             if told and averager.exchange.first and averager.watch.is_new(told):
@@ -101,9 +157,17 @@ class EveryStepSync(Synchroniser):
     def discard(self) -> None:
         self.averager.memory.discard()
 
+    def abandon(self) -> None:
+        self._withheld.clear()
+
     def start_over(self) -> bool:
         kept = self.averager.parameters.values()
         waits = any(each.filled or each.velocity is not None for each in kept)
         self.averager.memory.discard()
         self.averager.requested.follow(self.averager.memory.now)
         return waits
+
+
+def _sample(p: Tensor) -> Tensor:
+    """Its first elements."""
+    return local(p).detach().reshape(-1)[:SAMPLE]

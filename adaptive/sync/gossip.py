@@ -165,7 +165,7 @@ class GossipSync(Synchroniser):
             averager.check_whole()
             stopwatch = averager.controller.stopwatch
             entered = stopwatch.timestamps()
-            with averager.noting_failure():
+            with stopwatch.held_up(), averager.noting_failure():
                 self._mix()
             stopwatch.hook_left(entered, [(entered, stopwatch.timestamps())])
         return None
@@ -196,7 +196,7 @@ class GossipSync(Synchroniser):
         averager, controller = self.averager, self.averager.controller
         stopwatch = controller.stopwatch
         entered = stopwatch.timestamps()
-        with averager.noting_failure():
+        with stopwatch.held_up(), averager.noting_failure():
             self._mixed = self.algorithm in AT_ONCE
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)

@@ -3,8 +3,10 @@ exchanged (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Sequence
-from math import isfinite, nan
+from math import inf, isfinite, nan
 
 import torch
 import torch.distributed as dist
@@ -13,16 +15,38 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.averager import Averager
+from adaptive.bucket import Destination
+from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
-from adaptive.memory.handover import loss_scale
+from adaptive.memory.handover import is_torchs_own, loss_scale
+from adaptive.memory.model_memory import unmeasured
 from adaptive.memory.updates import UpdateHandover
 from adaptive.parameters import travel_as_they_are
 from adaptive.reducer import Step
+from adaptive.statistics.timing import Span
 from adaptive.step_watch import Groups
 from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
+
+log = logging.getLogger("adaptive")
+
+UNDER_WAY = 4
+"""Chunks that are exchanged at once, unless one takes more collectives: what is made of a chunk can
+go once its mean has moved the parameters."""
+
+BY_GRADIENTS = (
+    "From now on gradients are exchanged, with plain error feedback. Beside an optimizer that "
+    "divides by a second moment that costs quality at large CFs: compare with a dense run"
+)
+TAKES_ITS_PLACE = (
+    "{new} steps parameters of {old}, which was handed over: its steps are compressed as they are, "
+    "with all of their momentum. To have that corrected, detach() before, and attach a new "
+    "AdaptiveCompressor with the new optimizer"
+)
+UNSERVED = -1e9
+"""Added to the statistic `changed`, whatever else is: see there."""
 
 
 class OwnStepSync(EveryStepSync):
@@ -37,6 +61,8 @@ class OwnStepSync(EveryStepSync):
         # A server's own memory cannot hold what waits of updates and of gradients by turns.
         self.handover.always |= averager.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
+        # Squared norms of the buckets of the backward under way, which a device adds up at its end.
+        self._energies: list[Tensor] = []
 
     @property
     def handover(self) -> UpdateHandover:
@@ -56,7 +82,12 @@ class OwnStepSync(EveryStepSync):
         if bucket.index() == 0:
             self.make_up()
             self._nonfinite = False
+            self._energies.clear()
+            if self.handover.unknown:
+                self._look()
             self.averager.begin(self.alike)
+            if self.averager.controller.agreed.changed < 0:
+                self._look()
         if not self.by_updates:
             return self._mean(bucket)
         stopwatch = self.averager.controller.stopwatch
@@ -64,6 +95,25 @@ class OwnStepSync(EveryStepSync):
         done = self._own_gradient(bucket)
         stopwatch.hook_left(entered, ())
         return done
+
+    def _look(self) -> None:
+        """Agree on what optimizers that are not torch's turned out to keep (a collective)."""
+        averager = self.averager
+        if why := self.handover.look(averager.exchange):
+            self._by_gradients(why)
+        elif not self.handover.unknown:
+            told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
+            if told and averager.exchange.first and averager.watch.is_new(told):
+                log.warning("%s", told)
+
+    def _by_gradients(self, why: str) -> None:
+        """Gradients are exchanged from now on. RuntimeError where updates were asked for."""
+        averager, controller = self.averager, self.averager.controller
+        if averager.settings.memory.options.kind == "updates":
+            raise RuntimeError(f"memory='updates' does not go with this optimizer: {why}")
+        controller.note(f"{why}. {BY_GRADIENTS}")
+        if averager.compresses:  # the plan of this step may have been made already
+            self.handover.begin_step(averager.exchange, controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """This rank's own. Parameters that no optimizer handed over steps, and gradients that only
@@ -77,10 +127,12 @@ class OwnStepSync(EveryStepSync):
         """Add a bucket's gradients to the statistics."""
         averager, tally = self.averager, self.averager.controller.tally
         energy, scale = squared_norm(buffer), loss_scale(averager.scaler, buffer.device)
-        self._nonfinite = either(self._nonfinite, _not_finite(buffer, energy))
-        energy = torch.as_tensor(energy, device=tally.vector.device)
-        tally.at("grad").add_(energy if scale is None else energy / scale.square())
         sums = averager.controller.plan.accumulate and averager.controller.plan.local_sum
+        if isinstance(energy, Tensor) and not sums:
+            self._energies.append(energy)
+        else:
+            self._nonfinite = either(self._nonfinite, _not_finite(buffer, energy))
+            self._add_energy(torch.as_tensor(energy, device=tally.vector.device))
         if (seen := tuple(map(id, of))) not in self._buckets:
             for p in of:
                 averager.parameters.find(p)  # raises if it is none of the model's
@@ -97,6 +149,12 @@ class OwnStepSync(EveryStepSync):
         if self.handover.gradients_wait:
             self.handover.add_waiting(parameters, pieces, scale)
         return self._mean_apart(buffer, [pieces[i] for i in apart]) if apart else done_with(buffer)
+
+    def _add_energy(self, energy: Tensor) -> None:
+        """Count a squared norm (0-dim) of gradients that the loss scale multiplies."""
+        scale = loss_scale(self.averager.scaler, energy.device)
+        energy = energy if scale is None else energy / scale.square()
+        self.averager.controller.tally.at("grad").add_(energy)
 
     def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
         """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
@@ -118,6 +176,11 @@ class OwnStepSync(EveryStepSync):
         if not self.by_updates:
             return super().end_backward(last)
         entered, stream = controller.stopwatch.timestamps(), averager.pipeline.stream
+        if self._energies:
+            energy = torch.stack(self._energies).sum()
+            self._add_energy(energy)
+            self._nonfinite = either(self._nonfinite, ~(energy < inf))
+            self._energies.clear()
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.handover.backward_ends(controller.plan.send)
@@ -130,16 +193,18 @@ class OwnStepSync(EveryStepSync):
 
         averager.watch.backward_ends(None, False, waited)
 
-        def finish(futures: Future[list[Future[Tensor]]]) -> Tensor:
+        def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            gradients, sum_of_flags = (future.value() for future in futures.value())
+            # On a device this stream is behind the flag's collective, and waits for the bucket's.
+            # A future of both together (`collect_all`) would know no device, and wait for neither.
+            sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
             stream.keep(sum_of_flags, flag)
             return gradients
 
         controller.stopwatch.hook_left(entered, ())
-        return torch.futures.collect_all([last, nonfinite]).then(finish)
+        return nonfinite.then(finish)
 
     # -- a step --
 
@@ -152,10 +217,15 @@ class OwnStepSync(EveryStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen
             self.handover.steps.over = False
+        averager, old = self.averager, self.handover.replaced_by(optimizer)
+        told = TAKES_ITS_PLACE.format(new=type(optimizer).__name__, old=old)
+        if old and averager.exchange.first and averager.watch.is_new(told):
+            log.warning("%s", told)
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.handover.after_step(optimizer)
+        if self.handover.after_step(optimizer):
+            self.averager.watch.note_change(UNSERVED)
         steps = self.handover.steps
         if steps.pending and steps.all_stepped:
             self.make_up()
@@ -173,7 +243,8 @@ class OwnStepSync(EveryStepSync):
         updates.steps.release()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
-        with stream.hook_call(last=True), averager.noting_failure():
+        on_stream = stream.hook_call(last=True)
+        with stopwatch.held_up(), on_stream, averager.noting_failure():
             grad = tally.at("grad").clone()  # of gradients, not of updates
             tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
@@ -181,22 +252,37 @@ class OwnStepSync(EveryStepSync):
             nbytes = averager.sizes.bucket_nbytes(cfs)
             strategy = averager.choice.pick(nbytes, cfs.send)
             sparse = averager.granularity.compressor.at(cfs.send).selects
-            done = []
+            under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
+            arrivals: list[Span] = []
+            most = max(UNDER_WAY, strategy.collectives)  # of the oldest all are issued then
             for i, chunk in enumerate(updates.chunks):
                 work, energy = updates.outgoing(chunk)
                 to = updates.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
-                done.append((to, averager.reducer.compressed(step, work, *args)))
+                under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
+                # Where no optimizer has stepped, a sum that is not there yet tells of the others.
+                if len(under_way) > most and updates.steps.any_stepped:
+                    arrivals.append(self._arrive(*under_way.popleft()))
             averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
-            sent = stopwatch.timestamps()
-            for chunk, (to, future) in zip(updates.chunks, done, strict=True):
-                mean = future.wait()
-                updates.apply(chunk, mean if to is None else None, controller.ranks_that_stepped)
-            updates.exchanged()
-        waits = [(sent, stopwatch.timestamps()), *drain(averager.pipeline.waits)]
-        stopwatch.hook_left(entered, waits)
+            arrivals += [self._arrive(*each) for each in under_way]
+        # Backward's stream is behind the hook's, and that behind all callbacks.
+        stream.backward_waited()
+        updates.exchanged()
+        stopwatch.decoded(drain(averager.pipeline.decoded))
+        stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
+
+    def _arrive(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
+        """Move the parameters of a chunk by the ranks' mean update. Returns when that was waited
+        for. What its exchange has needed can go."""
+        averager, controller = self.averager, self.averager.controller
+        began = controller.stopwatch.timestamps()
+        mean = done.wait()
+        arrived = controller.stopwatch.timestamps()
+        averager.pipeline.stream.waited_for(done)
+        self.handover.apply(chunk, mean if to is None else None, controller.ranks_that_stepped)
+        return began, arrived
 
     # -- between steps --
 
@@ -205,6 +291,7 @@ class OwnStepSync(EveryStepSync):
         return self.handover.steps.pending
 
     def abandon(self) -> None:
+        super().abandon()
         self._nonfinite = False
         self.handover.abandon()
 

@@ -79,6 +79,15 @@ def judge(energies: Tensor, x: Tensor, total: Tensor, nonfinite: Tensor) -> Flag
     return ~(energies < inf).all()
 
 
+def cut_large(energies: Tensor, x: Tensor, largest: float) -> None:
+    """On a device: bring the elements of x into [-largest, largest], at least if its squared norm
+    (the sum of `energies`) is not finite in its precision."""
+    if triton := triton_for_flags(x):
+        triton.clamp_if_above(energies, torch.finfo(x.dtype).max, x, largest)
+    else:
+        x.clamp_(-largest, largest)
+
+
 def all_finite(tensor: Tensor) -> Flag:
     """Whether all elements are finite."""
     if not tensor.numel():

@@ -6,6 +6,7 @@ a device a tensor of no dimensions, so that nobody waits for the device to know 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+log = logging.getLogger("adaptive")
 
 Array = NDArray[Any]
 
@@ -121,13 +124,35 @@ def takes_triton(tensor: Tensor) -> bool:
 
 @cache
 def _has_triton() -> bool:
+    """Whether Triton is there, and has been seen to work: it compiles a kernel for each use, which
+    takes a C compiler and a folder that can be written."""
     if os.environ.get("ADAPTIVE_TRITON") == "0" or find_spec("triton") is None:
         return False
     import triton
 
     # What the extra `gpu` asks for. torch 2.6 brings 3.2 along, on which nothing was tried.
     major, minor = triton.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (3, 3)
+    return (int(major), int(minor)) >= (3, 3) and triton_works(torch.device("cuda"))
+
+
+def triton_works(device: torch.device) -> bool:
+    """Launch one of Triton's kernels; False, with a warning that says why, if that fails."""
+    from compressors.kernels.triton import flags
+
+    try:
+        flags.fill_if(
+            torch.ones((), dtype=torch.bool, device=device), torch.zeros(16, device=device), 1.0
+        )
+    except Exception as error:
+        log.warning(
+            "Triton cannot compile kernels here (%s: %s): torch's operations do the same, with "
+            "more launches. It needs a C compiler (gcc) and a folder that can be written "
+            "(TRITON_CACHE_DIR); ADAPTIVE_TRITON=0 leaves it out without this warning",
+            type(error).__name__,
+            " ".join(str(error).split())[:300],
+        )
+        return False
+    return True
 
 
 def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:

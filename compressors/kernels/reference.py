@@ -158,8 +158,10 @@ class Kernels:
         """The number of its piece for each element, or one number for all if there is one piece."""
         if len(counts) == 1:
             return numbers
-        counted = torch.from_numpy(counts).to(numbers.device, non_blocking=True)
-        return numbers.repeat_interleave(counted, output_size=int(counts.sum()))
+        # `repeat_interleave` has a single warp write a whole piece: 6 ms for 38 million elements.
+        ends = torch.from_numpy(counts.cumsum()).to(numbers.device, non_blocking=True)
+        at = torch.arange(int(counts.sum()), device=numbers.device)
+        return numbers.index_select(0, torch.bucketize(at, ends, out_int32=True, right=True))
 
     # Selection
 
@@ -334,7 +336,7 @@ def seeded(device: torch.device, digest: bytes) -> torch.Generator | None:
 def _powers(base: int, runs: int, device: torch.device) -> Tensor:
     """What the digits of a byte are multiplied by: (runs, 1), uint8."""
     powers = [[base**i] for i in range(runs)]
-    return torch.tensor(powers, dtype=torch.uint8).to(device)
+    return torch.tensor(powers, dtype=torch.uint8).to(device, non_blocking=True)
 
 
 def _bits(packed: Tensor) -> Tensor:

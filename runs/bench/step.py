@@ -98,7 +98,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class _Held(Goodput):
+class Held(Goodput):
     """The default policy at a fixed CF: it measures and decides as ever, and is not heeded."""
 
     cf = 1.0
@@ -154,7 +154,7 @@ def _contender(name: str, shapes: Shapes, rank: int, optimizer_name: str) -> Cal
         rungs: dict[float, Any] = {cf: RUNGS[cf]} if cf in RUNGS else {}
         policy: Policy = Fixed(cf)
         if name.startswith("goodput"):
-            policy = _Held()
+            policy = Held()
             policy.cf = cf
         compressor = AdaptiveCompressor(Ladder(rungs, above="topk"), policy=policy)
         compressor.attach(model, optimizer=optimizer)

@@ -29,13 +29,14 @@ def balance(
     ddp_options: dict[str, Any] | None = None,
     bad_at: int | None = None,
     device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Any]:
     """Train. deviation: of sent + residual from the sum of the gradients, relative to the latter.
 
     bad_at: the step in which rank 1's gradient is NaN. What it leaves behind is what the other
     ranks have accumulated, in a compressed step; `nonfinite` says, parameter by parameter, that
     nothing of its mean was finite."""
-    model = DDP(small_net().to(device), **(ddp_options or {}))
+    model = DDP(small_net(dtype).to(device), **(ddp_options or {}))
     timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
         base,

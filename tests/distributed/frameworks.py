@@ -17,7 +17,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     """Skips, and says so, where one of them is missing; none is imported, which takes seconds."""
     missing = ", ".join(package for package in packages if find_spec(package) is None)
     return pytest.mark.skipif(
-        bool(missing), reason=f"not installed: {missing} (extras lightning, hf)"
+        bool(missing), reason=f"not installed: {missing} (make long-test installs it)"
     )
 
 

@@ -25,6 +25,7 @@ from adaptive import (
     Residual,
     reshard_states,
 )
+from adaptive.integrations.fsdp import _group_of
 from compressors.kernels import blocks
 from tests.distributed.golden_fsdp import FILE
 from tests.distributed.golden_fsdp import RUNS as GOLDEN
@@ -737,3 +738,17 @@ def test_an_older_torch_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPat
         AdaptiveCompressor().attach_fsdp(model, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sharded by FSDP2"):
         AdaptiveCompressor().attach(model)  # type: ignore[arg-type]
+
+
+def _in_a_part_of_the_world(rank: int) -> list[int]:
+    """The ranks of the group that is made for a mesh of all ranks but the last."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))
+    dist.new_group([0, 4])  # so that the mesh's ranks are in different numbers of groups
+    dist.new_group([3])
+    return dist.get_process_group_ranks(_group_of(mesh)) if rank < 4 else []
+
+
+def test_a_mesh_may_be_a_part_of_the_world_whatever_groups_a_script_has_made() -> None:
+    *inside, outside = run_ranks(5, _in_a_part_of_the_world, timeout=20, limit=60)
+    assert inside == [[0, 1, 2, 3]] * 4
+    assert outside == []

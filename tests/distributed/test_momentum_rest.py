@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Ladder
 from adaptive.memory import sgd
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
+from tests.unit.device_path import device_path
 
 CFS = [10.0] * 5 + [1.0] * 20
 """Twenty dense steps, of which SGD takes the last twelve by itself."""
@@ -27,10 +29,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 class Run:
-    def __init__(self, cfs: list[float], settings: dict[str, Any]) -> None:
+    def __init__(self, cfs: list[float], settings: dict[str, Any], base: Any = "topk+fp32") -> None:
         self.model = DDP(small_net())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, **settings)
-        self.compressor = AdaptiveCompressor("topk+fp32", (2, 100), policy=Scripted(cfs))
+        self.compressor = AdaptiveCompressor(base, (10, 100), policy=Scripted(cfs))
         self.compressor.attach(self.model, optimizer=self.optimizer)
 
     @property
@@ -73,6 +75,18 @@ def test_steps_are_those_of_velocities_that_ranks_keep(
     for parameters, _ in found:
         assert torch.equal(parameters, found[0][0])
         torch.testing.assert_close(parameters, kept[0][0], rtol=1e-10, atol=1e-12)
+
+
+def _in_bf16(rank: int, on_device: bool) -> bool:
+    with device_path() if on_device else nullcontext():
+        run = Run([10.0] * 3 + [2.0] * 20, {}, Ladder({2: "bf16"}, "topk+fp32"))
+        run.train(rank, 0, 16)
+        return run.rests
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_steps_in_bf16_are_dense_ones(on_device: bool) -> None:
+    assert run_ranks(2, _in_bf16, on_device) == [True] * 2
 
 
 def _gradients(rank: int) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,11 @@ def _noise(model: DDP) -> None:
 
 def _only_look(model: DDP) -> None:
     clip_grad_norm_(model.parameters(), float("inf"))
+    torch.autograd.grad(loss_of(model.module, 99, 0), [*model.module.parameters()])
+
+
+def _run_backward_again(model: DDP) -> None:
+    loss_of(model, 99, dist.get_rank()).backward()
 
 
 HABITS: dict[str, tuple[Callable[[DDP], None], str]] = {
@@ -53,6 +58,7 @@ HABITS: dict[str, tuple[Callable[[DDP], None], str]] = {
     "clips in place, past autograd": (_clip_in_place, "residual"),
     "decays": (_decay, "residual"),
     "adds noise": (_noise, "residual"),
+    "accumulates without no_sync": (_run_backward_again, "residual"),
     "only looks": (_only_look, "momentum"),
 }
 
@@ -88,8 +94,9 @@ def test_changing_velocities_ends_momentum_correction(views: bool) -> None:
         assert [found[2] for found in result.values()] == warned
 
 
-def _clipped_losses(rank: int, cf: float | None) -> float:
-    """Held-out loss of a small transformer, trained with the usual clipping of gradients."""
+def _loss_with(rank: int, clips: bool, cf: float | None) -> float:
+    """Held-out loss of a small transformer, trained with the usual clipping of gradients, or with
+    two backward passes for each step, none of them under no_sync()."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     net = nn.Sequential(nn.Linear(12, 16), layer, nn.Linear(16, 12))
@@ -103,22 +110,26 @@ def _clipped_losses(rank: int, cf: float | None) -> float:
         return (model(x) - x.sin().cumsum(dim=1)).square().mean()
 
     for step in range(80):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=clips)
         loss(step, rank).backward()
-        clip_grad_norm_(model.parameters(), 0.5)
+        if clips:
+            clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            loss(step + 500, rank).backward()
         optimizer.step()
     with torch.no_grad():
         return sum(float(loss(step, 7)) for step in range(1000, 1020)) / 20
 
 
-def _both_clipped_losses(rank: int) -> list[float]:
-    return [_clipped_losses(rank, cf) for cf in (None, 1.0, 10.0)]
+def _losses_with_habits(rank: int) -> list[list[float]]:
+    cfs = (None, 1.0, 10.0)
+    return [[_loss_with(rank, clips, cf) for cf in cfs] for clips in (True, False)]
 
 
-def test_a_script_that_clips_trains_as_well_as_under_ddp() -> None:
-    dense, at_1, at_10 = run_ranks(2, _both_clipped_losses)[0]
-    assert at_1 < 1.1 * dense
-    assert at_10 < 1.3 * dense
+def test_a_script_that_clips_or_accumulates_trains_as_well_as_under_ddp() -> None:
+    for dense, at_1, at_10 in run_ranks(2, _losses_with_habits)[0]:
+        assert at_1 < 1.1 * dense
+        assert at_10 < 1.3 * dense
 
 
 def _switched_once(rank: int, nesterov: bool) -> float:

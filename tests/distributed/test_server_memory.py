@@ -35,7 +35,9 @@ def _held(rank: int, down_cf: float | None) -> dict[str, Any]:
         exchange=ParameterServer(down_cf=down_cf, own_memory=True),
     ).attach(model)
     own = sent = 0.0
+    before: dict[str, Tensor] = {}
     for step in range(STEPS):
+        before = compressor.state_dict()["server"]
         own += sum(float(g.sum()) for g in local_gradients(model, step, rank).values())
         model.zero_grad()
         loss_of(model, step, rank).backward()
@@ -51,6 +53,9 @@ def _held(rank: int, down_cf: float | None) -> dict[str, Any]:
         "waits": sum(float(each.sum()) for each in residuals),
         "server": sum(float(each.sum()) for each in state["server"].values()),
         "holds": sum(float(each.abs().sum()) for each in state["server"].values()),
+        "sends all": all(
+            not torch.equal(kept, before[name]) for name, kept in state["server"].items()
+        ),
         "unchanged": same(state["server"], after["server"]),
     }
 
@@ -66,6 +71,7 @@ def test_what_means_lose_waits_with_the_server(ranks: int, down_cf: float | None
         assert each["sent"] == found[0]["sent"]
         assert each["sent"] + server == pytest.approx(mean, abs=1e-9)
         assert each["holds"] > 0
+        assert each["sends all"]
         assert each["unchanged"]
 
 

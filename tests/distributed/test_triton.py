@@ -70,7 +70,7 @@ def _train(
 
 
 WAYS = [
-    ("topk+int4", False, {"exchange": "all_gather"}, ["_select_alone", "_sparse_mean"]),
+    ("topk+int4", False, {"exchange": "all_gather"}, ["_select_alone", "_add_rows"]),
     ("bf16", True, {}, ["_enlarge", "_judge", "_fill_if"]),
 ]
 OTHERS = [

@@ -244,6 +244,8 @@ def _error(exchange: Any, env: str | None = None, **options: Any) -> str:
 
 
 def _set_up(rank: int) -> dict[str, Any]:
+    dist.new_group([0, 2])  # so that ranks are in different numbers of groups
+    dist.new_group([0])
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     return {

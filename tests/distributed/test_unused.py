@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Momentum
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, TwoBranches, batch, waiting
+from tests.distributed.setting import Scripted, TwoBranches, batch, flat_parameters, waiting
 
 
 def _run(rank: int, cfs: list[float], momentum: float) -> float:
@@ -57,3 +57,40 @@ def _run(rank: int, cfs: list[float], momentum: float) -> float:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_nothing_is_lost_where_parameters_go_unused(cfs: list[float], momentum: float) -> None:
     assert max(run_ranks(2, _run, cfs, momentum)) < 1e-12
+
+
+def _off_ddp(rank: int, to_none: bool, alike: bool, views: bool) -> float:
+    """How far a run at CF 1 ends from plain DDP, as a share of the way. to_none: gradients are
+    cleared to None, not to zeros. alike: all ranks use the same branch in a step."""
+    ends = []
+    for compresses in (False, True):
+        net = TwoBranches()
+        start = flat_parameters(net)
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+        model = DDP(net, bucket_cap_mb=0.004, **options)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=views
+        )
+        if compresses:
+            compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Scripted([1.0]))
+            compressor.attach(model, optimizer=optimizer)
+        for step in range(20):
+            optimizer.zero_grad(set_to_none=to_none)
+            x, y = batch(step, rank)
+            which = [2, 0, 0, 1, 2, 1][step % 6] if alike else (step + rank) % 2
+            ((model(x, which) - y) ** 2).mean().backward()
+            optimizer.step()
+        ends.append(flat_parameters(model))
+    plain, ours = ends
+    return float((ours - plain).norm() / (plain - start).norm())
+
+
+def _all_off_ddp(rank: int) -> list[float]:
+    kinds = [(False, True), (False, False), (True, True)]
+    return [_off_ddp(rank, *kind, views) for kind in kinds for views in (False, True)]
+
+
+def test_momentum_moves_what_goes_unused_as_under_ddp() -> None:
+    """SGD moves a parameter whose gradient is zero, and leaves one alone whose gradient is None."""
+    for found in run_ranks(2, _all_off_ddp):
+        assert max(found) < 1e-12

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.compiling import share_compiling
+
 HERE = Path(__file__).parent
+
+if torch.cuda.is_available():
+    share_compiling()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

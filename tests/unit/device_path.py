@@ -1,6 +1,7 @@
 """Running the device path without a device: on CPU tensors, on meta tensors, and counting.
 
-Triton's kernels are run by its interpreter, as conftest.py sees to."""
+Triton's kernels are run by its interpreter, as conftest.py sees to; on a machine with a GPU by the
+GPU, which can work on its own tensors only."""
 
 from __future__ import annotations
 
@@ -48,17 +49,20 @@ def count_operations(call: Callable[[], object]) -> int:
 
 @contextmanager
 def device_path() -> Iterator[None]:
-    """Here CPU tensors take the device path."""
+    """Here CPU tensors take the device path, and no tensor takes Triton's kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "force_device_path", True)
+        patch.setattr(blocks, "_has_triton", lambda: False)
         yield
 
 
 @contextmanager
 def triton_path() -> Iterator[None]:
-    """Here CPU tensors take the device path, and Triton's kernels where there are any for them."""
+    """Here CPU tensors take the device path, and all tensors Triton's kernels where there are any
+    for them."""
     with device_path(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "force_triton", True)
+        patch.setattr(blocks, "_has_triton", lambda: True)
         yield
 
 

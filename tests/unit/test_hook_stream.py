@@ -1,16 +1,33 @@
-"""The stream of the hook's work, with streams and events that only note what they are told."""
+"""The stream of the hook's work, with streams, events and futures that only note what they are
+told: which stream waits for what."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from adaptive.exchange.pipeline import HookStream
+import adaptive
+from adaptive import AdaptiveCompressor, Fixed, chunks
+from adaptive.exchange import collectives
+from adaptive.exchange.collectives import future_of
+from adaptive.exchange.pipeline import HookStream, done_with
+from adaptive.sync.own_step import UNDER_WAY
+from tests.unit.device_path import device_path
 
 CUDA = torch.device("cuda", 0)
 
@@ -21,6 +38,26 @@ class _Stream:
 
     def wait_stream(self, other: _Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
+
+
+class _Future:
+    """Of a collective on a device: whose callbacks have a stream of their own, as torch's have."""
+
+    def __init__(self, value: Any, by: _Stream) -> None:
+        self.result, self.by = value, by
+
+    def value(self) -> Any:
+        return self.result
+
+    def wait(self) -> Any:
+        torch.cuda.current_stream(CUDA).wait_stream(self.by)  # type: ignore[arg-type]
+        return self.result
+
+    def then(self, callback: Callable[[Any], Any]) -> _Future:
+        own = _Stream("callback", self.by.log)
+        own.wait_stream(self.by)
+        with torch.cuda.stream(own):  # type: ignore[arg-type]
+            return _Future(callback(self), own)
 
 
 class _Event:
@@ -54,9 +91,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             current.pop()
 
     _Event.made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream("hook", lines))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: _Stream("hook", lines))
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: _Stream("default", lines))
     monkeypatch.setattr(torch.cuda, "stream", enter)
     return lines
 
@@ -112,3 +150,174 @@ def test_a_cpu_has_no_streams_and_keeps_nothing() -> None:
         stream.keep(tensor)
     del tensor
     assert ref() is None
+
+
+def test_the_hooks_stream_is_none_of_those_that_callbacks_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch draws these from the streams of the usual priority."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: asked.append(priority))
+    HookStream(CUDA)
+    assert asked == [-1]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_gradients_are_handed_on_behind_the_flag_and_the_last_bucket(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parameter space a callback reads whether some rank's gradients are not finite, and DDP
+    gets the last bucket's means."""
+    model = DDP(nn.Linear(200, 200))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compressor = AdaptiveCompressor("topk", policy=Fixed(10)).attach(model, optimizer=optimizer)
+    session: Any = compressor._session
+    exchange, end_backward = session.exchange, session._sync.end_backward
+
+    def end(last: Future[Tensor]) -> Future[Tensor]:
+        bucket = _Future(last.value(), _Stream("the bucket", log))
+        flag = _Future(torch.ones(1), _Stream("the flag", log))
+        monkeypatch.setattr(exchange, "any_rank", lambda *_: flag)
+        return done_with(end_backward(bucket).wait())
+
+    monkeypatch.setattr(session._sync, "end_backward", end)
+    model(torch.ones(2, 200)).sum().backward()
+    of_callback = {"callback waits for the flag", "callback waits for the bucket"}
+    assert of_callback == set(log[:-1])
+    assert log[-1] == "backward waits for callback"
+    assert all(p.grad is not None and bool(p.grad.isnan().all()) for p in model.parameters())
+
+
+@pytest.fixture
+def gloo() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+CHUNKS = 24
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at once of tensors that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for x in _tensors(out):
+            storage = x.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {at: each for at, each in self._made.items() if not each[0].expired()}
+        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._made.values()))
+        return out
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(of) if isinstance(x, Tensor)]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(("cf", "copies"), [(100.0, 2), (5.0, 1)])
+def test_updates_are_exchanged_chunk_after_chunk_and_nothing_stays(
+    cf: float, copies: int, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the path of a device, whose events nobody says that they have passed. copies: of the
+    parameters, that are made before the step: where they stood, and first moments, if momentum has
+    no lag."""
+    monkeypatch.setattr(chunks, "DEVICE_CHUNK", 4 * 100 * 100)
+    model = DDP(nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(CHUNKS))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with device_path():
+        compressor = AdaptiveCompressor("topk", (2, 1000), policy=Fixed(cf))
+        compressor.attach(model, optimizer=optimizer)
+        session: Any = compressor._session
+        pipeline = session._averager.pipeline
+        stream = pipeline.stream = HookStream(CUDA)
+        before: list[bool] = []  # where parameters stood is there, when backward waits for the hook
+
+        def wait(backward: _Stream, other: _Stream) -> None:
+            if other.name == "hook":
+                before.append(bool(session._sync.handover.steps.before))
+
+        monkeypatch.setattr(_Stream, "wait_stream", wait)
+        for _ in range(4):
+            model(torch.ones(2, 100)).sum().backward()
+            with Peak() as peak:
+                optimizer.step()
+            assert not stream._kept
+            assert not pipeline.decoded
+    chunk, numel = 4 * 100 * 100, CHUNKS * 100 * 100
+    # Of each chunk that is under way its updates and payloads, and what selecting takes of one.
+    assert peak.nbytes <= copies * 4 * numel + 2 * (UNDER_WAY + 4) * chunk
+    assert before == [False, True] * 4  # a backward, and a step
+
+
+class _Completed:
+    """A future that knows a device: notes on which stream it has been completed."""
+
+    def __init__(self) -> None:
+        self.on, self.value, self.error = "", None, ""
+
+    def set_result(self, value: Any) -> None:
+        self.on = torch.cuda.current_stream(CUDA).name  # type: ignore[attr-defined]
+        self.value = value
+
+    def set_exception(self, error: Exception) -> None:
+        self.error = str(error)
+
+
+def _taken(future: Future[Any]) -> Any:
+    work: Any = SimpleNamespace(get_future=lambda: future)
+    tensor: Any = SimpleNamespace(device=CUDA)
+    assert dist.group.WORLD is not None
+    return future_of(work, dist.group.WORLD, tensor)
+
+
+@pytest.mark.usefixtures("gloo", "log")
+@pytest.mark.parametrize("late", [False, True])
+def test_of_gloo_a_future_is_completed_on_the_stream_that_waits_for_its_copy(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "new_future", lambda device: _Completed())
+    arrives: Future[list[Tensor]] = Future()
+    if not late:
+        arrives.set_result([torch.ones(1)])
+    done = _taken(arrives)
+    if late:
+        assert done.value is None
+        arrives.set_result([torch.ones(1)])
+    assert (done.on, done.value) == ("default", [torch.ones(1)])
+    fails: Future[list[Tensor]] = Future()
+    fails.set_exception(OSError("connection reset"))  # type: ignore[arg-type]
+    assert "connection reset" in _taken(fails).error
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_other_groups_futures_know_their_devices() -> None:
+    future: Future[list[Tensor]] = Future()
+    assert _taken(future) is future
+
+
+def test_a_collectives_future_is_taken_in_one_place_and_never_joined_with_others() -> None:
+    """`collect_all` and `collect_any` make futures that know no device."""
+    files = Path(adaptive.__file__).parent.rglob("*.py")
+    text = {file.name: file.read_text() for file in files}
+    assert [name for name, of in text.items() if "get_future()" in of] == ["collectives.py"]
+    assert text["collectives.py"].count("get_future()") == 1
+    assert not [name for name, of in text.items() if "futures.collect_" in of]
+    assert not [name for name, of in text.items() if "import collect_" in of]

@@ -85,6 +85,25 @@ def test_nor_with_another_base(base: str) -> None:
     assert end.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "RMSprop"])
+def test_nor_by_the_steps_of_another_optimizer(kind: str) -> None:
+    if not hasattr(torch.optim, kind):
+        pytest.skip("torch before 2.9")
+    model = DDP(Given(SHAPES[:1]))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    compressor = AdaptiveCompressor(cf_range=(1, 20), policy=Scripted([10.0] * 8 + [1.0] * 2))
+    compressor.attach(model, optimizer=optimizer)
+    for step in range(10):
+        gradient = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(step))
+        if step == AT:
+            gradient[3, 4] = 1e38
+        model([gradient]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compressor.detach()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("mode", ["plain", "momentum", "local steps", "delay"])
 def test_nor_on_a_device(mode: str) -> None:
     with device_path():

@@ -96,7 +96,7 @@ def lifetimes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lifetimes]:
 
     monkeypatch.setattr(blocks, "force_device_path", True)
     monkeypatch.setattr(torch._C.Future, "then", noted)
-    monkeypatch.setattr(HookStream, "keep", lambda stream, *used: found.kept.append(used))
+    monkeypatch.setattr(HookStream, "keep", lambda stream, *used, of=None: found.kept.append(used))
     # The ranks send this one's bytes over again, which are not what a shard's owner would send.
     monkeypatch.setattr(Exchange, "count_invalid", lambda exchange, flag: None)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())

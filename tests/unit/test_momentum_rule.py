@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from adaptive import AdaptiveCompressor
 from adaptive.memory.momentum import MomentumRule
+from tests.distributed.setting import Scripted, flat_parameters
+from tests.unit.in_one_process import Given, one_rank
 
 MOMENTA = st.floats(0.05, 0.99)
 SHARES = st.floats(0.05, 1.0)
@@ -54,3 +59,19 @@ def test_the_whole_lag_changes_nothing(rule: MomentumRule) -> None:
 def test_no_lag_to_share(m: float) -> None:
     assert MomentumRule(m).with_lag(0.5) == MomentumRule(m)
     assert MomentumRule(m).change_of_lag(1.0, 0.5) == 1.0
+
+
+def test_an_sgd_whose_momentum_is_1_gets_it_back() -> None:
+    """Its gradients add up to no end, so what waits is sent as it is."""
+    with one_rank():
+        model = DDP(Given([(8, 12)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=1.0)
+        compressor = AdaptiveCompressor(cf_range=(1, 20), policy=Scripted([10.0]))
+        compressor.attach(model, optimizer=optimizer)
+        for step in range(4):
+            if step == 3:
+                compressor.detach()
+            optimizer.zero_grad()
+            model([torch.randn(8, 12)]).backward()
+            optimizer.step()
+        assert flat_parameters(model).isfinite().all()

@@ -68,6 +68,23 @@ def test_enlargements_are_between_1_and_the_root_of_the_number_of_ranks() -> Non
     assert enlargements(muon, 30, 4) == {}
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.95])
+def test_momenta_that_do_not_tell_what_is_noise_enlarge_nothing(momentum: float) -> None:
+    """Without momentum, and after an element whose square overflows."""
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.zeros(48, 24))
+    muon = torch.optim.Muon([matrix], lr=1.0, momentum=momentum)
+    for step in range(1, 6):
+        matrix.grad = torch.randn_like(matrix)
+        if step == 3 and momentum:
+            matrix.grad[3, 4] = 1e38
+        muon.step()
+        (scale,) = enlargements(muon, step, 4).values()
+        assert 1 <= float(scale) <= 2
+        if step >= 3:
+            assert float(scale) == 1
+
+
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 def test_updates_told_in_adamws_rate_are_of_one_size(adjust: str | None) -> None:
     torch.manual_seed(0)

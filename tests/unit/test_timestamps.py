@@ -61,9 +61,10 @@ def _step(watch: Stopwatch, stream: _Stream, cf: float, counts: bool = True) -> 
     watch.stop(counts)
     stream.catch_up(left=1)  # all but the event that this step begins with
     told = watch.start(cf)
-    entered = watch.timestamps()
-    stream.queue.append(cf / 100)  # compressing
-    watch.hook_left(entered, [])
+    with watch.held_up():
+        entered = watch.timestamps()
+        stream.queue.append(cf / 100)  # compressing
+        watch.hook_left(entered, [])
     stream.queue.append(0.5)  # what is exchanged
     began = watch.timestamps()
     stream.queue.append(0.25)
@@ -71,6 +72,29 @@ def _step(watch: Stopwatch, stream: _Stream, cf: float, counts: bool = True) -> 
     watch.forward(torch.nn.Identity(), ())
     stream.queue.append(2.0)  # the next forward and backward
     return told
+
+
+def test_on_a_device_calls_beside_backward_take_no_time() -> None:
+    stream = _Stream()
+    watch = _watch(stream)
+    for _ in range(4):
+        watch.stop(counts=True)
+        stream.catch_up(left=1)
+        told = watch.start(10.0)
+        entered = watch.timestamps()
+        stream.queue.append(1.0)  # backward, beside which the hook compresses, and waits
+        watch.hook_left(entered, [(entered, watch.timestamps())])
+        with watch.held_up():
+            entered = watch.timestamps()
+            stream.queue.append(0.25)  # waiting for the last round but one
+            waited = watch.timestamps()
+            stream.queue.append(0.5)  # compressing is not through when backward is
+            watch.hook_left(entered, [(entered, waited)])
+        watch.forward(torch.nn.Identity(), ())
+        stream.queue.append(2.0)
+    assert told["compute_seconds"] == pytest.approx(3.0)
+    assert told["compress_seconds"] == pytest.approx(0.5)
+    assert told["exchange_seconds"] == pytest.approx(0.25)
 
 
 def test_a_device_is_told_of_one_step_later_and_never_waited_for() -> None:

@@ -62,6 +62,28 @@ def test_the_parts_of_a_step() -> None:
     assert isnan(timing.split(_between)["compute_seconds"])
 
 
+def test_waiting_for_means_inside_a_call_is_decoding_while_a_thread_decodes() -> None:
+    """As after a step, in parameter space: compressing, waiting for a mean, applying it, twice."""
+    timing = StepTiming(100.0, 10.0, ended=130.0, forward=120.0)
+    timing.calls = [(101.0, 115.0)]
+    timing.arrivals = [(103.0, 107.0), (109.0, 114.0)]
+    timing.decoded = [(106.0, 107.0), (108.0, 110.0)]  # the second one partly while it applies
+    assert timing.split(_between) == {
+        "seconds": 30,
+        "compute_seconds": 1 + 10,
+        "compress_seconds": 14 - 4 - 5,
+        "decode_seconds": 1 + 1,
+        "exchange_seconds": 3 + 4,
+    }
+
+
+def test_what_the_device_has_not_passed_has_no_parts() -> None:
+    timing = StepTiming(100.0, 10.0, ended=130.0, forward=120.0)
+    timing.calls = [(101.0, 115.0)]
+    parts = timing.split(lambda start, stop: nan if stop == 130.0 else stop - start)
+    assert all(isnan(part) for part in parts.values())
+
+
 def test_an_older_record_knows_neither_decoding_nor_computing() -> None:
     report = StepReport(1, 10.0, seconds=10.0, compress_seconds=2.0, exchange_seconds=3.0)
     assert (report.coding_seconds, report.rest_seconds) == (2, 5)

@@ -26,6 +26,7 @@ from compressors.quantizers import Natural
 from compressors.wire import packing
 from compressors.wire.indices import IndexFormat
 from compressors.wire.values import Full, Half, Levels, ValueFormat
+from tests.unit import device_path as paths
 from tests.unit.device_path import count_operations, device_path
 from tests.unit.samples import compressed, decompressed, normal, ordinary
 
@@ -66,8 +67,7 @@ def triton_path(launches: list[str] | None = None) -> Iterator[None]:
             launches.append(kernel.__name__)
         launch(kernel, *arguments, **sizes)
 
-    with device_path(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "force_triton", True)
+    with paths.triton_path(), pytest.MonkeyPatch.context() as patch:
         for module in (triton_codec, triton_sparse):
             patch.setattr(module, "launch", noted)
         small = {"ELEMENTS": 64, "COLUMNS": 16}
@@ -275,8 +275,7 @@ def test_unusual_values_are_encoded_as_by_torch(make, kind):
 def test_values_longer_than_a_block_of_codes_are_those_of_the_host(form):
     x = normal(blocks.CODE_BLOCK + 4321)
     parts, kept = form.encode(x, KEY)
-    with device_path(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "force_triton", True)
+    with paths.triton_path(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_codec, "ELEMENTS", 1 << 16)
         patch.setattr(triton_codec, "COLUMNS", 1 << 13)
         done = form.fused(x.to(WHERE), None, KEY)
@@ -302,6 +301,9 @@ class Way:
         self.mean, self.void = gradients[0] + 1, gradients[0] + 1
         compressor.mean_of(self.mean, self.received, 1 / ranks)
         compressor.mean_of(self.void, self.received, 1 / ranks, self.mean.new_ones(()).bool())
+        self.onto, self.left = gradients[0] + 1, gradients[0] + 1
+        compressor.add_all(self.onto, self.received, 1 / ranks)
+        compressor.add_all(self.left, self.received, 1 / ranks, self.mean.new_ones(()).bool())
         self.residuals = gradients[:1].repeat(2, 1)
         compressor.add_to(self.residuals[0], self.payloads[0], -1.0)
         compressor.add_to(self.residuals[1], self.received[0], -1.0)
@@ -328,6 +330,9 @@ def test_the_whole_way_is_that_of_torch(name, numel, ranks, cf, offset):
     if ranks != 3:  # the scale is a power of two, so that it makes no difference when it is applied
         assert torch.equal(found.mean, wanted.mean)
     torch.testing.assert_close(found.mean, wanted.mean)
+    torch.testing.assert_close(found.onto, wanted.onto)
+    torch.testing.assert_close(found.onto, gradients[0] + 1 + found.mean)
+    assert torch.equal(found.left, gradients[0] + 1)
     assert torch.equal(found.residuals, wanted.residuals)
     assert torch.equal(found.residuals[0], found.residuals[1])
     assert not found.void.any()
@@ -410,9 +415,9 @@ def test_payloads_that_nobody_sent_change_nothing_beyond_the_tensor(data, name, 
 LAUNCHES = {
     "topk+int4": [*["_select_alone", "_bucket_levels", "_pack_levels", "_sum_energies"],
                   "_write_sparse",
-                  *["_count_bits", "_read_indices"], "_add_sparse", "_sparse_mean"],
+                  *["_count_bits", "_read_indices"], "_add_sparse", "_add_rows"],
     "topk": ["_select_alone", *["_floats", "_sum_energies"], "_write_sparse",
-             *["_count_bits", "_read_indices"], "_add_sparse", "_sparse_mean"],
+             *["_count_bits", "_read_indices"], "_add_sparse", "_add_rows"],
     "int8": ["_bucket_levels", "_dense_mean", "_dense_mean"],
     "qsgd": [*["_bucket_levels", "_pack_levels"], "_dense_mean", "_dense_mean"],
     "bf16": ["_floats", "_dense_mean", "_dense_mean"],

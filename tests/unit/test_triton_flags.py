@@ -9,7 +9,7 @@ import torch
 
 from compressors import TopK
 from compressors.base import Key, any_nonfinite
-from compressors.kernels import judge
+from compressors.kernels import cut_large, judge
 from compressors.kernels.blocks import add_if, fill_if, scale_if
 from tests.unit.device_path import device_path, triton_path
 from tests.unit.samples import compressed, normal
@@ -28,6 +28,24 @@ every_size = pytest.mark.parametrize("numel", [1, 700, LONG])
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that each of them works on several blocks."""
     monkeypatch.setattr(triton_flags, "PROGRAMS", 2)
+
+
+@every_size
+@pytest.mark.parametrize(("scale", "energy"), [(1e15, 1e35), (1e15, 1e39), (1e15, inf), (1, nan)])
+def test_large_elements_are_cut_where_squares_overflow(
+    numel: int, scale: float, energy: float
+) -> None:
+    x, largest = normal(numel).to(DEVICE) * scale, 7e13
+    x[numel // 2] = nan
+    energies = torch.tensor([1.0, energy, 2.0], dtype=torch.float64, device=DEVICE)
+    cut = x.clone()
+    with triton_path():
+        cut_large(energies, cut, largest)
+    expected = x if energy < 3e38 else x.clamp(-largest, largest)
+    assert torch.equal(cut.nan_to_num(7), expected.nan_to_num(7))
+    with device_path():
+        cut_large(energies, x, largest)
+    assert torch.equal(x.nan_to_num(7), x.clamp(-largest, largest).nan_to_num(7))
 
 
 @every_size
@@ -103,14 +121,15 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
         **dict.fromkeys(("x", "y"), "*fp32"),
         **dict.fromkeys(("energies", "total", "nonfinite"), "*fp64"),
         **dict.fromkeys(("flag", "found"), "*i1"),
-        **dict.fromkeys(("value", "alpha", "factor", "most"), "fp32"),
-        "numel": "i32",
+        **dict.fromkeys(("value", "alpha", "factor", "most", "largest"), "fp32"),
+        **dict.fromkeys(("count", "numel"), "i32"),
     }
     whole = {"block": triton_flags.BLOCK}
     kernels = [
         Kernel("_fill_if", types, whole, odd=("value", "numel"), warps=8),
         Kernel("_add_if", types, whole, odd=("alpha", "numel"), warps=8),
         Kernel("_scale_if", types, whole, odd=("factor", "numel"), warps=8),
+        Kernel("_clamp_if_above", types, whole, odd=("most", "largest", "count", "numel"), warps=8),
         Kernel("_any_nan", types, {"block": 1024}, odd=("numel",)),
         Kernel("_judge", types, {"block": 1024}, odd=("most", "numel")),
     ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaptive.memory.moments import Run, enlarge, noise_of
-from tests.unit.device_path import triton_path
-from tests.unit.samples import normal
+from adaptive.memory.moments import Run, enlarge, take_step
+from adaptive.memory.own_moments import average
+from tests.unit.device_path import device_path, triton_path
+from tests.unit.samples import norm2, normal
 from tests.unit.triton_compile import Kernel, assembly
 
 pytest.importorskip("triton", minversion="3.3")
@@ -31,9 +34,9 @@ def _moments(numel: int, seed: int, step: Tensor) -> tuple[Tensor, Run]:
     return normal(numel, seed=seed + 4).to(DEVICE), Run({"betas": (0.9, 0.99)}, step, tensors)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
-    numel=st.integers(1, 5000),
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=9).filter(sum),
     share=st.sampled_from([0.0, 0.5, 1.0]),
     step=st.sampled_from([1.0, 2.0, 30.0, 100_000.0]),
     ranks=st.sampled_from([2, 8]),
@@ -42,7 +45,7 @@ def _moments(numel: int, seed: int, step: Tensor) -> tuple[Tensor, Run]:
     counted_on_device=st.booleans(),
 )
 def test_updates_are_enlarged_as_by_torch(
-    numel: int,
+    sizes: list[int],
     share: float,
     step: float,
     ranks: int,
@@ -50,26 +53,91 @@ def test_updates_are_enlarged_as_by_torch(
     overflown: bool,
     counted_on_device: bool,
 ) -> None:
-    steps = torch.full((numel,), step, device=DEVICE) if counted_on_device else torch.tensor(step)
-    update, run = _moments(numel, seed, steps)
+    update, run = _moments(sum(sizes), seed, torch.tensor(step))
+    if counted_on_device:  # by parameter
+        steps = (step + torch.arange(len(sizes)).float()).to(DEVICE)
+        ends = torch.tensor(sizes).cumsum(0).to(DEVICE)
+        run = run._replace(step=steps, sizes=sizes, ends=ends)
     if overflown:
         run.mean[0], run.square[0] = 1e37, torch.inf
-    expected, found, noise = update.clone(), update.clone(), noise_of(run, share)
-    enlarge(expected, run.mean, run.square, noise, ranks)
+    expected, found, every = update.clone(), update.clone(), slice(0, sum(sizes))
+    with device_path():
+        enlarge(expected, run, every, share, ranks)
     with triton_path():
-        enlarge(found, run.mean, run.square, noise, ranks)
+        enlarge(found, run, every, share, ranks)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
     larger = found / update
     assert bool((larger >= 1 - 1e-6).all())
     assert bool((larger <= ranks**0.5 * (1 + 1e-6)).all())
+    if counted_on_device:  # each parameter by itself, as if it were the only one
+        pieces = zip(*(x.split(sizes) for x in (update, run.mean, run.square)), strict=True)
+        for i, (piece, mean, square) in enumerate(pieces):
+            tensors = {"exp_avg": mean, "exp_avg_sq": square}
+            one = Run(run.group, torch.tensor(step + i), tensors)
+            enlarge(piece, one, slice(0, sizes[i]), share, ranks)
+        torch.testing.assert_close(found, update, rtol=1e-4, atol=0)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 2500), min_size=1, max_size=4),
+    several=st.booleans(),
+    had_aside=st.booleans(),
+    shrink=st.sampled_from([1, 0.999]),
+    seed=st.integers(0, 99),
+)
+def test_a_step_in_one_pass_is_that_of_several(
+    sizes: list[int], several: bool, had_aside: bool, shrink: float, seed: int
+) -> None:
+    """Updates, decay, first moments that take in their gradients, and the norm."""
+    numel, share, ranks = sum(sizes), 0.0, 4
+    now, whole = _moments(numel, seed, torch.tensor(3.0))
+    before, aside = (normal(numel, seed=seed + i).to(DEVICE) for i in (5, 6))
+    ends = [0, *accumulate(sizes)] if several else [0, numel]
+
+    def runs() -> list[Run]:
+        tensors = {name: x.clone() for name, x in whole.tensors.items()}
+        return [
+            Run(whole.group, whole.step, {n: x[a:b] for n, x in tensors.items()}, a, b)
+            for a, b in pairwise(ends)
+        ]
+
+    expected, stood, those = now.clone(), before * shrink, runs()
+    torch.sub(stood, expected, out=expected)
+    expected.mul_(200.0)
+    for run in those:
+        part = slice(run.start, run.stop)
+        every = slice(0, run.stop - run.start)
+        if had_aside:
+            average(run, aside, every)
+        with device_path():
+            enlarge(expected[part], run, every, share, ranks)
+    found, here, these = now.clone(), before.clone(), runs()
+    old = aside if had_aside else None
+    arguments = here, found, these, old, shrink, 200.0, share, ranks
+    assert take_step(*arguments) is None  # on a host
+    with triton_path():
+        norm = take_step(*arguments)
+        assert take_step(here, found, these[1:], *arguments[3:]) is None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(here, stood)
+    for a, b in zip(these, those, strict=True):
+        torch.testing.assert_close(a.mean, b.mean)
+    assert norm is not None
+    assert float(norm) == pytest.approx(norm2(found), rel=1e-9)
 
 
 def test_the_kernel_compiles_for_a_gpu() -> None:
-    tensors = dict.fromkeys(("update", "mean", "square", "factors"), "*fp32")
-    odd = ("factor", "constant", "least_share", "least")
-    types = {**tensors, **dict.fromkeys(odd, "fp32"), "numel": "i32"}
-    constants = {"each": False, "block": triton_moments.BLOCK}
-    kernel = Kernel("_enlarge", types, constants, odd=odd, warps=8)
-    (found,) = assembly(triton_moments.__name__, [kernel])
-    assert "ld.global" in found
-    assert "sqrt.rn.f32" in found
+    pointers = ("update", "mean", "square", "before", "aside", "factors")
+    odd = ("factor", "constant", "least_share", "least", "shrink", "rate", "weight")
+    types = {**dict.fromkeys(pointers, "*fp32"), **dict.fromkeys(odd, "fp32")}
+    types |= {"squares": "*fp64", "ends": "*i64", "numel": "i32", "parameters": "i32"}
+    fixed = {"shrinks": True, "block": triton_moments.BLOCK}
+    alone = dict.fromkeys(("before", "aside", "squares", "factors", "ends"))
+    kernels = [
+        Kernel("_enlarge", types, constants, odd=(*odd, "parameters"), warps=8)
+        for constants in (fixed, {**fixed, **alone})
+    ]
+    for found in assembly(triton_moments.__name__, kernels):
+        assert "ld.global" in found
+        assert "sqrt.rn.f32" in found

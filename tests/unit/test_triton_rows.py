@@ -50,7 +50,7 @@ def test_each_section_is_split_as_by_torch(
         rows = a.to(DEVICE)
         expected = largest(rows, sections, torch.zeros(2).numpy())
         norms = [energies(rows.masked_fill(expected, 0), sections), energies(rows, sections)]
-    mask, levels = triton_rows.split_largest(rows, sections.ends, max(sizes), sections.kept, 16)
+    mask, levels = triton_rows.split_largest(rows, sections.ends, sections.kept, 16)
     assert mask.dtype == torch.bool
     assert torch.equal(mask, expected)
     torch.testing.assert_close(levels, torch.stack(norms), rtol=1e-12, atol=0.0)
@@ -58,9 +58,10 @@ def test_each_section_is_split_as_by_torch(
 
 
 def test_only_what_one_program_can_read_is_split_at_once(monkeypatch: Any) -> None:
-    a, none = torch.ones(1, 30), torch.device("cpu")
-    sections = Sections([10, 20], [[1], [1]], [1.0, 1.0], none)
-    assert split_at_once(a, sections) is None
+    a, where = torch.ones(1, 30, device=DEVICE), torch.device(DEVICE)
+    sections = Sections([10, 20], [[1], [1]], [1.0, 1.0], where)
+    with device_path():
+        assert split_at_once(a, sections) is None
     with triton_path():
         assert split_at_once(a, sections) is not None
         assert split_at_once(a.double(), sections) is None
@@ -123,7 +124,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
     types = {"rows": "*fp32", "ends": "*i64", "wanted": "*i32", "mask": "*i1", "norms": "*fp64"}
     kernels = [
         Kernel("_split_largest", {**types, "columns": "i32"}, {"block": block}, warps=block // 512)
-        for block in (1024, triton_rows._BLOCK)
+        for block in (1024, triton_rows.ALONE)
     ]
     found: list[str] = assembly(triton_rows.__name__, kernels)
     assert all("ld.global" in each and ".ftz" not in each for each in found)

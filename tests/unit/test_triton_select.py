@@ -31,16 +31,19 @@ from compressors.kernels.triton import select as triton_select  # noqa: E402
 from compressors.kernels.triton.select import SIZES, Sizes  # noqa: E402
 
 KEY = Key("w", 5)
-KERNELS = ("_accumulate", "_gather", "_refine", "_count", "_take", "_select_alone")
+KERNELS = ("_accumulate", "_sample", "_gather", "_digit", "_count", "_take", "_select_alone")
 
-sizes = st.builds(
+on_gpu = [Sizes(16, 4, 4, 1, 0), Sizes(16, 2, 16, 1, 60)]  # each is compiled
+interpreted = st.builds(
     Sizes,
     block=st.just(16),
     programs=st.sampled_from([1, 2, 4]),
     share=st.sampled_from([1, 4, 16]),
     warps=st.just(1),
     alone=st.sampled_from([0, 60]),
+    sample=st.sampled_from([8, 32]),
 )
+sizes = st.sampled_from(on_gpu) if DEVICE == "cuda" else interpreted
 few = settings(max_examples=8, deadline=None)
 
 
@@ -225,8 +228,8 @@ def test_launches_do_not_grow_with_the_tensor_and_no_value_is_read(
     assert count(triton_select.select_above, meta(SIZES.alone), meta(1)[0], 7, None) == 1
     for numel in (SIZES.alone + 1, 2**31 - 1):
         x, add, threshold, k = meta(numel), meta(numel), meta(1)[0], numel // 100
-        assert count(triton_select.select, x, k, add) == 6
-        assert count(triton_select.select_above, x, threshold, k, add) == 6
+        assert count(triton_select.select, x, k, add) == 8
+        assert count(triton_select.select_above, x, threshold, k, add) == 8
         assert count(triton_select.add_and_norm, x, add) == 2
     assert all(0 < programs <= SIZES.programs for (programs,) in launches.grids)
 
@@ -237,29 +240,38 @@ TYPES = {
     **dict.fromkeys(("x", "add", "values", "taken"), "*fp32"),
     **dict.fromkeys(("squares", "total", "threshold"), "*fp64"),
     **dict.fromkeys(("counts", "positions", "listed", "above", "equal", "indices"), "*i32"),
-    **dict.fromkeys(("k", "numel", "chunk", "capacity"), "i32"),
+    **dict.fromkeys(("k", "numel", "chunk", "capacity", "rank", "digit"), "i32"),
 }
 
 
 def _kernel(name: str, aligned: bool = True, **constants: None) -> Kernel:
+    block, warps, odd = SIZES.block, SIZES.warps, ("k", "numel", "digit")
+    more: dict[str, int] = {}
+    if name == "_accumulate":
+        odd = ()
+    if name == "_gather":
+        odd = ("k", "numel", "x", "add")
     if name == "_select_alone":
-        fixed = {"block": SIZES.alone, **constants}
-        return Kernel(name, TYPES, fixed, aligned, odd=("k", "numel"), warps=SIZES.alone // 1024)
+        block, warps, odd = 1 << 13, 16, ("k", "numel", "x", "add")
     if name == "_take":
-        return _kernel("", aligned, programs=SIZES.programs, **constants)._replace(name=name)
-    fixed = {"block": SIZES.block, **constants}
-    return Kernel(name, TYPES, fixed, aligned, odd=("k",), warps=SIZES.warps)
+        more, odd = {"programs": SIZES.programs}, ("k", "numel", "x", "positions", "values")
+    if name == "_sample":
+        more, warps, odd = {"sample": SIZES.sample, "cleared": 2048}, 32, ("rank", "numel")
+    fixed = {**({} if name == "_sample" else {"block": block}), **more, **constants}
+    return Kernel(name, TYPES, fixed, aligned, odd, warps)
 
 
 def test_kernels_compile_for_a_gpu() -> None:
     kernels = [_kernel(name) for name in KERNELS]
     kernels += [
         _kernel("_accumulate", aligned=False),
-        _kernel("_accumulate", add=None, counts=None),
+        _kernel("_accumulate", add=None),
+        _kernel("_gather", add=None),
         _kernel("_take", threshold=None),
         _kernel("_select_alone", add=None, threshold=None),
     ]
     for kernel, found in zip(kernels, assembly(triton_select.__name__, kernels), strict=True):
         assert "ld.global" in found, kernel.name
         assert ".ftz" not in found, kernel.name  # denormals are magnitudes like others
-        assert ".v4." in found or not kernel.aligned, kernel.name  # 16 bytes at once
+        lists = "x" in kernel.odd or kernel.name == "_sample"
+        assert ".v4." in found or lists or not kernel.aligned, kernel.name  # 16 bytes at once

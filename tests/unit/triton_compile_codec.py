@@ -72,6 +72,7 @@ def run(name: str, cf: float, numel: int, ranks: int) -> None:
     received = compressor.read(rows, Spec((numel,), cf, torch.float32, key))
     compressor.add_to(memory, received[0], -1.0)
     compressor.mean_of(memory, received, 1 / ranks, torch.tensor(False))
+    compressor.add_all(memory, received, -1 / ranks, torch.tensor(False))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,13 @@ def scale_if(flag: Tensor, x: Tensor, factor: float) -> None:
     launch(_scale_if, _grid(x), x, flag, x, factor, x.numel(), **_OPTIONS)
 
 
+def clamp_if_above(energies: Tensor, most: float, x: Tensor, largest: float) -> None:
+    """Bring the elements of x into [-largest, largest] if the sum of `energies` (float64, flat) is
+    not at most `most`."""
+    sizes = (energies.numel(), x.numel())
+    launch(_clamp_if_above, _grid(x), x, energies, most, x, largest, *sizes, **_OPTIONS)
+
+
 def any_nan(x: Tensor) -> Tensor:
     """Whether an element is NaN (0-dim, bool)."""
     found = torch.empty((), dtype=torch.bool, device=x.device)
@@ -88,6 +95,22 @@ def _scale_if(flag, x, factor, numel, block: tl.constexpr):
             inside = lanes < numel - start
             value = tl.load(x + start + lanes, mask=inside, other=0.0)
             tl.store(x + start + lanes, value * factor, mask=inside)
+
+
+@triton.jit
+def _clamp_if_above(energies, most, x, largest, count, numel, block: tl.constexpr):
+    lanes = tl.arange(0, block)
+    total = tl.zeros((block,), tl.float64)
+    for some in range(0, count, block):
+        total += tl.load(energies + some + lanes, mask=lanes < count - some, other=0.0)
+    if (tl.sum(total) <= most) == 0:  # NaN is not
+        first = tl.program_id(0).to(tl.int64) * block
+        for start in range(first, numel, tl.num_programs(0) * block):
+            inside = lanes < numel - start
+            value = tl.load(x + start + lanes, mask=inside, other=0.0)
+            # NaN stays.
+            value = tl.where(value > largest, largest, tl.where(value < -largest, -largest, value))
+            tl.store(x + start + lanes, value, mask=inside)
 
 
 @triton.jit

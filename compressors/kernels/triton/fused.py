@@ -9,19 +9,20 @@ from compressors.kernels.triton.codec import (
     encode_natural,
     write_values,
 )
-from compressors.kernels.triton.moments import enlarge
+from compressors.kernels.triton.moments import enlarge, take_step
 from compressors.kernels.triton.rows import LONGEST, split_largest
 from compressors.kernels.triton.sparse import (
     add_sparse,
+    add_sparse_rows,
     read_indices,
     sum_energies,
     write_sparse,
-    write_sparse_mean,
 )
 
 __all__ = [
     "LONGEST",
     "add_sparse",
+    "add_sparse_rows",
     "as_rows",
     "coded",
     "encode_floats",
@@ -31,7 +32,7 @@ __all__ = [
     "read_indices",
     "split_largest",
     "sum_energies",
+    "take_step",
     "write_sparse",
-    "write_sparse_mean",
     "write_values",
 ]

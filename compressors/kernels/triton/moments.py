@@ -1,8 +1,11 @@
-"""Updates made as large as the mean gradient's, by one launch in Triton that reads each moment
-once."""
+"""Updates of an optimizer's step, made as large as the mean gradient's: one launch in Triton that
+reads each moment once."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,38 +23,110 @@ def enlarge(
     constant: float,
     least_share: float,
     least: float,
+    ends: Tensor | None,
 ) -> None:
     """update /= sqrt(p), with p = factor * mean^2 / (square + least) + constant, not below
-    `least_share` and not above 1 (adaptive/memory/moments.py). All are flat, float32, and alike in
-    length. factor: a number, or one for each element."""
+    `least_share` and not above 1 (adaptive/memory/moments.py). update, mean and square are flat,
+    float32, and alike in length. factor: a number, or one for each parameter (flat); ends: then
+    where each parameter ends, in elements (int64)."""
+    share = factor, constant, least_share, least, ends
+    _launch(update, mean, square, None, None, None, share)
+
+
+def take_step(
+    before: Tensor,
+    now: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    aside: Tensor | None,
+    shrink: float,
+    rate: float,
+    weight: float,
+    factor: float | Tensor,
+    constant: float,
+    least_share: float,
+    least: float,
+    ends: Tensor | None,
+) -> Tensor:
+    """before *= shrink; now = rate * (before - now), enlarged as by `enlarge`. Before that mean =
+    aside + weight * (mean - aside), unless `aside` is None.
+
+    All tensors are flat, float32, and alike in length. Returns the squared norm of `now` in pieces
+    (float64)."""
+    squares = now.new_empty(cdiv(now.numel(), BLOCK), dtype=torch.float64)
+    share = factor, constant, least_share, least, ends
+    _launch(now, mean, square, before, aside, squares, share, shrink, rate, weight)
+    return squares
+
+
+def _launch(
+    update: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    before: Tensor | None,
+    aside: Tensor | None,
+    squares: Tensor | None,
+    share: tuple[Any, ...],
+    *numbers: float,
+) -> None:
+    factor, constant, least_share, least, ends = share
     each = isinstance(factor, Tensor)
-    tensors = (update, mean, square, factor if each else update)
-    numbers = (0.0 if each else factor, constant, least_share, least, update.numel())
-    grid = (cdiv(update.numel(), BLOCK),)
-    launch(_enlarge, grid, update, *tensors, *numbers, each=each, block=BLOCK, num_warps=8)
+    factors = (factor, ends, 0.0) if each else (None, None, factor)
+    shrink, rate, weight = numbers or (1.0, 1.0, 1.0)
+    launch(
+        _enlarge, (cdiv(update.numel(), BLOCK),), update, update, mean, square, before, aside,
+        squares, *factors, constant, least_share, least, shrink, rate, weight, update.numel(),
+        len(factor) if each else 0, shrinks=shrink != 1, block=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["parameters"])
+def _enlarge(
+    update, mean, square, before, aside, squares, factors, ends, factor, constant, least_share,
+    least, shrink, rate, weight, numel, parameters, shrinks: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * block
+    at = first + tl.arange(0, block)
+    inside = at < numel
+    u = tl.load(update + at, mask=inside, other=0.0)
+    if before is not None:
+        stood = tl.load(before + at, mask=inside, other=0.0)
+        if shrinks:
+            stood *= shrink
+            tl.store(before + at, stood, mask=inside)
+        u = (stood - u) * rate
+    m = tl.load(mean + at, mask=inside, other=0.0)
+    if aside is not None:
+        old = tl.load(aside + at, mask=inside, other=0.0)
+        m = old + weight * (m - old)
+        tl.store(mean + at, m, mask=inside)
+    v = tl.load(square + at, mask=inside, other=0.0)
+    if factors is not None:
+        begins_in = _parameter_of(first, ends, parameters)
+        factor = tl.load(factors + begins_in) + tl.zeros((block,), tl.float32)
+        last = tl.minimum(first + block, numel) - 1
+        if last >= tl.load(ends + begins_in):  # the block has elements of several parameters
+            of = _parameter_of(tl.minimum(at, last), ends, parameters)
+            factor = tl.load(factors + of)
+    ratio = m / tl.sqrt_rn(v + least)
+    share = tl.minimum(tl.maximum(ratio * ratio * factor + constant, least_share), 1.0)
+    u = u / tl.sqrt_rn(share)
+    tl.store(update + at, u, mask=inside)
+    if squares is not None:
+        wide = u.to(tl.float64)
+        tl.store(squares + tl.program_id(0), tl.sum(wide * wide))
 
 
 @triton.jit
-def _enlarge(
-    update,
-    mean,
-    square,
-    factors,
-    factor,
-    constant,
-    least_share,
-    least,
-    numel,
-    each: tl.constexpr,
-    block: tl.constexpr,
-):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < numel
-    m = tl.load(mean + at, mask=inside, other=0.0)
-    v = tl.load(square + at, mask=inside, other=0.0)
-    if each:
-        factor = tl.load(factors + at, mask=inside, other=0.0)
-    ratio = m / tl.sqrt_rn(v + least)
-    share = tl.minimum(tl.maximum(ratio * ratio * factor + constant, least_share), 1.0)
-    u = tl.load(update + at, mask=inside, other=0.0)
-    tl.store(update + at, u / tl.sqrt_rn(share), mask=inside)
+def _parameter_of(at, ends, parameters):
+    """Which parameter an element is of, by bisection: the first that ends beyond it."""
+    low = (at * 0).to(tl.int32)
+    high = low + parameters - 1
+    width = parameters
+    while width > 1:
+        middle = (low + high) // 2
+        beyond = tl.load(ends + middle) > at
+        high = tl.where(beyond, middle, high)
+        low = tl.where(beyond, low, tl.minimum(middle + 1, high))
+        width = (width + 1) // 2
+    return low

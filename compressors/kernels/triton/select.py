@@ -1,24 +1,27 @@
-"""The norm and the selections of `device.py` as Triton's kernels, which read the tensor twice.
+"""The norm and the selections of `reference.py` as Triton's kernels, which read the tensor once.
 
-Exact top-k without sorting. The bits of a magnitude, read as an integer, are ordered as magnitudes
-are: they are its key, of 31 bits. A radix select finds the key of the k-th largest element in three
-digits of 11, 10 and 10 bits: a histogram of a digit, over the elements whose key begins as that
-one's does, tells what its digit is (Alabi, Blanchard, Gordon and Steinbach, "Fast k-Selection
-Algorithms for Graphics Processors", ACM JEA 17, 2012). The kernels of `select`, a launch each:
+Exact top-k without sorting, and with one pass over the tensor. The bits of a magnitude, read as an
+integer, are ordered as magnitudes are: they are its key, of 31 bits. A sample of the tensor tells a
+key that somewhat more than k elements reach. These elements are listed, and a radix select among
+them finds the key of the k-th largest in digits of 8, 8, 8 and 7 bits: a histogram of a digit, over
+the elements whose key begins as the k-th largest's does, tells the digit (Alabi, Blanchard, Gordon
+and Steinbach, "Fast k-Selection Algorithms for Graphics Processors", ACM JEA 17, 2012). Triton
+counts a histogram of n bins by n / 32 population counts an element, so that bins are few and the
+elements are the listed ones only. The kernels of `select`, a launch each:
 
-    accumulate  x += add, squared norms, histogram of the first digit: exponent and 3 bits
-    gather      lists the elements whose first digit is at least the k-th largest's, and makes the
-                histogram of the second digit
-    refine      on the lists: histogram of the third digit
+    sample      a key that somewhat more than k elements will reach; clears the histograms
+    gather      x += add, squared norms, lists of the elements that reach that key
+    digit       (four times) on the lists: histogram of the next digit
     count       on the lists: how many elements are above the k-th largest, and how many equal it
     take        on the lists: writes them out, in the order of their indices
 
-Of a short tensor, as a bucket's sample is, one program does all this in a single launch.
+Of a short tensor one program does all this in a single launch, and finds the key bit by bit.
 
-Each program (a block of threads) has a chunk of the tensor, and writes what it lists to a region of
-its own, so that lists need no order among programs until the counts give it. A region holds a part
-of the chunk. If the elements do not fit it, as where many are equal, the later kernels read the
-chunk instead: slower, with the same result.
+Each program (a block of threads) has a chunk of the tensor, and writes its list to a region of its
+own, so that lists need no order among programs until the counts give it. A region has room for a
+part of the chunk. If the elements do not fit it, as where many are equal, or if the sample was
+wrong and fewer than k elements reach its key, the later kernels read the chunk instead: slower,
+with the same result.
 
 Nothing is read by the host. Floating-point numbers are added in an order that depends on sizes
 alone, so that results repeat to the bit. Among equal magnitudes the lower index is chosen, and all
@@ -27,6 +30,7 @@ NaN are equal, larger than infinity.
 
 from __future__ import annotations
 
+from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +39,16 @@ import triton.language as tl
 from torch import Tensor
 
 from compressors.kernels.blocks import Scalar, Selected, ThresholdSearch
-from compressors.kernels.triton.launching import cdiv, launch, power_of_2
+from compressors.kernels.triton.launching import cdiv, launch
 
 
 class Sizes(NamedTuple):
     """How a tensor is divided. Tests use small sizes, so that a few elements cross many borders.
 
-    block: elements that a program looks at together. programs: at most so many; both are powers of
-    two. share: a program can list one in so many elements of its chunk. warps: a program. alone: up
-    to so many elements one program sees all at once, and selects among them by itself.
+    block: elements that a program looks at together. programs: at most so many. sample: elements of
+    the sample. These are powers of two, the sample is at least 8. share: a program can list one in
+    so many elements of its chunk. warps: of a program. alone: up to so many elements one program
+    selects by itself.
     """
 
     block: int = 2048
@@ -51,17 +56,32 @@ class Sizes(NamedTuple):
     share: int = 4
     warps: int = 8
     alone: int = 1 << 15
+    sample: int = 1 << 14
 
     def chunk(self, numel: int) -> int:
         """Elements of each program but the last: whole blocks."""
         return cdiv(cdiv(numel, self.programs), self.block) * self.block
 
+    def rank(self, k: int, numel: int) -> int:
+        """The key of so many largest elements of the sample is listed from: with six standard
+        deviations to spare, so that chance hardly ever makes a list too short."""
+        expected = self.sample * k / numel
+        return min(ceil(expected + 6 * sqrt(expected)) + 16, self.sample)
+
 
 SIZES = Sizes()
 
-_BINS = tl.constexpr(2048)  # of a histogram; half of them for the digits after the first
-_DIGITS = tl.constexpr(3)
-_PEAK = tl.constexpr(3 * 2048)  # where the largest key is, after the histograms of all digits
+ALONE = 1 << 13
+"""Elements that a program which selects by itself looks at together: 512 to a warp. The same for
+all tensors, so that only one kernel has to be compiled."""
+
+_BINS = tl.constexpr(256)  # of a histogram; half of them for the last digit
+_DIGITS = tl.constexpr(4)
+_PEAK = tl.constexpr(4 * 256)  # where the largest key is, after the histograms of all digits
+_LEAST = tl.constexpr(4 * 256 + 1)  # where the key is from which on elements are listed
+_LISTED = tl.constexpr(4 * 256 + 2)  # how many elements reach it
+_COUNTS = 2048  # numbers in memory for all these, a power of two
+_NEIGHBOURS = tl.constexpr(8)  # elements of the sample that lie side by side
 _INFINITY = tl.constexpr(0x7F800000)  # its key
 
 
@@ -69,11 +89,11 @@ _INFINITY = tl.constexpr(0x7F800000)  # its key
 
 
 def squared_norm(x: Tensor, sizes: Sizes = SIZES) -> Scalar:
-    return _accumulated(x, None, None, sizes).sum()
+    return _norm(x, None, sizes)
 
 
 def add_and_norm(memory: Tensor, tensor: Tensor, sizes: Sizes = SIZES) -> Scalar:
-    return _accumulated(memory, tensor, None, sizes).sum()
+    return _norm(memory, tensor, sizes)
 
 
 def largest(x: Tensor, k: int, sizes: Sizes = SIZES) -> Tensor:
@@ -104,15 +124,14 @@ def select_by_count(
     return Selected(indices.index_select(0, chosen.indices), chosen.values, found.total)
 
 
-def _accumulated(x: Tensor, add: Tensor | None, counts: Tensor | None, sizes: Sizes) -> Tensor:
-    """x += add; the squared norm of each program's chunk (float64); adds the histogram of the first
-    digits to `counts`."""
+def _norm(x: Tensor, add: Tensor | None, sizes: Sizes) -> Tensor:
+    """x += add; its squared norm."""
     numel, chunk = x.numel(), sizes.chunk(x.numel())
     programs = cdiv(numel, chunk)
     squares = x.new_empty(programs, dtype=torch.float64)
     options: dict[str, Any] = {"block": sizes.block, "num_warps": sizes.warps}
-    launch(_accumulate, (programs,), x, x, add, squares, counts, numel, chunk, **options)
-    return squares
+    launch(_accumulate, (programs,), x, x, add, squares, numel, chunk, **options)
+    return squares.sum()
 
 
 def _selected(
@@ -123,27 +142,28 @@ def _selected(
     if numel <= sizes.alone:
         return _selected_alone(x, threshold, k, add)
     programs, capacity = cdiv(numel, chunk), cdiv(chunk, sizes.share)
-    counts = torch.zeros(_PEAK.value + 1, dtype=torch.int32, device=x.device)
-    squares = _accumulated(x, add, counts, sizes)
-    listed = counts.new_empty(programs)
+    counts = x.new_empty(_COUNTS, dtype=torch.int32)
+    listed, above, equal = counts.new_empty(3, programs).unbind()
     positions, values = counts.new_empty(programs * capacity), x.new_empty(programs * capacity)
-    above, equal = counts.new_empty(programs), counts.new_empty(programs)
+    squares = x.new_empty(programs, dtype=torch.float64)
     found = Selected(counts.new_empty(k), x.new_empty(k), squares.new_empty(()))
     lists = x, positions, values, listed, counts, k, numel, chunk, capacity
     options: dict[str, Any] = {"block": sizes.block, "num_warps": sizes.warps}
     grid, outputs = (programs,), (above, equal, squares, *found)
-    launch(_gather, grid, x, *lists, **options)
-    launch(_refine, grid, x, *lists, **options)
+    whole = {"sample": sizes.sample, "cleared": _COUNTS, "num_warps": max(1, sizes.sample // 512)}
+    launch(_sample, (1,), x, x, add, counts, sizes.rank(k, numel), numel, **whole)
+    launch(_gather, grid, x, *lists, add, squares, **options)
+    for digit in range(_DIGITS.value):
+        launch(_digit, grid, x, *lists, digit, **options)
     launch(_count, grid, x, *lists, threshold, above, equal, **options)
     launch(_take, grid, x, *lists, threshold, *outputs, programs=sizes.programs, **options)
     return found
 
 
 def _selected_alone(x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None) -> Selected:
-    block = max(1024, power_of_2(x.numel()))
     total = x.new_empty((), dtype=torch.float64)
     found = Selected(x.new_empty(k, dtype=torch.int32), x.new_empty(k), total)
-    options = {"block": block, "num_warps": block // 1024}
+    options = {"block": ALONE, "num_warps": ALONE // 512}
     launch(_select_alone, (1,), x, x, add, threshold, *found, k, x.numel(), **options)
     return found
 
@@ -151,80 +171,103 @@ def _selected_alone(x: Tensor, threshold: Tensor | None, k: int, add: Tensor | N
 # Kernels -----------------------------------------------------------------------------------------
 #
 # Offsets are of 64 bits up to the start of a block: beyond the last element they may exceed 2**31.
+#
+# Kernels that list elements must not know that their memory is aligned. They would read four
+# elements a thread, but write single ones, and exchange all between threads for that.
 
 
 @triton.jit
-def _accumulate(x, add, squares, counts, numel, chunk, block: tl.constexpr):
+def _accumulate(x, add, squares, numel, chunk, block: tl.constexpr):
     program = tl.program_id(0)
-    begin, end = _bounds(program, numel, chunk)
+    begin, length = _bounds(program, numel, chunk)
     lanes = tl.arange(0, block)
-    total = tl.full((), 0.0, tl.float64)
-    histogram = tl.zeros((_BINS,), tl.int32)
-    for start in range(begin, end, block):
-        inside = lanes < end - start
-        value = tl.load(x + start + lanes, mask=inside, other=0.0)
-        if add is not None:
-            value += tl.load(add + start + lanes, mask=inside, other=0.0)
-            tl.store(x + start + lanes, value, mask=inside)
+    total = tl.zeros((block,), tl.float64)
+    for start in range(0, length, block):
+        value = _added(x, add, begin + start, lanes, lanes < length - start)
         wide = value.to(tl.float64)
-        total += tl.sum(wide * wide)
-        if counts is not None:
-            histogram += tl.histogram(_bin(_key(value), 0, 0), _BINS)
-    tl.store(squares + program, total)
-    if counts is not None:
-        tl.atomic_add(counts + tl.arange(0, _BINS), histogram, sem="relaxed")
+        total += wide * wide
+    tl.store(squares + program, tl.sum(total))
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["rank", "numel"])
+def _sample(x, add, counts, rank, numel, sample: tl.constexpr, cleared: tl.constexpr):
+    """Writes the key of the element of this rank in a sample of x + add, rounded down."""
+    lanes = tl.arange(0, sample)
+    group = (lanes // _NEIGHBOURS).to(tl.int64)
+    step = tl.maximum(numel // (sample // _NEIGHBOURS), 1)
+    # Groups are not equally far apart: else they could all lie in the same columns of a matrix.
+    moved = group * 40503 % tl.maximum(step // _NEIGHBOURS, 1) * _NEIGHBOURS
+    at = group * step + moved + lanes % _NEIGHBOURS
+    inside = at < numel
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if add is not None:
+        value += tl.load(add + at, mask=inside, other=0.0)
+    key = tl.where(inside, _key(value), -1)
+    least = tl.full((), 0, tl.int32)
+    for i in range(19):  # the other bits would make it known to less than 1 in 2,000
+        larger = least + (1 << (30 - i))
+        least = tl.where(tl.sum((key >= larger).to(tl.int32)) >= rank, larger, least)
+    slots = tl.arange(0, cleared)
+    tl.store(counts + slots, tl.where(slots == _LEAST, least, 0))
+
+
+@triton.jit(do_not_specialize=["k", "numel", "x", "add"])
 def _gather(
-    x, positions, values, listed, counts, k, numel, chunk, capacity, block: tl.constexpr
-):  # fmt: skip
-    program = tl.program_id(0)
-    begin, end = _bounds(program, numel, chunk)
-    region = program.to(tl.int64) * capacity
-    digit, _ = _kth_largest(counts, k, 1)
-    lanes = tl.arange(0, block)
-    count = tl.full((), 0, tl.int32)
-    histogram = tl.zeros((_BINS,), tl.int32)
-    for start in range(begin, end, block):
-        inside = lanes < end - start
-        value = tl.load(x + start + lanes, mask=inside, other=0.0)
-        key = _key(value)
-        keep = inside & (key >> 20 >= digit)
-        slot = count + tl.cumsum(keep.to(tl.int32)) - 1
-        fits = keep & (slot < capacity)
-        tl.store(positions + region + slot, (start + lanes).to(tl.int32), mask=fits)
-        tl.store(values + region + slot, value, mask=fits)
-        count += tl.sum(keep.to(tl.int32))
-        histogram += tl.histogram(_bin(key, digit, 1), _BINS)
-    tl.store(listed + program, count)
-    tl.atomic_add(counts + _BINS + tl.arange(0, _BINS), histogram, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["k"])
-def _refine(
-    x, positions, values, listed, counts, k, numel, chunk, capacity,
+    x, positions, values, listed, counts, k, numel, chunk, capacity, add, squares,
     block: tl.constexpr,
 ):  # fmt: skip
-    source, _, _, length = _list(x, positions, values, listed, numel, chunk, capacity)
-    digits, _ = _kth_largest(counts, k, 2)
+    program = tl.program_id(0)
+    begin, length = _bounds(program, numel, chunk)
+    region = program.to(tl.int64) * capacity
+    least = tl.load(counts + _LEAST)
     lanes = tl.arange(0, block)
+    count = tl.full((), 0, tl.int32)
+    total = tl.zeros((block,), tl.float64)
+    for start in range(0, length, block):
+        inside = lanes < length - start
+        value = _added(x, add, begin + start, lanes, inside)
+        wide = value.to(tl.float64)
+        total += wide * wide
+        keep = inside & (_key(value) >= least)
+        slot = count + tl.cumsum(keep.to(tl.int32)) - 1
+        fits = keep & (slot < capacity)
+        at = (begin + start).to(tl.int32) + lanes
+        tl.store(positions + region + slot, at, mask=fits)
+        tl.store(values + region + slot, value, mask=fits)
+        count += tl.sum(keep.to(tl.int32))
+    tl.store(squares + program, tl.sum(total))
+    tl.store(listed + program, count)
+    tl.atomic_add(counts + _LISTED, count, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k", "numel", "digit"])
+def _digit(
+    x, positions, values, listed, counts, k, numel, chunk, capacity, digit,
+    block: tl.constexpr,
+):  # fmt: skip
+    source, _, _, length = _list(x, positions, values, listed, counts, k, numel, chunk, capacity)
+    first, _ = _kth_largest(counts, k, digit)
+    bins, lanes = tl.arange(0, _BINS), tl.arange(0, block)
+    shift, bits = _place(digit)
     peak = tl.full((), 0, tl.int32)
     histogram = tl.zeros((_BINS,), tl.int32)
     for start in range(0, length, block):
         key = _key(tl.load(source + start + lanes, mask=lanes < length - start, other=0.0))
-        histogram += tl.histogram(_bin(key, digits, 2), _BINS)
+        # Bin 0 is where a search ends if it ends in no other, whatever its count. So other keys,
+        # and lanes beyond the list, may be counted there.
+        here = key >> (shift + bits) == first
+        histogram += tl.histogram(tl.where(here, key >> shift & ((1 << bits) - 1), 0), _BINS)
         peak = tl.maximum(peak, tl.max(key))
-    tl.atomic_add(counts + 2 * _BINS + tl.arange(0, _BINS), histogram, sem="relaxed")
+    tl.atomic_add(counts + digit * _BINS + bins, histogram, mask=histogram > 0, sem="relaxed")
     tl.atomic_max(counts + _PEAK, peak, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "numel"])
 def _count(
     x, positions, values, listed, counts, k, numel, chunk, capacity,
     threshold, above, equal, block: tl.constexpr,
 ):  # fmt: skip
-    source, _, _, length = _list(x, positions, values, listed, numel, chunk, capacity)
+    source, _, _, length = _list(x, positions, values, listed, counts, k, numel, chunk, capacity)
     smallest, _ = _smallest(counts, k, threshold)
     lanes = tl.arange(0, block)
     larger, same = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -237,14 +280,16 @@ def _count(
     tl.store(equal + tl.program_id(0), same)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "numel", "x", "positions", "values"])
 def _take(
     x, positions, values, listed, counts, k, numel, chunk, capacity,
     threshold, above, equal, squares, indices, taken, total,
     programs: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    source, begin, whole, length = _list(x, positions, values, listed, numel, chunk, capacity)
+    source, begin, whole, length = _list(
+        x, positions, values, listed, counts, k, numel, chunk, capacity
+    )
     region = program.to(tl.int64) * capacity
     smallest, wanted = _smallest(counts, k, threshold)
     each = tl.arange(0, programs)
@@ -256,7 +301,7 @@ def _take(
     for start in range(0, length, block):
         inside = lanes < length - start
         value = tl.load(source + start + lanes, mask=inside, other=0.0)
-        at = (begin + start + lanes).to(tl.int32)
+        at = (begin + start).to(tl.int32) + lanes
         if whole:
             at = tl.load(positions + region + start + lanes, mask=inside, other=0)
         key = _key(value)
@@ -277,32 +322,37 @@ def _take(
         tl.store(total, tl.sum(tl.load(squares + each, mask=each < tl.num_programs(0), other=0.0)))
 
 
-@triton.jit(do_not_specialize=["k", "numel"])
+@triton.jit(do_not_specialize=["k", "numel", "x", "add"])
 def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.constexpr):
     lanes = tl.arange(0, block)
-    inside = lanes < numel
-    value = tl.load(x + lanes, mask=inside, other=0.0)
-    if add is not None:
-        value += tl.load(add + lanes, mask=inside, other=0.0)
-        tl.store(x + lanes, value, mask=inside)
-    key = _key(value)
-    smallest, wanted = tl.full((), 0, tl.int32), k
-    for digit in tl.static_range(_DIGITS):
-        found, wanted = _descend(tl.histogram(_bin(key, smallest, digit), _BINS), wanted)
-        smallest = (smallest << 10) + found
+    norm = tl.zeros((block,), tl.float64)
+    peak = tl.full((), 0, tl.int32)
+    for start in range(0, numel, block):
+        value = _added(x, add, start, lanes, lanes < numel - start)
+        peak = tl.maximum(peak, tl.max(_key(value)))
+        wide = value.to(tl.float64)
+        norm += wide * wide
+    tl.store(total, tl.sum(norm))
+    tl.debug_barrier()  # the sum is there for all threads of the program
+    smallest, wanted = _kth_of(x, numel, k, block)
     if threshold is not None:
-        smallest, wanted = _reached(smallest, wanted, threshold, tl.max(key))
-    tie = (inside & (key == smallest)).to(tl.int32)
-    take = inside & (key > smallest) | (tie > 0) & (tl.cumsum(tie) <= wanted)
-    slot = tl.cumsum(take.to(tl.int32)) - 1
-    tl.store(indices + slot, lanes, mask=take)
-    tl.store(taken + slot, value, mask=take)
+        smallest, wanted = _reached(smallest, wanted, threshold, peak)
+    ties, used = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, numel, block):
+        inside = lanes < numel - start
+        value = tl.load(x + start + lanes, mask=inside, other=0.0)
+        key = _key(value)
+        tie = (inside & (key == smallest)).to(tl.int32)
+        take = inside & (key > smallest) | (tie > 0) & (ties + tl.cumsum(tie) <= wanted)
+        slot = used + tl.cumsum(take.to(tl.int32)) - 1
+        tl.store(indices + slot, start + lanes, mask=take)
+        tl.store(taken + slot, value, mask=take)
+        ties += tl.sum(tie)
+        used += tl.sum(take.to(tl.int32))
     if threshold is not None:
-        full = tl.sum(take.to(tl.int32))
-        tl.store(indices + full + lanes, lanes * 0 + numel, mask=lanes < k - full)
-        tl.store(taken + full + lanes, lanes * 0.0, mask=lanes < k - full)
-    wide = value.to(tl.float64)
-    tl.store(total, tl.sum(wide * wide))
+        for first in range(used, k, block):
+            tl.store(indices + first + lanes, lanes * 0 + numel, mask=lanes < k - first)
+            tl.store(taken + first + lanes, lanes * 0.0, mask=lanes < k - first)
 
 
 # What the kernels share --------------------------------------------------------------------------
@@ -310,24 +360,34 @@ def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.
 
 @triton.jit
 def _bounds(program, numel, chunk):
-    """Where the program's chunk begins and ends."""
+    """Where the program's chunk begins, and how long it is."""
     begin = program.to(tl.int64) * chunk
-    return begin, tl.minimum(begin + chunk, numel)
+    return begin, tl.minimum(numel - begin, chunk).to(tl.int32)
 
 
 @triton.jit
-def _list(x, positions, values, listed, numel, chunk, capacity):
-    """What the program has listed: where its values are, where its chunk begins, whether it is
-    the list (or else the whole chunk, because not all did fit), and how long that is."""
+def _added(x, add, start, lanes, inside):
+    """x += add for the elements `lanes` from `start` on; the sum, and 0 where not `inside`."""
+    value = tl.load(x + start + lanes, mask=inside, other=0.0)
+    if add is not None:
+        value += tl.load(add + start + lanes, mask=inside, other=0.0)
+        tl.store(x + start + lanes, value, mask=inside)
+    return value
+
+
+@triton.jit
+def _list(x, positions, values, listed, counts, k, numel, chunk, capacity):
+    """The program's list: where its values are, where the program's chunk begins, whether that is
+    the list (or else the whole chunk, because the list lacks some), and how long that is."""
     program = tl.program_id(0)
-    begin, end = _bounds(program, numel, chunk)
+    begin, all_of_chunk = _bounds(program, numel, chunk)
     length = tl.load(listed + program)
-    whole = length <= capacity
+    whole = (length <= capacity) & (tl.load(counts + _LISTED) >= k)
     if whole:
         source = values + program.to(tl.int64) * capacity
     else:
         source = x + begin
-        length = (end - begin).to(tl.int32)
+        length = all_of_chunk
     return source, begin, whole, length
 
 
@@ -338,13 +398,11 @@ def _key(value):
 
 
 @triton.jit
-def _bin(key, first, digit: tl.constexpr):
-    """This digit (0 to 2) of keys that begin with the digits `first`. Bin 0 is where a search ends
-    if it ends in no other, whatever its count; so other keys may be counted there."""
-    if digit == 0:
-        return key >> 20
-    here = key >> (30 - 10 * digit) == first
-    return tl.where(here, key >> (20 - 10 * digit) & 1023, 0)
+def _place(digit):
+    """Where this digit (0 to 3) of a key begins, from the lowest bit on, and how many bits it has.
+    Keys have 31 bits, so the last one has 7."""
+    shift = tl.maximum(23 - 8 * digit, 0)
+    return shift, 31 - 8 * digit - shift
 
 
 @triton.jit
@@ -357,16 +415,36 @@ def _descend(count, rank):
 
 
 @triton.jit
-def _kth_largest(counts, k, digits: tl.constexpr):
+def _kth_largest(counts, k, digits):
     """The first so many digits of the k-th largest key, from their histograms; and its rank among
     the keys that begin with them, counted from 1."""
     bins = tl.arange(0, _BINS)
     key = tl.full((), 0, tl.int32)
     rank = k
-    for digit in tl.static_range(digits):
+    for digit in range(digits):
         found, rank = _descend(tl.load(counts + digit * _BINS + bins), rank)
-        key = (key << 10) + found
+        _, bits = _place(digit)
+        key = (key << bits) + found
     return key, rank
+
+
+@triton.jit
+def _kth_of(x, length, k, block: tl.constexpr):
+    """The key of the k-th largest of so many elements from x on, bit by bit; and its rank among the
+    elements that have this key, counted from 1. One program's work."""
+    lanes = tl.arange(0, block)
+    smallest, above = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for i in range(31):
+        larger = smallest + (1 << (30 - i))
+        reach = tl.zeros((block,), tl.int32)
+        for start in range(0, length, block):
+            inside = lanes < length - start
+            key = _key(tl.load(x + start + lanes, mask=inside, other=0.0))
+            reach += (inside & (key >= larger)).to(tl.int32)
+        count = tl.sum(reach)
+        smallest = tl.where(count >= k, larger, smallest)
+        above = tl.where(count >= k, above, count)
+    return smallest, k - above
 
 
 @triton.jit

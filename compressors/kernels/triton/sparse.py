@@ -299,16 +299,18 @@ def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float) -> Non
 
 
 @_kernel
-def _sparse_mean(
+def _add_rows(
     out, indices, index_step, numbers, number_step, codes, code_step, as_zeros, numel, slots, count,
     ranks, steps, scale,
-    VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
-    BLOCK: tl.constexpr, RANKS: tl.constexpr, RANGE: tl.constexpr, TOGETHER: tl.constexpr,
+    ONTO: tl.constexpr, VOID: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    BUCKET: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, RANGE: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * RANGE
     last = tl.minimum(first + RANGE, numel)
-    at = first + tl.arange(0, RANGE)
-    tl.store(out + at, tl.zeros([RANGE], tl.float32), mask=at < numel)
+    if not ONTO:
+        at = first + tl.arange(0, RANGE)
+        tl.store(out + at, tl.zeros([RANGE], tl.float32), mask=at < numel)
     known = tl.arange(0, RANKS).to(tl.int64)
     rows = tl.minimum(known, ranks - 1) * index_step
     starts = _first_from(indices + rows, slots, steps, first, known, 0, False)
@@ -330,19 +332,20 @@ def _sparse_mean(
             tl.store(out + index, there + value * scale, mask=present)
 
 
-def write_sparse_mean(
-    out: Tensor, indices: Tensor, values: Coded, scale: float, as_zeros: Flag = False
+def add_sparse_rows(
+    out: Tensor, indices: Tensor, values: Coded, scale: float, as_zeros: Flag, onto: bool
 ) -> None:
-    """out = 0, then out[indices] += scale * values for each rank, in their order; 0 if `as_zeros`.
+    """out[indices] += scale * values for each rank, in their order; nothing if `as_zeros`. Without
+    `onto` all of `out` is 0 before.
 
     out: flat, float32. indices: (ranks, slots), int32; each rank's ascend, but for those beyond the
     last element, which stand for nothing."""
     ranks, slots = indices.shape
     launch(
-        _sparse_mean, (-(-out.numel() // RANGE),), out, out, indices, indices.stride(0),
+        _add_rows, (-(-out.numel() // RANGE),), out, out, indices, indices.stride(0),
         *decoding(values), flag_in_memory(as_zeros, out), out.numel(), slots, values.size, ranks,
-        slots.bit_length(), scale, VOID=isinstance(as_zeros, Tensor), **decoding_sizes(values),
-        RANKS=power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
+        slots.bit_length(), scale, ONTO=onto, VOID=isinstance(as_zeros, Tensor),
+        **decoding_sizes(values), RANKS=power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
     )  # fmt: skip
 
 

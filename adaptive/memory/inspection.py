@@ -1,0 +1,202 @@
+"""What an optimizer that is not torch's turns out to keep, found out after its first step.
+
+In parameter space each rank's optimizer steps by the rank's own gradient, and the exchange then
+moves the parameters. That is right for an optimizer whose next step depends on the parameters, on
+gradients, and on tensors in `optimizer.state[p]`, on which the ranks can agree. It is wrong in
+silence for one that keeps weights of its own (fp32 copies, averages) and writes the parameters from
+these, that keeps what it has learned from gradients elsewhere (Prodigy's `d` in its groups), or
+that shares the parameters out among the ranks (a distributed Muon). No list of names tells these:
+what they keep does. The first step is dense, so that all ranks still keep the same."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from adaptive.memory.handover import is_torchs_own
+from adaptive.parameters import ModelParameters, local
+
+NEAR = 0.5
+"""A state tensor that is a copy of weights differs from them by less than this share of their norm.
+Anything that is made of gradients differs by more than the whole norm, as a rule."""
+
+
+TORCHS = ("params", "state", "param_groups", "defaults")
+"""Attributes of every optimizer, and of every group, in which no numbers are looked for."""
+
+
+class Finding(NamedTuple):
+    """What one rank has found out of one optimizer.
+
+    name: of its class. why: what ranks that step by themselves cannot agree on; "" if nothing.
+    with_state: the parameters, by name, of which it keeps something, before the run and now."""
+
+    name: str
+    why: str
+    with_state: tuple[frozenset[str], frozenset[str]]
+
+
+class Inspection:
+    """Looks at the optimizers of one model, each after its first step, and on at its numbers.
+
+    findings: of the optimizers that were looked at. Torch's own are known, and never looked at.
+    seen: all others, in the order in which they came, which is that of the script."""
+
+    def __init__(self, parameters: ModelParameters) -> None:
+        self.findings: dict[Optimizer, Finding] = {}
+        self._parameters = parameters
+        self.seen: dict[Optimizer, frozenset[str]] = {}  # and of which parameters they had state
+        self._numbers: dict[Optimizer, dict[str, Any]] = {}  # before the step under way
+
+    def meets(self, optimizer: Optimizer) -> bool:
+        """The optimizer may have state by now, which it has not made here. Whether it is known."""
+        known = optimizer in self.findings or is_torchs_own(optimizer)
+        if not known:
+            self.seen.setdefault(optimizer, self._with_state(optimizer))
+        return known
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """It is about to step."""
+        if not is_torchs_own(optimizer):
+            self.meets(optimizer)
+            self._numbers[optimizer] = _numbers(optimizer, optimizer not in self.findings)
+
+    def after_step(self, optimizer: Optimizer) -> bool:
+        """It has stepped. Returns whether there is news of it."""
+        before = self._numbers.pop(optimizer, None)
+        if before is None:
+            return False
+        found = self.findings.get(optimizer)
+        if found is not None and found.why:
+            return False
+        changed = _changed(before, _numbers(optimizer, found is None))
+        why = f"numbers that its steps change ({_few(changed)})" if changed else ""
+        if found is None:
+            name, with_state = type(optimizer).__name__, self._with_state(optimizer)
+            why = why or self._in_state(optimizer)
+            self.findings[optimizer] = Finding(name, why, (self.seen[optimizer], with_state))
+            return True
+        self.findings[optimizer] = found._replace(why=why)
+        return bool(why)
+
+    def told(self, optimizer: Optimizer) -> tuple[Finding | None, dict[str, float]]:
+        """What the other ranks are to know of an optimizer: what was found out (None: it has yet to
+        step), and its numbers."""
+        return self.findings.get(optimizer), _numbers(optimizer, tensors=False)
+
+    def _with_state(self, optimizer: Optimizer) -> frozenset[str]:
+        ours = self._parameters
+        return frozenset(ours[p].name for p, kept in optimizer.state.items() if kept and p in ours)
+
+    def _in_state(self, optimizer: Optimizer) -> str:
+        """What there is in its state that ranks cannot agree on."""
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        gaps: dict[str, Any] = {}  # of each name, squared norms: of state less parameter, parameter
+        for p, state in optimizer.state.items():
+            if p not in stepped:
+                if _hides([state]):
+                    return "state that belongs to none of its parameters"
+                continue
+            if hidden := [name for name, kept in state.items() if _hides(kept)]:
+                return f"state in other forms than tensors ({_few(hidden)})"
+            here = local(p).detach().reshape(-1).float()
+            for name, kept in state.items():
+                if _may_be_weights(kept, p):
+                    gap = local(kept).detach().reshape(-1).float() - here
+                    squares = torch.stack([gap.square().sum(), here.square().sum()]).double()
+                    gaps[name] = gaps.get(name, 0) + squares
+        copies = [name for name, (gap, norm) in gaps.items() if 0 <= gap < NEAR**2 * norm]
+        return f"weights in its state ({_few(copies)})" if copies else ""
+
+
+def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
+    """Of all ranks' findings, of the same optimizers: which cannot step by themselves, and why. ""
+    if all can. The same on all ranks."""
+    for of in zip(*everyone, strict=True):
+        why = next((each.why for each in of if each.why), "")
+        if len({each.with_state for each in of}) > 1:
+            why = why or "state of other parameters on each rank (which shares them out?)"
+        if why:
+            which = "on which ranks that step by themselves cannot agree"
+            return f"optimizer {of[0].name} keeps {why}, {which}"
+    return ""
+
+
+def take_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
+    """Those of another rank become its own."""
+    for prefix, place in _places(optimizer):
+        place.update((key, numbers[prefix + key]) for key in place if prefix + key in numbers)
+
+
+def _numbers(optimizer: Optimizer, tensors: bool) -> dict[str, Any]:
+    """All floats in its groups and attributes. tensors: also those in lists and dictionaries of
+    attributes, and copies of all tensors that are no parameters: to compare them may wait for a
+    device."""
+    places = _places(optimizer)
+    found = {name + key: e for name, of in places for key, e in of.items() if type(e) is float}
+    if tensors:
+        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, place in places:
+            _copy(name, {k: e for k, e in place.items() if k not in TORCHS}, ours, found)
+    return found
+
+
+def _copy(name: str, place: Any, ours: set[int], found: dict[str, Any]) -> None:
+    inside = place.items() if isinstance(place, dict) else enumerate(place)
+    for key, each in inside:
+        if isinstance(each, Tensor) and id(each) not in ours:
+            found[f"{name}{key}"] = each.detach().clone()
+        elif isinstance(each, float):
+            found[f"{name}{key}"] = each
+        elif isinstance(each, dict | list | tuple) and not isinstance(each, OrderedDict):
+            _copy(f"{name}{key}.", each, ours, found)
+
+
+def _places(optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Where it may keep numbers."""
+    groups = [(f"group {i}.", group) for i, group in enumerate(optimizer.param_groups)]
+    return [*groups, ("", vars(optimizer))]
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Names: of groups without the group, of what is in an attribute the attribute."""
+    changed = [
+        name
+        for name, value in after.items()
+        if name not in before or not _equal(before[name], value)
+    ]
+    return list(dict.fromkeys(re.sub(r"^group \d+\.", "", name).split(".")[0] for name in changed))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return both and a.shape == b.shape and bool((a == b).all())
+    return bool(a == b or (a != a and b != b))
+
+
+def _hides(kept: Any) -> bool:
+    """It may hold what was learned from gradients, and is neither a tensor nor a number."""
+    if isinstance(kept, list | tuple | dict):
+        inside = kept.values() if isinstance(kept, dict) else kept
+        return any(isinstance(each, float) or _is_floating(each) or _hides(each) for each in inside)
+    return not (kept is None or isinstance(kept, Tensor | float | int | str | torch.dtype))
+
+
+def _is_floating(kept: Any) -> bool:
+    return isinstance(kept, Tensor) and kept.is_floating_point()
+
+
+def _may_be_weights(kept: Any, p: Tensor) -> bool:
+    return _is_floating(kept) and kept.numel() == p.numel()
+
+
+def _few(names: Iterable[str]) -> str:
+    first, *more = names
+    return ", ".join([first, *more[:2]]) + ", ..." * (len(more) > 2)

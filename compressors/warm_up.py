@@ -1,0 +1,54 @@
+"""Triton's kernels are compiled before the first step that needs them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from copy import deepcopy
+
+import torch
+
+from compressors.base import Compressor, Key, Spec
+from compressors.kernels.blocks import add_if, fill_if, scale_if, takes_triton
+from compressors.rounds import RoundsCompressor
+
+log = logging.getLogger("adaptive")
+
+SIZES = (4_096, 65_537)
+"""Elements of the tensors that are compressed: one that a single program selects from, and one for
+several; the kernels for other sizes are the same."""
+
+
+def warm_up(base: Compressor, cfs: Iterable[float], ranks: int, device: torch.device) -> None:
+    """Take a tensor through all that a step does with it, once at each of the CFs. Then Triton has
+    compiled the kernels, or has found them in its cache. On a host nothing is done.
+
+    Nothing comes of it: the compressors are copies, and no random number is drawn."""
+    if not takes_triton(torch.empty(1, device=device)):
+        return
+    log.info(
+        "Triton compiles this run's kernels: some ten seconds, unless an earlier run has left them "
+        "in its cache"
+    )
+    for numel in SIZES:
+        x = torch.linspace(-1.0, 1.0, numel, device=device)
+        flag = torch.zeros((), dtype=torch.bool, device=device)
+        fill_if(flag, x, 0.0)
+        add_if(flag, x, x)
+        scale_if(flag, x, 1.0)
+        for cf in sorted(cfs):
+            if not isinstance(base.at(cf), RoundsCompressor):  # theirs are torch's operations
+                _take(deepcopy(base.at(cf)), x.clone(), cf, ranks, flag)
+
+
+def _take(
+    compressor: Compressor, x: torch.Tensor, cf: float, ranks: int, flag: torch.Tensor
+) -> None:
+    spec = Spec.of(x, compressor.nearest(Spec((x.numel(),), cf)), Key("warm-up"))
+    for add in (x.clone(), None):
+        payload = compressor.compress(x, spec, add)
+    wire = torch.empty(payload.nbytes, dtype=torch.uint8, device=x.device)
+    payload.as_nonfinite(flag).write(wire)
+    payloads = compressor.read(wire.repeat(ranks).view(ranks, -1), spec)
+    compressor.add_to(x, payload.as_zeros(flag), -1.0)
+    compressor.mean_of(x, payloads, 1 / ranks, flag)
