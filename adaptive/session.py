@@ -351,10 +351,9 @@ class Session:
         return done
 
     def _forward_begins(self) -> None:
-        if self._watch.moved_far():
-            if self.exchange.first and self._watch.is_new(MOVED):
-                log.warning("%s", MOVED)
-            self._sync.start_over()
+        dropped = self._watch.moved_far() and self._sync.start_over()
+        if dropped and self.exchange.first and self._watch.is_new(MOVED):
+            log.warning("%s", MOVED)
         self._sync.forward_begins()
 
     def _step_begins(self, optimizer: Optimizer) -> None:
@@ -385,7 +384,8 @@ class Session:
             log.warning("%s", DROPPED)
             self.abandon()
             self._memory.discard()
-            if not self._memory.now.handover.sends_updates:  # whose next dense step is a meeting
+            # Where updates were sent, the next dense step has the optimizers' states agreed on.
+            if not self._memory.now.handover.sends_updates:
                 self._memory.release()
             self.controller.take_steps(1)
         self.controller.forced_dense = True
@@ -422,11 +422,12 @@ class Session:
     @contextmanager
     def taking_up(self) -> Iterator[None]:
         """A context in which a state is loaded. Before it this rank makes up for a step that it has
-        left out (a collective then). The parameters, which were loaded before, do not move by that,
-        unless the state is refused."""
+        left out (a collective then). The parameters and the optimizers' states, which were loaded
+        before, do not move by that, unless the state is refused."""
         parameters, stood = [p.local for p in self._parameters.values()], []
         if self._averager.whole and self._sync.owes:
             stood = [p.detach().clone() for p in parameters]
+            self._memory.now.handover.forget_moments()
             self._sync.make_up()
         yield
         if stood:

@@ -119,7 +119,8 @@ class StepWatch:
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         # Samples of few parameters as the last step left them, and numbers of writes to them.
-        self._sampled = [p for p in self._few if p.device == self._few[0].device]
+        alike = [p for p in self._few if p.device == self._few[0].device]
+        self._sampled = [p for p in alike if is_dense(local(p))]
         self._left_at: tuple[Tensor, list[int]] | None = None
         self._samples: list[Tensor] = []  # views, as bytes
         self._places: list[Any] = []  # of these parameters' memory
@@ -243,7 +244,9 @@ class StepWatch:
 
     # -- parameters that somebody else moves --
 
-    def _stand_at(self) -> tuple[Tensor, list[int]]:
+    def _stand_at(self) -> tuple[Tensor, list[int]] | None:
+        if not self._sampled:
+            return None
         if self._places != (places := [*map(storage_of, self._sampled)]):
             self._places = places
             self._samples = [_sample(local(p).detach()).view(torch.uint8) for p in self._sampled]
@@ -263,9 +266,10 @@ class StepWatch:
         step, as in going back to a checkpoint, and does not between any two steps. A device is
         waited for where there were writes to them."""
         left_at, self._left_at = self._left_at, None
-        if left_at is None:
+        here = left_at and self._stand_at()
+        if left_at is None or here is None:
             return False
-        (then, before), (now, writes) = left_at, self._stand_at()
+        (then, before), (now, writes) = left_at, here
         # Writes to `p.data` are not counted.
         same = kernels_for(now).look(lambda: torch.equal(now, then), writes == before)
         moved_before, self._moved = self._moved, not same and self._far(now, then)

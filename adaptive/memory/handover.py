@@ -76,6 +76,9 @@ class Handover:
         """Make residuals ones of gradients, and let the optimizers do all their work themselves
         again. What velocities have yet to deliver goes to them (a collective), or to residuals."""
 
+    def forget_moments(self) -> None:
+        """The optimizers' states were loaded: what was put aside of them is of before."""
+
     def state_dict(self) -> dict[str, Any]:
         """Between steps, before what a memory keeps of each parameter is saved."""
         return {}

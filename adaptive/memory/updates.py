@@ -412,6 +412,9 @@ class UpdateHandover(Handover):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._moments.state.load_state_dict(state)
 
+    def forget_moments(self) -> None:
+        self._moments.aside.clear()
+
     def abandon(self) -> None:
         """Forget the steps under way, and what was to go with the next one."""
         self.steps.reset()

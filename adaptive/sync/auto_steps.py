@@ -234,11 +234,12 @@ class AutoStepsSync(OwnStepSync):
     def owes(self) -> bool:
         return self._open or super().owes
 
-    def start_over(self) -> None:
-        super().start_over()
+    def start_over(self) -> bool:
+        waits = super().start_over() or bool(self._anchors)
         self._arriving = {}
         for chunk in self._anchors:
             self._anchors[chunk] = chunk.here("anchor")
+        return waits
 
     def wait(self) -> None:
         for each in self._arriving.values():

@@ -91,9 +91,11 @@ class Synchroniser:
     def discard(self) -> None:
         """The gradients of the last backward are thrown away."""
 
-    def start_over(self) -> None:
+    def start_over(self) -> bool:
         """Somebody else has moved the parameters far, on all ranks: what waits, or is under way,
-        was of where they stood before, and is forgotten. No collective."""
+        was of where they stood before, and is forgotten. No collective. Returns whether there was
+        anything."""
+        return False
 
     def describe(self) -> str:
         """A line for `explain()`; empty if there is nothing to say."""

@@ -157,9 +157,15 @@ class EveryStepSync(Synchroniser):
     def discard(self) -> None:
         self.averager.memory.discard()
 
-    def start_over(self) -> None:
+    def abandon(self) -> None:
+        self._withheld.clear()
+
+    def start_over(self) -> bool:
+        kept = self.averager.parameters.values()
+        waits = any(each.filled or each.velocity is not None for each in kept)
         self.averager.memory.discard()
         self.averager.requested.follow(self.averager.memory.now)
+        return waits
 
 
 def _sample(p: Tensor) -> Tensor:

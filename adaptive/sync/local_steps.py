@@ -235,13 +235,14 @@ class LocalStepsSync(Synchroniser):
     def abandon(self) -> None:
         self._arrived = []
 
-    def start_over(self) -> None:
+    def start_over(self) -> bool:
         self._arrived = []
         for p, anchor in self.anchors.items():
             p.filled = False
             anchor.copy_(as_flat(p.tensor))
         for moving in self._moving.values():
             moving.zero_()
+        return True
 
     # -- a step --
 

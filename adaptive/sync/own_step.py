@@ -291,6 +291,7 @@ class OwnStepSync(EveryStepSync):
         return self.handover.steps.pending
 
     def abandon(self) -> None:
+        super().abandon()
         self._nonfinite = False
         self.handover.abandon()
 

@@ -1,6 +1,6 @@
 """Faults as a table: each is made in real processes, tried again and again, and judged.
 
-    python -m tests.faults                the whole table, in about twelve minutes
+    python -m tests.faults                the whole table, in about fourteen minutes
     python -m tests.faults --quick        a part of it, in about a minute
     python -m tests.faults --only kill    the faults whose name has this in it
 
