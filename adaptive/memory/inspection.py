@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -127,15 +128,14 @@ def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
 def take_from_first(optimizer: Optimizer, exchange: Exchange) -> None:
     """What it keeps becomes that of the first rank (a collective): its `state_dict()`, and numbers
     in its attributes. RuntimeError on all ranks if these still keep something else."""
-    own = (optimizer.state_dict(), _numbers(optimizer, tensors=False))
-    theirs, numbers = exchange.gather_objects(own if exchange.rank == 0 else ({}, {}))[0]
+    kept: list[Any] = [optimizer.state_dict(), _numbers(optimizer, tensors=False)]
+    dist.broadcast_object_list(kept, dist.get_global_rank(exchange.group, 0), exchange.group)
+    theirs, numbers = kept
     optimizer.load_state_dict(theirs)  # on all ranks, since it may round
     for prefix, place in _places(optimizer):
         place.update((key, numbers[prefix + key]) for key in place if prefix + key in numbers)
-    sums = [
-        (name, repr(float(each.double().sum() if isinstance(each, Tensor) else each)))
-        for name, each in _numbers(optimizer, tensors=True).items()
-    ]
+    here = _numbers(optimizer, tensors=True).values()  # names may differ, as by id(parameter)
+    sums = [repr(float(each.double().sum() if isinstance(each, Tensor) else each)) for each in here]
     everyone = exchange.gather_objects(sums)
     if any(each != everyone[0] for each in everyone):
         raise RuntimeError(
