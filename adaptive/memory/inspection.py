@@ -16,9 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from adaptive.exchange.collectives import Exchange
 from adaptive.memory.handover import is_torchs_own
 from adaptive.parameters import ModelParameters, local
 
@@ -75,7 +77,7 @@ class Inspection:
         found = self.findings.get(optimizer)
         if found is not None and found.why:
             return False
-        changed = _changed(before, _numbers(optimizer, found is None))
+        changed = _changed(before, _numbers(optimizer, tensors=found is None))
         why = f"numbers that its steps change ({_few(changed)})" if changed else ""
         if found is None:
             name, with_state = type(optimizer).__name__, self._with_state(optimizer)
@@ -84,11 +86,6 @@ class Inspection:
             return True
         self.findings[optimizer] = found._replace(why=why)
         return bool(why)
-
-    def told(self, optimizer: Optimizer) -> tuple[Finding | None, dict[str, float]]:
-        """What the other ranks are to know of an optimizer: what was found out (None: it has yet to
-        step), and its numbers."""
-        return self.findings.get(optimizer), _numbers(optimizer, tensors=False)
 
     def _with_state(self, optimizer: Optimizer) -> frozenset[str]:
         ours = self._parameters
@@ -128,10 +125,24 @@ def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
     return ""
 
 
-def take_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
-    """Those of another rank become its own."""
+def take_from_first(optimizer: Optimizer, exchange: Exchange) -> None:
+    """What it keeps becomes that of the first rank (a collective): its `state_dict()`, and numbers
+    in its attributes. RuntimeError on all ranks if these still keep something else."""
+    kept: list[Any] = [optimizer.state_dict(), _numbers(optimizer, tensors=False)]
+    dist.broadcast_object_list(kept, dist.get_global_rank(exchange.group, 0), exchange.group)
+    theirs, numbers = kept
+    optimizer.load_state_dict(theirs)  # on all ranks, since it may round
     for prefix, place in _places(optimizer):
         place.update((key, numbers[prefix + key]) for key in place if prefix + key in numbers)
+    here = _numbers(optimizer, tensors=True).values()  # names may differ, as by id(parameter)
+    sums = [repr(float(each.double().sum() if isinstance(each, Tensor) else each)) for each in here]
+    everyone = exchange.gather_objects(sums)
+    if any(each != everyone[0] for each in everyone):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has stepped by itself on each rank, and keeps something "
+            f"in attributes that its state_dict() leaves out: detach() before its first step, and "
+            f"attach a new AdaptiveCompressor with it"
+        )
 
 
 def _numbers(optimizer: Optimizer, tensors: bool) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from adaptive.chunks import Chunk
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Handover, is_torchs_own, rate_of
-from adaptive.memory.inspection import Inspection, take_numbers, verdict
+from adaptive.memory.inspection import Inspection, take_from_first, verdict
 from adaptive.memory.meeting import Meeting
 from adaptive.memory.moments import enlarge, is_adaptive, normalized, take_step
 from adaptive.memory.muon import enlargements, is_muon
@@ -115,6 +115,7 @@ class UpdateHandover(Handover):
         self._inspection = Inspection(parameters)
         known = [self._inspection.meets(optimizer) for optimizer in optimizers]
         self._moments.state.unknown = not all(known)
+        self._unknown_stepped = False  # by itself, some optimizer that is not torch's
 
     @property
     def keeps_momentum(self) -> bool:
@@ -325,6 +326,7 @@ class UpdateHandover(Handover):
         block in `outgoing`, if that comes next. Returns whether there is news of an optimizer that
         is not torch's, which the ranks have yet to agree on."""
         news = self._inspection.after_step(optimizer)
+        self._unknown_stepped |= self.steps.pending and optimizer in self._inspection.seen
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
             self._moments.state.muon_steps += optimizer is first
@@ -351,17 +353,18 @@ class UpdateHandover(Handover):
     def look(self, exchange: Exchange) -> str:
         """The ranks agree on what they have found out of optimizers that are not torch's (a
         collective). Returns why gradients are exchanged from now on, if that is news."""
-        looked_at = list(self._inspection.seen)
-        everyone = exchange.gather_objects([self._inspection.told(of) for of in looked_at])
-        exchange.take_traffic()  # no step's
-        state = self._moments.state
-        found = [[each for each, _ in told if each] for told in everyone]
+        state, seen = self._moments.state, list(self._inspection.seen)
+        own = [self._inspection.findings.get(of) for of in seen]
+        everyone, stepped = zip(*exchange.gather_objects((own, self._unknown_stepped)), strict=True)
+        found = [[each for each in theirs if each] for theirs in everyone]
         state.unknown = {*map(len, found)} != {max(map(len, everyone))}
         if state.unknown or state.by_gradients or not (why := verdict(found)):
             return ""
         state.by_gradients = True
-        for of, (_, numbers) in zip(looked_at, everyone[0], strict=True):
-            take_numbers(of, numbers)
+        if any(stepped):
+            self.begin_step(exchange, None)
+            for of in seen:
+                take_from_first(of, exchange)
         return why
 
     # -- dense steps, and ranks that part --

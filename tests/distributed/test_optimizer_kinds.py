@@ -234,19 +234,26 @@ UNSERVED: dict[Callable[[nn.Module], Optimizer], str] = {
     StateOfNothing: "state that belongs to none of its parameters",
 }
 SERVED = (Kept, WithoutRate, RateOfNone, CountsInGroups, NumberInState, ReadOnlyGroups)
-HABITS = ("steps sometimes", "lr 0", "lr 1e6", "loaded", "attached later")
+HABITS = ("steps sometimes", "lr 0", "lr 1e6", "loaded", "attached later", "takes over")
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-3)
 
 
 def _train(
     rank: int, make: Callable[[nn.Module], Optimizer], habit: str, policy: Policy | None
 ) -> tuple[Training, float]:
     """A run, and how far the ranks were apart at most after any step."""
-    run = Training(make, None if habit == "attached later" else policy, small_net(SINGLE))
+    first = _adamw if habit == "takes over" else make
+    run = Training(first, None if habit == "attached later" else policy, small_net(SINGLE))
     apart = 0.0
     for step in range(18):
         if habit == "attached later" and step == 3 and policy is not None:
             run.compressor = AdaptiveCompressor(cf_range=(1, 100), policy=policy)
             run.compressor.attach(run.model, optimizer=run.optimizer)
+        if habit == "takes over" and step == 4:
+            run.optimizer = make(run.model)
         group = run.optimizer.param_groups[0]
         lr = group.get("lr")
         if habit.startswith("lr") and step == 11 and lr:
@@ -279,7 +286,7 @@ def _drawn(rank: int, kinds: slice) -> list[str]:
     at_first = _held_out(small_net(SINGLE))
     makes = [*UNSERVED, *SERVED]
     for i in range(*kinds.indices(len(makes))):
-        for habit in ("plain", HABITS[i % 5], HABITS[(i + 2) % 5]):
+        for habit in ("plain", HABITS[i % 6], HABITS[(i + 2) % 6]):
             wrong += _wrong(rank, makes[i], habit, told, at_first)
     return wrong
 
