@@ -138,8 +138,9 @@ def test_size_round_trip_energies_and_residual(compressor, dtype):
         compressor.add_to(memory, payload, -1.0)
         if exact:
             assert torch.equal(memory, tensor - sent), case
-        else:
-            torch.testing.assert_close(memory, tensor - sent)
+        else:  # as products of other widths are, by what the largest elements are rounded to
+            atol = max(1e-5, 1e-6 * float(norm2(sent) ** 0.5))
+            torch.testing.assert_close(memory, tensor - sent, rtol=1.3e-6, atol=atol)
 
 
 @every_compressor
