@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Never
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -243,13 +244,14 @@ class AdaptiveCompressor:
                 )
             return ""
 
-        agree(check_arguments, replica.everyone)
-        session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
-        try:
-            replica.start(session.exchanging())
-        except BaseException:
-            session.leave()
-            raise
+        with on_device_of(inside.model):
+            agree(check_arguments, replica.everyone)
+            session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
+            try:
+                replica.start(session.exchanging())
+            except BaseException:
+                session.leave()
+                raise
         self._session = session
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
@@ -266,7 +268,8 @@ class AdaptiveCompressor:
         waits: load model and optimizer on all ranks before training goes on."""
         if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
-        self._session.detach()
+        with on_device(self._session.device):
+            self._session.detach()
         if (replica := self._session.replica) is not None:
             replica.stop()
 
@@ -351,7 +354,8 @@ class AdaptiveCompressor:
         out, wait for what is under way, take in the last step, and close the timeline. Steps after
         this are no longer recorded."""
         if self._session is not None:
-            self._session.close()
+            with on_device(self._session.device):
+                self._session.close()
         else:
             self._settings.timeline.close()
 
@@ -375,7 +379,9 @@ class AdaptiveCompressor:
         compressed as one. To the bit it does so if as many throwaway backwards come before
         `load_state_dict` (as `runs train --resume` does)."""
         form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
-        return forms.save(self.running(), self._framework_form if form == "auto" else form)
+        session = self.running()
+        with on_device(session.device):
+            return forms.save(session, self._framework_form if form == "auto" else form)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()` of any form, on every rank (a collective): from this rank's
@@ -389,10 +395,24 @@ class AdaptiveCompressor:
         finite. An injected clock must go on from where it stood; the real one does not, and the
         interval is not timed."""
         same_clock = self._settings.network.clock is not time.perf_counter
-        forms.load(self.running(), state, same_clock)
+        session = self.running()
+        with on_device(session.device):
+            forms.load(session, state, same_clock)
 
     def running(self) -> Session:
         """The session at work. RuntimeError before `attach`."""
         if self._session is None:
             raise RuntimeError("the compressor knows no model: attach(model) first")
         return self._session
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a CUDA device is the current one, from where torch sends objects among
+    ranks. A script that gives DDP its `device_ids` may have left the first device current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_device_of(model: nn.Module) -> AbstractContextManager[object]:
+    """`on_device` of the model's parameters."""
+    first = next(iter(model.parameters()), None)
+    return nullcontext() if first is None else on_device(first.device)
