@@ -33,15 +33,20 @@ TORCHS = ("params", "state", "param_groups", "defaults")
 """Attributes of every optimizer, and of every group, in which no numbers are looked for."""
 
 
+SHARED_OUT = "state of other parameters on each rank (which shares them out?)"
+
+
 class Finding(NamedTuple):
     """What one rank has found out of one optimizer.
 
     name: of its class. why: what ranks that step by themselves cannot agree on; "" if nothing.
-    with_state: the parameters, by name, of which it keeps something, before the run and now."""
+    with_state: the parameters, by name, of which it keeps something, before the run and now.
+    weights: copies of weights that it keeps, by their names in its state."""
 
     name: str
     why: str
     with_state: tuple[frozenset[str], frozenset[str]]
+    weights: tuple[str, ...] = ()
 
 
 class Inspection:
@@ -81,8 +86,9 @@ class Inspection:
         why = f"numbers that its steps change ({_few(changed)})" if changed else ""
         if found is None:
             name, with_state = type(optimizer).__name__, self._with_state(optimizer)
-            why = why or self._in_state(optimizer)
-            self.findings[optimizer] = Finding(name, why, (self.seen[optimizer], with_state))
+            in_state, weights = self._in_state(optimizer)
+            both = self.seen[optimizer], with_state
+            self.findings[optimizer] = Finding(name, why or in_state, both, weights)
             return True
         self.findings[optimizer] = found._replace(why=why)
         return bool(why)
@@ -91,25 +97,25 @@ class Inspection:
         ours = self._parameters
         return frozenset(ours[p].name for p, kept in optimizer.state.items() if kept and p in ours)
 
-    def _in_state(self, optimizer: Optimizer) -> str:
-        """What there is in its state that ranks cannot agree on."""
+    def _in_state(self, optimizer: Optimizer) -> tuple[str, tuple[str, ...]]:
+        """What there is in its state that ranks cannot agree on, and which of it are weights."""
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         gaps: dict[str, Any] = {}  # of each name, squared norms: of state less parameter, parameter
         for p, state in optimizer.state.items():
             if p not in stepped:
                 if _hides([state]):
-                    return "state that belongs to none of its parameters"
+                    return "state that belongs to none of its parameters", ()
                 continue
             if hidden := [name for name, kept in state.items() if _hides(kept)]:
-                return f"state in other forms than tensors ({_few(hidden)})"
+                return f"state in other forms than tensors ({_few(hidden)})", ()
             here = local(p).detach().reshape(-1).float()
             for name, kept in state.items():
                 if _may_be_weights(kept, p):
                     gap = local(kept).detach().reshape(-1).float() - here
                     squares = torch.stack([gap.square().sum(), here.square().sum()]).double()
                     gaps[name] = gaps.get(name, 0) + squares
-        copies = [name for name, (gap, norm) in gaps.items() if 0 <= gap < NEAR**2 * norm]
-        return f"weights in its state ({_few(copies)})" if copies else ""
+        copies = tuple(name for name, (gap, norm) in gaps.items() if 0 <= gap < NEAR**2 * norm)
+        return f"weights in its state ({_few(copies)})" if copies else "", copies
 
 
 def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
@@ -118,11 +124,58 @@ def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
     for of in zip(*everyone, strict=True):
         why = next((each.why for each in of if each.why), "")
         if len({each.with_state for each in of}) > 1:
-            why = why or "state of other parameters on each rank (which shares them out?)"
+            why = why or SHARED_OUT
         if why:
             which = "on which ranks that step by themselves cannot agree"
             return f"optimizer {of[0].name} keeps {why}, {which}"
     return ""
+
+
+class MovedBetweenSteps:
+    """Refuses optimizers that would undo what moves parameters between their steps.
+
+    With local steps, a delay and gossip an exchange moves the parameters, and each rank's optimizer
+    goes on from there. One that keeps weights of its own writes the parameters from these, so that
+    the ranks train apart. One that shares the parameters out trains each on one rank's data.
+
+    optimizers: those handed over, the same on all ranks. way: how the ranks synchronise."""
+
+    def __init__(
+        self, parameters: ModelParameters, optimizers: Iterable[Optimizer], way: object
+    ) -> None:
+        self._inspection, self._way = Inspection(parameters), way
+        self._may_differ = parameters.maybe_unused  # so that some ranks have no state of some
+        self._unknown = [of for of in optimizers if not self._inspection.meets(of)]
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if optimizer in self._unknown:
+            self._inspection.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._inspection.after_step(optimizer)
+
+    def look(self, exchange: Exchange) -> None:
+        """Called on all ranks at the start of an exchange: a collective until all have made a step
+        of each optimizer. RuntimeError on all of them if one is not served."""
+        if not self._unknown:
+            return
+        everyone = exchange.gather_objects(
+            [self._inspection.findings.get(of) for of in self._unknown]
+        )
+        for of in zip(*everyone, strict=True):
+            found = [each for each in of if each is not None]
+            if len(found) < len(of):
+                return
+            weights = next((each.weights for each in found if each.weights), ())
+            why = f"weights in its state ({_few(weights)})" if weights else ""
+            if len({each.with_state for each in found}) > 1 and not self._may_differ():
+                why = why or SHARED_OUT
+            if why:
+                raise RuntimeError(
+                    f"sync={self._way!r} does not go with optimizer {found[0].name}: it keeps "
+                    f"{why}, and would undo what the ranks exchange between its steps"
+                )
+        self._unknown = []
 
 
 def take_from_first(optimizer: Optimizer, exchange: Exchange) -> None:

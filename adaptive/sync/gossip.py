@@ -66,6 +66,7 @@ from adaptive.chunks import Chunk, chunks
 from adaptive.exchange.collectives import Arriving
 from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, pack, unpack
+from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter, shaped
 from adaptive.state import SavedPart, check_like, flat_tensors
@@ -135,6 +136,7 @@ class GossipSync(Synchroniser):
         self._open = False  # the last backward of a round has ended, and its exchange is to come
         self._step_at = choice.step_at
         self._granularity, self._exchange = averager.granularity, averager.exchange
+        self._moved = MovedBetweenSteps(averager.parameters, averager.optimizers, choice)
         self._begin()
 
     # -- what the ranks do --
@@ -144,6 +146,7 @@ class GossipSync(Synchroniser):
         if bucket.index() == 0:
             self.make_up()
             if self._ends_round:
+                self._moved.look(self._exchange)
                 self.averager.begin(self.alike)
         return done_with(bucket.buffer())
 
@@ -168,9 +171,11 @@ class GossipSync(Synchroniser):
             with stopwatch.held_up(), averager.noting_failure():
                 self._mix()
             stopwatch.hook_left(entered, [(entered, stopwatch.timestamps())])
+        self._moved.before_step(optimizer)
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._moved.after_step(optimizer)
         if optimizer in self.averager.optimizers:
             self._tell_neighbours()
 
@@ -377,12 +382,12 @@ class GossipSync(Synchroniser):
 
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError unless it is a state of gossip of these parameters."""
-        flat = flat_tensors(self.parameters)
+        flat = flat_tensors(p for chunk in self._chunks for p in chunk.parameters)
         like = {"backwards": int, "mixed": bool, "offset": flat, "kept": flat}
         check_like("sync", state, like, complete=True)
         require(0 <= state["backwards"] < self._every, "'sync' is not in a round of so many steps")
         for what in ("offset", "kept"):
-            keeps = what == "offset" or self._chunks[0].kept is not None
+            keeps = what == "offset" or any(chunk.kept is not None for chunk in self._chunks)
             require(state[what].keys() == (flat.keys() if keeps else set()), "'sync' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

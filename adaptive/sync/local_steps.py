@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
+from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
 from adaptive.state import SavedPart, check_like, flat_tensors
@@ -117,6 +118,10 @@ class LocalStepsSync(Synchroniser):
         self._stepped = True  # an optimizer has, since then
         self._backwards = 0  # since the last exchange began
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
+        averager = self.averager
+        self._moved = MovedBetweenSteps(
+            averager.parameters, averager.optimizers, averager.settings.sync
+        )
 
     # -- a backward --
 
@@ -130,6 +135,7 @@ class LocalStepsSync(Synchroniser):
         if not self._due:
             return done_with(bucket.buffer())
         if bucket.index() == 0:
+            self._moved.look(averager.exchange)
             self._begin_exchange()
             averager.begin(self.alike)
         stopwatch = averager.controller.stopwatch
@@ -252,7 +258,11 @@ class LocalStepsSync(Synchroniser):
         self._stepped = True
         with self.averager.noting_failure():
             self.apply_arrived(self._backwards)
+        self._moved.before_step(optimizer)
         return None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._moved.after_step(optimizer)
 
     @torch.no_grad()
     def apply_arrived(self, due: int | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
-from adaptive import AdaptiveCompressor, Fixed, LocalSteps, Policy, Schedule
+from adaptive import AdaptiveCompressor, Delayed, Fixed, Gossip, LocalSteps, Policy, Schedule
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, listen, loss_of, same, small_net
 from tests.distributed.test_updates import Training, differs
@@ -392,6 +392,27 @@ def test_what_cannot_step_by_itself_is_refused_where_that_was_asked_for() -> Non
     assert first == second
     assert "sync=LocalSteps('auto') does not go with" in first[0]
     assert "memory='updates' does not go with" in first[1]
+
+
+def _undone(rank: int) -> list[str]:
+    found = []
+    for sync in (LocalSteps(2), Delayed(1), Gossip()):
+        for make in (CopyOfWeights, SharedOut):
+            run = Training(make, Fixed(20), small_net(SINGLE), sync=sync)
+            with pytest.raises(RuntimeError, match="does not go with optimizer") as error:
+                run.train(rank, 0, 6)
+            found.append(str(error.value))
+        run = Training(NumberInGroups, Fixed(20), small_net(SINGLE), sync=sync).train(rank, 0, 6)
+        assert run.flat.isfinite().all()
+    return found
+
+
+def test_what_would_undo_an_exchange_between_its_steps_is_refused() -> None:
+    first, second = run_ranks(2, _undone)
+    assert first == second
+    for copies, shared in zip(first[::2], first[1::2], strict=True):
+        assert "CopyOfWeights: it keeps weights in its state" in copies
+        assert "SharedOut: it keeps state of other parameters on each rank" in shared
 
 
 class _OfCopies:
