@@ -353,8 +353,11 @@ class UpdateHandover(Handover):
     def look(self, exchange: Exchange) -> str:
         """The ranks agree on what they have found out of optimizers that are not torch's (a
         collective). Returns why gradients are exchanged from now on, if that is news."""
-        state, seen = self._moments.state, list(self._inspection.seen)
-        own = [self._inspection.findings.get(of) for of in seen]
+        state, findings = self._moments.state, self._inspection.findings
+        # One that has no parameters any more will not step: a wrapper, say, of one that does.
+        owners = {of for of, _ in self._of.distinct}
+        seen = [of for of in self._inspection.seen if of in findings or of in owners]
+        own = [findings.get(of) for of in seen]
         everyone, stepped = zip(*exchange.gather_objects((own, self._unknown_stepped)), strict=True)
         found = [[each for each in theirs if each] for theirs in everyone]
         state.unknown = {*map(len, found)} != {max(map(len, everyone))}
