@@ -23,7 +23,8 @@ def warm_up(base: Compressor, cfs: Iterable[float], ranks: int, device: torch.de
     """Take a tensor through all that a step does with it, once at each of the CFs. Then Triton has
     compiled the kernels, or has found them in its cache. On a host nothing is done.
 
-    Nothing comes of it: the compressors are copies, and no random number is drawn."""
+    Nothing comes of it: the compressors are copies, no random number is drawn, and a compressor
+    that wants tensors of its model only is left alone."""
     if not takes_triton(torch.empty(1, device=device)):
         return
     log.info(
@@ -37,8 +38,13 @@ def warm_up(base: Compressor, cfs: Iterable[float], ranks: int, device: torch.de
         add_if(flag, x, x)
         scale_if(flag, x, 1.0)
         for cf in sorted(cfs):
-            if not isinstance(base.at(cf), RoundsCompressor):  # theirs are torch's operations
-                _take(deepcopy(base.at(cf)), x.clone(), cf, ranks, flag)
+            compressor = base.at(cf)
+            if isinstance(compressor, RoundsCompressor):  # theirs are torch's operations
+                continue
+            try:
+                _take(deepcopy(compressor), x.clone(), cf, ranks, flag)
+            except Exception as error:
+                log.debug("%s was not taken through a step beforehand: %r", compressor.name, error)
 
 
 def _take(

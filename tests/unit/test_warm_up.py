@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from adaptive.config import RUNGS
-from compressors import Compressor, make_compressor
-from compressors.base import Key, Spec
+from compressors import Compressor, TopK, make_compressor
+from compressors.base import Key, Payload, Spec
 from compressors.kernels.blocks import triton_works
 from compressors.ladder import Ladder
 from compressors.warm_up import warm_up
@@ -84,6 +84,15 @@ def test_nothing_is_done_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with launches(monkeypatch) as compiled:
         warm_up(make_compressor("topk"), CFS, 2, torch.device("cpu"))
     assert not compiled
+
+
+def test_what_a_compressor_raises_does_not_end_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(TopK):
+        def compress(self, x: torch.Tensor, spec: Spec, add: torch.Tensor | None = None) -> Payload:
+            raise KeyError(spec.key.name)
+
+    with triton_path(), launches(monkeypatch):
+        warm_up(Picky(), CFS, 2, META)
 
 
 def test_where_triton_cannot_compile_it_is_left_out_with_a_warning(
