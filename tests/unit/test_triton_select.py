@@ -165,6 +165,17 @@ def test_where_lists_overflow_the_chunks_are_read(name: str) -> None:
     check(found, x, 7, reference(x, 1))
 
 
+@pytest.mark.parametrize("k", [1, 8, 9, 60, 150])
+def test_a_sample_that_is_wrong_costs_time_only(k: int) -> None:
+    """The sample has the eight first elements, which are the only large ones."""
+    small = Sizes(16, 4, 8, 1, 0, sample=8)
+    x = np.random.default_rng(0).uniform(1.0, 2.0, 150).astype(np.float32)
+    x[:8] += 9
+    check(triton_select.select(given_to(x), k, None, small), x, k, reference(x, k))
+    above = triton_select.select_above(given_to(x), 1.5, k, None, small)
+    check(above, x, k, reference(x, k, 1.5))
+
+
 @few
 @given(numel=st.integers(3, 200), cf=st.floats(1.1, 50), seed=st.integers(0, 99), sizes=sizes)
 def test_by_count_as_on_the_host(numel: int, cf: float, seed: int, sizes: Sizes) -> None:
