@@ -7,6 +7,7 @@ before mean gradients are exchanged, and before the state of one rank is saved f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
                 device = steps_at if key == "step" else p.tensor.device
                 mine = state[key] = torch.zeros(shape, dtype=dtype, device=device)
             if None not in numbers:
-                every = torch.tensor(numbers[:1] if coded else numbers, dtype=torch.float64)
-                mine.fill_(float(every.nan_to_num().mean()))
+                every = [_finite(number) for number in (numbers[:1] if coded else numbers)]
+                mine.fill_(sum(every) / len(every))
                 continue
             if not dtype.is_floating_point:
                 first = mine.to(p.tensor.device, torch.int64, copy=True)
@@ -113,6 +114,11 @@ def _number(value: Tensor, of: ModelParameter) -> float | None:
     """A floating-point number that lies on the host, beside a device's parameter; else None."""
     there = value.device.type == "cpu" and not is_host(of.tensor.device)
     return float(value) if there and value.dim() == 0 and value.dtype.is_floating_point else None
+
+
+def _finite(number: float) -> float:
+    most = torch.finfo(torch.float32).max
+    return 0.0 if isnan(number) else min(max(number, -most), most)
 
 
 def _agree_on_numbers(

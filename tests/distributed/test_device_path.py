@@ -15,7 +15,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from adaptive import AdaptiveCompressor, LocalSteps, MemoryTimeline, Momentum, Residual
+from adaptive import (
+    AdaptiveCompressor,
+    LocalSteps,
+    MemoryTimeline,
+    Momentum,
+    Residual,
+    optimizer_states,
+)
 from adaptive.sync.local_steps import LocalStepsSync
 from compressors.kernels import blocks
 from policies import Plan
@@ -199,6 +206,14 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
         with _disable_current_modes():
             return gather(own)
 
+    number = optimizer_states._number
+
+    def host_number(value: torch.Tensor, of: Any) -> float | None:
+        # A count of steps, which lies on the host beside parameters on a device.
+        with _disable_current_modes():
+            return number(value, of)
+
+    optimizer_states._number = host_number
     session.controller.begin_step = begin_step
     session.reduce, session.end_backward = watched(session.reduce), watched(session.end_backward)
     session.exchange.gather_objects = gather_objects
