@@ -13,7 +13,7 @@ of these have in common is used: averages over steps that began with zeros.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -68,8 +68,8 @@ class Run(NamedTuple):
     ends: Tensor | None = None
 
     def by_element(self, numbers: Any) -> Any:
-        """A number for each parameter as one for each element (flat), by copies that are written
-        once; a number for all as it is."""
+        """A number for each parameter becomes one for each element (flat); a number for all
+        parameters stays what it is."""
         if not isinstance(numbers, Tensor) or not numbers.dim():
             return numbers
         pairs = zip(numbers.split(1), self.sizes, strict=True)
@@ -113,6 +113,7 @@ def enlarge(update: Tensor, run: Run, part: slice, share: float, ranks: int) -> 
 def take_step(
     before: Tensor,
     now: Tensor,
+    read: Callable[[Tensor], Tensor],
     runs: Sequence[Run],
     aside: Tensor | None,
     shrink: Any,
@@ -121,16 +122,18 @@ def take_step(
     ranks: int,
 ) -> Tensor | None:
     """On a device, a whole step's updates in one pass over the tensors: before *= shrink; first
-    moments take in their gradients (they are `aside` until then); now = rate * (before - now),
-    enlarged. Returns its squared norm.
+    moments take in their gradients (they are `aside` until then); now = rate * (before -
+    parameters), enlarged. Returns the squared norm of `now`.
 
-    before, now: flat, of a chunk whose moments `runs` are. None, and nothing is done, where that
-    takes several passes: without Triton, or where some parameters have no moments."""
+    before, now: flat, of a chunk whose moments are `runs`. read: writes the chunk's parameters to a
+    flat tensor. None, and nothing is done, where one pass is not enough: without Triton, or where
+    some parameters have no moments."""
     tensors = [x for run in runs for x in (run.mean, run.square)]
     fused = kernels_for(now).fused(before, now, aside, *tensors)
     numbers = isinstance(rate, float) and isinstance(shrink, (int, float))
     if fused is None or not numbers or sum(run.stop - run.start for run in runs) != now.numel():
         return None
+    read(now)
     squares = []
     for run in runs:
         part = slice(run.start, run.stop)

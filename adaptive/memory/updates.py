@@ -59,7 +59,7 @@ from adaptive.memory.optimizer_steps import (
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
 from adaptive.parameters import ModelParameter, ModelParameters, local
-from compressors.kernels import kernels_for, squared_norm
+from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if
 
 
@@ -168,11 +168,10 @@ class UpdateHandover(Handover):
         aside = self._moments.aside.pop(chunk, None)
         self._read.append(aside)
         blocks = chunk.blocks()
-        if kernels_for(work).fused(work, before) is not None:  # on a device there is one block
-            blocks[0].joined(work)
-            of = before, work, runs, aside, shrink, rate, share, self._ranks
-            if (energy := take_step(*of)) is not None:
-                energies, blocks = [energy], []
+        # On a device there is one block.
+        of = before, work, blocks[0].joined, runs, aside, shrink, rate, share, self._ranks
+        if (energy := take_step(*of)) is not None:
+            energies, blocks = [energy], []
         for block in blocks:
             inside = [run.inside(block.start, block.stop) for run in runs]
             if aside is not None:

@@ -46,7 +46,8 @@ TAKES_ITS_PLACE = (
     "AdaptiveCompressor with the new optimizer"
 )
 UNSERVED = -1e9
-"""Added to the statistic `changed`, whatever else is: see there."""
+"""A rank that has news of an optimizer adds this to the agreed statistic `changed`, which is then
+negative on all ranks."""
 
 
 class OwnStepSync(EveryStepSync):

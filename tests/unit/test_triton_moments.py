@@ -114,11 +114,11 @@ def test_a_step_in_one_pass_is_that_of_several(
             enlarge(expected[part], run, every, share, ranks)
     found, here, these = now.clone(), before.clone(), runs()
     old = aside if had_aside else None
-    arguments = here, found, these, old, shrink, 200.0, share, ranks
+    arguments = here, found, lambda out: out, these, old, shrink, 200.0, share, ranks
     assert take_step(*arguments) is None  # on a host
     with triton_path():
         norm = take_step(*arguments)
-        assert take_step(here, found, these[1:], *arguments[3:]) is None
+        assert take_step(*arguments[:3], these[1:], *arguments[4:]) is None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(here, stood)
     for a, b in zip(these, those, strict=True):
