@@ -249,7 +249,7 @@ class StepWatch:
             return None
         if self._places != (places := [*map(storage_of, self._sampled)]):
             self._places = places
-            self._samples = [_sample(local(p).detach()).view(torch.uint8) for p in self._sampled]
+            self._samples = [sample(local(p).detach()).view(torch.uint8) for p in self._sampled]
         writes = [getattr(p, "_local_tensor", p)._version for p in self._sampled]
         return torch.cat(self._samples), writes
 
@@ -351,13 +351,13 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
     found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
     grads = {p: grad for p, grad in found if grad.numel()}
-    samples = [*map(_sample, grads.values())]
+    samples = [*map(sample, grads.values())]
     if not samples:
         return {}
     return dict(zip(grads, torch._foreach_norm(samples, 2, dtype=torch.float64), strict=True))
 
 
-def _sample(x: Tensor) -> Tensor:
+def sample(x: Tensor) -> Tensor:
     """Its first elements in memory, flat."""
     if is_dense(x):
         return x.as_strided((min(SAMPLE, x.numel()),), (1,), x.storage_offset())

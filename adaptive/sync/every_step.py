@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import torch
@@ -14,14 +15,11 @@ from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
 from adaptive.parameters import ModelParameter, local, shaped, travel_as_they_are
-from adaptive.step_watch import Groups
+from adaptive.step_watch import Groups, sample
 from adaptive.sync.base import Synchroniser
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
-
-SAMPLE = 64
-"""Elements of a parameter, to see whether it moves."""
 
 
 class AsDDP(Synchroniser):
@@ -114,7 +112,7 @@ class EveryStepSync(Synchroniser):
         if self._first is None:
             return
         (p, writes, before), self._first = self._first, None
-        now, told = _sample(p), self.averager.memory.not_seen()
+        now, told = sample(local(p).detach()), self.averager.memory.not_seen()
         same = kernels_for(now).look(lambda: torch.equal(before, now), True)
         moved = p._version != writes or not same
         if moved and told and self.averager.exchange.first and self.averager.watch.is_new(told):
@@ -122,8 +120,8 @@ class EveryStepSync(Synchroniser):
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         if self.averager.controller.step == 0 and not self.averager.optimizers:
-            p = next(iter(self.averager.parameters))
-            self._first = p, p._version, _sample(p).clone()
+            for p in itertools.islice(self.averager.parameters, 1):  # there may be none
+                self._first = p, p._version, sample(local(p).detach()).clone()
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
@@ -166,8 +164,3 @@ class EveryStepSync(Synchroniser):
         self.averager.memory.discard()
         self.averager.requested.follow(self.averager.memory.now)
         return waits
-
-
-def _sample(p: Tensor) -> Tensor:
-    """Its first elements."""
-    return local(p).detach().reshape(-1)[:SAMPLE]
