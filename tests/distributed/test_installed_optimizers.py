@@ -5,10 +5,12 @@ sentence says what is not served."""
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -139,6 +141,8 @@ def _collection(rank: int, part: int) -> tuple[list[str], int]:
 
         def make(model: nn.Module, name: str = name) -> Optimizer:
             torch.manual_seed(1)
+            np.random.seed(1)  # Kron draws from NumPy whether a step balances its factors
+            random.seed(1)
             optimizer: Optimizer = package.create_optimizer(model, name, lr=1e-3)
             return optimizer
 
