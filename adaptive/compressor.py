@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from adaptive.config import (
     debug_interval,
     default_policy,
     make_base,
-    refuse_removed,
     require,
     with_ladder,
 )
@@ -118,9 +117,7 @@ class AdaptiveCompressor:
         timeline: Sink | Sequence[Sink] | None = None,
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
-        **removed: Never,
     ) -> None:
-        refuse_removed(removed)
         unnamed = policy is None
         made = None if policy is None else make_policy(policy)
         usual = {**USUAL, **({} if made is None else made.compression)}

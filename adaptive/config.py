@@ -39,31 +39,6 @@ USUAL: Mapping[str, Any] = {
 }
 """Arguments of `AdaptiveCompressor` where neither the user nor the policy names them."""
 
-INSTEAD = {
-    "cf": "policy=Fixed(100)",
-    "local_steps": "sync=LocalSteps(8)",
-    "outer_lr": "sync=LocalSteps(8, outer_lr=0.7)",
-    "outer_momentum": "sync=LocalSteps(8, outer_momentum=0.9)",
-    "overlap": "sync=LocalSteps(8, overlap=4)",
-    "delay": "sync=Delayed(2)",
-    "topology": "sync=Gossip('ring')",
-    "gossip": "sync=Gossip(algorithm='choco-sgd')",
-    "consensus_step": "sync=Gossip(consensus_step=0.1)",
-    "down_cf": "exchange=ParameterServer(down_cf=1)",
-    "server_memory": "exchange=ParameterServer(own_memory=True)",
-    "residual_dtype": "memory=Residual(dtype=torch.bfloat16)",
-    "momentum_lag": "memory=Momentum(lag=0.5)",
-    "masking": "memory=Momentum(masking=True)",
-    "clip_norm": "memory=Momentum(clip_norm=1.0) or memory=Residual(clip_norm=1.0)",
-    "link": "network='100mbit'",
-    "clock": "network=Network(clock=clock)",
-    "samples_per_step": "attach(model, samples_per_step=256)",
-    "checkpoint": "state_dict(checkpoint='gathered')",
-    "rungs": "base=Ladder({4: 'int8'}, 'topk+int4')",
-    "shadow_sample": "nothing: it is 1/64, at most 32768 elements",
-}
-"""What takes the place of arguments that `AdaptiveCompressor` has not: old ones, and `cf`."""
-
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
 
@@ -162,13 +137,6 @@ def debug_interval(debug: Any) -> int:
     if isinstance(value, bool):
         return DEBUG_EVERY if value else 0
     return checks.whole(argument, value, least=0)
-
-
-def refuse_removed(given: Mapping[str, object]) -> None:
-    """TypeError for arguments that are not there, which says what takes their place."""
-    for name in given:
-        told = f"AdaptiveCompressor() takes no argument {name!r}"
-        raise TypeError(f"{told}; instead: {INSTEAD[name]}" if name in INSTEAD else told)
 
 
 def require(condition: bool, argument: str, value: object, accepted: str) -> None:

@@ -278,7 +278,6 @@ class Session:
             DenseTimer(
                 self._sizes.wire_bytes,
                 self.exchange.world_size,
-                settings.sync.overlap,
                 settings.network.clock,
                 settings.network.spec,
                 lambda: self._choice.link,
