@@ -17,7 +17,6 @@ import torch
 from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
 from adaptive.exchange.two_level import TwoLevel
-from adaptive.hook import HookRung
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
@@ -64,7 +63,7 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
     return compressor
 
 
-def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
+def default_policy(base: Compressor, hooks: object = None) -> str:
     """The policy for `policy=None`: "goodput" where a shadow ladder measures the gain of every CF,
     else "gravac". docs/results.md has the comparison."""
     return "goodput" if isinstance(base.at(inf), Sparsifier) and not hooks else "gravac"
@@ -159,7 +158,7 @@ class Settings:
     exchange: str
     server: ParameterServer
     levels: TwoLevel | None
-    hooks: dict[float, HookRung]
+    hooks: Mapping[float, Any]
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
@@ -184,6 +183,11 @@ class Settings:
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
                 f"base={base.name!r}"
+            )
+        if self.hooks and self.server.down_cf in ("auto", *self.hooks):
+            raise ValueError(
+                f"hooks must be empty with exchange={self.server!r}, which compresses means at CFs "
+                f"of its own; got CF {min(self.hooks):g}"
             )
         self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
@@ -216,8 +220,8 @@ class Settings:
 
     def keeps(self) -> list[Policy | Compressor]:
         """The objects that hold state of one model: no two sessions may share them."""
-        rungs = self.base.rungs.values() if isinstance(self.base, Ladder) else ()
-        return [*_policies_in(self.policy), self.base, self.base.at(inf), *rungs]
+        of_base = self.base, self.base.at(inf), *self.base.rungs.values()
+        return [*_policies_in(self.policy), *of_base]
 
     def _check_sync(self) -> None:
         """ValueError for what does not go with the way to synchronise."""
@@ -286,12 +290,12 @@ class Settings:
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
-        hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
+        rungs = dict(sorted(self.base.rungs.items()))
         measured = self.network.clock is time.perf_counter
         as_they_are = "granularity dense_below exchange server levels cf_range sync debug"
         return (
             f"base={self.base!r}",
-            f"hooks={hooks}",
+            f"rungs={rungs}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),

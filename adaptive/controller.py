@@ -119,9 +119,8 @@ class Controller(saved.Stateful):
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
-        if not self._empties(plan.send):
-            self.carrying = plan.send not in self.sizes.hooks
-            self._compressed_last = self.step
+        if not self.is_dense(plan.send):
+            self.carrying, self._compressed_last = True, self.step
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
@@ -130,15 +129,14 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
-        sent = () if self._empties(plan.send) else (plan.send,)
-        compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
+        compressed = {cf for cf in (plan.send, *plan.probe) if not self.is_dense(cf)}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         compresses = plan.send in compressed
         if self.means is not None and (why := self.means.begin_step(self.step, compresses)):
             self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
 
-    def _empties(self, cf: float) -> bool:
+    def is_dense(self, cf: float) -> bool:
         """A step at this CF is dense, in whatever precision: it sends all that residuals hold."""
         return cf == DENSE or self.sizes.granularity.compressor.at(cf).sent_as_dense
 
@@ -149,9 +147,7 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's plan. It is dense after `detach()`, where the memory wants that, and before
-        the first step of a foreign hook while the residual holds something, which that hook would
-        not send."""
+        """The policy's plan. It is dense after `detach()`, and where the memory wants that."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -166,9 +162,6 @@ class Controller(saved.Stateful):
             )
         if why := self.memory().handover.dense_because:
             return replace(plan, send=DENSE, probe=(), layers={}, local_steps=0, reason=why)
-        if self.carrying and plan.send in self.sizes.hooks:
-            why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
-            plan = replace(plan, send=DENSE, reason=why)
         return plan
 
     def _open_tally(self, plan: Plan) -> Tally:
@@ -231,8 +224,8 @@ class Controller(saved.Stateful):
         """At the last bucket, after its own collective: start agreeing on the statistics.
 
         found: `changed` and `unscaled` of the step watch, where the gradients are; None: both are
-        0. A foreign hook may issue more collectives from its callbacks until the step is over.
-        After one, agreeing starts with the next step."""
+        0. Where others have issued collectives, they may issue more until the step is over: then
+        agreeing starts with the next step."""
         tally, peers = self.tally, self.requested.peers
         sketches = peers.end_step(tally) if peers is not None and tally.sketch else None
         if found is not None:
@@ -241,9 +234,9 @@ class Controller(saved.Stateful):
         if tally.sharded:
             tally.at("sent_bytes").fill_(self.exchange.sent)
         summed = self.exchange.sum_later(tally.complete())
-        if self.cf not in self.sizes.hooks:
-            summed.start()
         traffic = self.exchange.take_traffic()
+        if not traffic.by_others:
+            summed.start()
         self.stopwatch.sent(traffic)
         timed_cf, timed_bytes, timed_steps = self.stopwatch.timed
         steps, self.skipped = 1 + self.skipped, 0
@@ -379,7 +372,7 @@ class Controller(saved.Stateful):
             self.invalid = self.invalid or agreed.invalid > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
-            empties = self._empties(report.cf) and not agreed.nonfinite
+            empties = self.is_dense(report.cf) and not agreed.nonfinite
             if empties and step > self._compressed_last:
                 self.carrying = False
             ranks = self.exchange.ranks

@@ -119,8 +119,7 @@ class Session:
         segments = as_one and settings.granularity != "bucket"
         segments = segments and isinstance(settings.base, Quantizer)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, segments)
-        hooks = settings.hooks.keys()
-        self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
+        self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         self._agree(optimizers, scaler)
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device)
         timestamps = Timestamps.of(settings.network.clock, self.device)
@@ -189,8 +188,7 @@ class Session:
             self._means.start(context)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
-        not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
-        candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
+        candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *base.rungs}
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one
         )
@@ -215,11 +213,10 @@ class Session:
         return "\n".join(lines)
 
     def _compressed_cfs(self) -> set[float]:
-        """The policy's candidates and the ends of `cf_range`, but for what is not compressed by the
-        base."""
+        """The policy's candidates and the ends of `cf_range`, but for those that are dense."""
         settings = self.settings
-        cfs = {*settings.policy.candidates(), *settings.cf_range}
-        return {*map(self._sizes.supported, cfs)} - {DENSE, *settings.hooks}
+        cfs = {*map(self._sizes.supported, {*settings.policy.candidates(), *settings.cf_range})}
+        return {cf for cf in cfs if cf != DENSE and not settings.base.at(cf).sent_as_dense}
 
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same

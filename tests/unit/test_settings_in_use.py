@@ -102,7 +102,7 @@ USED_IN: dict[str, set[str]] = {
     "down_cf": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased", "summed"},
     "own_memory": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased", "summed"},
     "rungs": GOODPUT - {"no memory"},
-    "hooks": BY_GRADIENTS - {"fixed", "int8", "summed", "unbiased"},
+    "hooks": BY_GRADIENTS - {"fixed", "int8", "summed", "unbiased", "means' own policy"},
 }
 CASES = [(mode, name) for mode in MODES for name in VALUES if VALUES[name][0] not in MODES[mode][0]]
 
