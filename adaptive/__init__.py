@@ -16,7 +16,7 @@ from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.options import Momentum, Residual, Updates
 from adaptive.state import reshard_states
 from adaptive.summary import Summary
-from adaptive.sync.options import Delayed, EveryStep, Gossip, LocalSteps
+from adaptive.sync.options import Delayed, EveryStep, LocalSteps
 from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import JSONLTimeline, LogTimeline, MemoryTimeline, Timeline
 from adaptive.timeline.tensorboard import TensorBoardTimeline
@@ -24,6 +24,7 @@ from compressors import Compressor, Ladder, NoCompression, RandomK, TopK
 from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, Schedule, StepReport, Warmup
 
 if _TYPE_CHECKING:
+    from adaptive.contrib.gossip import Gossip
     from adaptive.contrib.hooks import HookRung
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,6 @@ from policies.words import named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from adaptive import HookRung
 
 
 class AdaptiveCompressor:
@@ -116,7 +114,7 @@ class AdaptiveCompressor:
         exchange: ExchangeName | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
         dense_below: int = 0,
-        hooks: Mapping[float, HookRung | Callable[..., Any]] | None = None,
+        hooks: Mapping[float, Any] | None = None,
         timeline: Sink | Sequence[Sink] | None = None,
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,

@@ -18,14 +18,13 @@ from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
-from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
+from adaptive.sync.options import LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
 from compressors.sparsifier import Sparsifier
-from policies import Accordion, Fixed, Goodput, Policy, Schedule, Warmup, checks
-from policies.base import DeclaredPolicy
+from policies import Accordion, Goodput, Policy, checks
 
 GranularityName = Literal["auto", "layer", "bucket"]
 GRANULARITIES: tuple[GranularityName, ...] = get_args(GranularityName)
@@ -249,16 +248,8 @@ class Settings:
                 f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
                 f"does not choose it as 'goodput' does"
             )
-        compresses = _compresses(base)  # if not, a dense policy takes its place
-        for policy in _policies_in(self.policy) if isinstance(sync, Gossip) else ():
-            own = not isinstance(policy, DeclaredPolicy)  # of the user
-            follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
-            if policy.layerwise or (compresses and not follows):
-                raise ValueError(
-                    f"policy must be 'fixed', 'schedule' or 'warmup', with a gain other than "
-                    f"'signal', with gossip: gains of parameters tell nothing of the quality of "
-                    f"training; got {policy.name!r} with gain {policy.gain!r}"
-                )
+        for policy in _policies_in(self.policy):
+            sync.check_policy(policy, _compresses(base))  # if not, a dense one takes its place
 
     def _check_used(self) -> None:
         """ValueError for a setting that nothing in this run would look at."""

@@ -176,8 +176,7 @@ class Session:
                 )
         self._check_optimizers(optimizers)
         self._memory.choose(optimizers, settings.sync)
-        topology = settings.sync.topology_of(self.exchange.world_size)
-        self._choice.messages = None if topology is None else topology.messages
+        self._choice.messages = settings.sync.messages(self.exchange.world_size)
         self._means: MeansPolicy | None = None
         if settings.server.down_cf == "auto" and base.name != "none":
             second = another(settings.policy)
@@ -204,7 +203,6 @@ class Session:
             *settings.describe(self._memory.now.name),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
-            *([] if topology is None else [f"topology {topology}"]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
                 for cf in sorted(candidates | self._compressed_cfs())
