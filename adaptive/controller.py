@@ -22,7 +22,6 @@ from torch import Tensor
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
 from adaptive.exchange.link import StepClock
-from adaptive.means_policy import MeansPolicy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.pace import DenseTimer
 from adaptive.sizes import Sizes
@@ -53,32 +52,29 @@ class _Pending(NamedTuple):
     """A step whose statistics are under way.
 
     report, recorded: the parts of its report and of its record that are known already. tally,
-    sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies.
-    down_cfs: the CF of its means, and of the step before; None: no means were compressed."""
+    sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies."""
 
     report: StepReport
     recorded: dict[str, Any]
     tally: Tally
     sketches: Tensor | None
     summed: PendingSum
-    down_cfs: tuple[float | None, float | None]
 
 
 @dataclass(eq=False)
 class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
-    means: chooses the CF of the means; None: they are not compressed, or at a fixed CF. lr: returns
-    the learning rate. memory: returns the memory in use. device: of the gradients. carrying: the
-    residual may hold something. numbers: the numbers of local steps that a policy may plan.
-    local_steps: the number between two exchanges now. skipped: backward passes since the last
+    lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
+    carrying: the residual may hold something. numbers: the numbers of local steps that a policy may
+    plan. local_steps: the number between two exchanges now. skipped: backward passes since the last
     exchange. lag: decisions always lag one step; with a delay this many more. agreed: the
     statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
     that no rank can have sent. too_small: statistics would cost more than compression of this model
     can bring, so every step is dense.
     """
 
-    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer, means=MeansPolicy | None)
+    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
 
     policy: Policy
     exchange: Exchange
@@ -91,7 +87,6 @@ class Controller(saved.Stateful):
     device: torch.device
     numbers: tuple[int, ...]
     dense_timer: DenseTimer
-    means: MeansPolicy | None = None
     lag: int = 0
     step: int = saved.saved(0)
     cf: float = saved.saved(DENSE)
@@ -110,7 +105,6 @@ class Controller(saved.Stateful):
     _compressed_last: int = -1  # the step
     _last_gain: tuple[float, float] = saved.saved((DENSE, 1.0))  # the CF, and its gain
     _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
-    _down_cf: float | None = saved.saved(None)  # of the last step's means
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
@@ -131,9 +125,6 @@ class Controller(saved.Stateful):
         self.local_steps = plan.local_steps or self.local_steps
         compressed = {cf for cf in (plan.send, *plan.probe) if not self.is_dense(cf)}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
-        compresses = plan.send in compressed
-        if self.means is not None and (why := self.means.begin_step(self.step, compresses)):
-            self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
 
     def is_dense(self, cf: float) -> bool:
@@ -198,7 +189,7 @@ class Controller(saved.Stateful):
             updates=self.memory().handover.sends_updates,
             drift=peers is not None and len(self.numbers) > 1,
             norms=self.policy.gain == "raw",
-            mean_cfs=() if self.means is None else self.means.means.measured,
+            mean_cfs=self.sizes.choice.means.measured,
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
@@ -258,10 +249,7 @@ class Controller(saved.Stateful):
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
-        means = self.means if self.cf in self.cfs.measured else None
-        down_cf = None if means is None else means.cf
-        down_cfs, self._down_cf = (down_cf, self._down_cf), down_cf
-        self._pending.append(_Pending(report, recorded, tally, sketches, summed, down_cfs))
+        self._pending.append(_Pending(report, recorded, tally, sketches, summed))
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
@@ -315,7 +303,7 @@ class Controller(saved.Stateful):
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense from now on"])
-        lines += [] if self.means is None else [self.means.explain()]
+        lines += self.policy.notes()
         lines += [self.policy.verdict()] if self.policy.verdict() else []
         numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
         if detail and numbers:
@@ -351,22 +339,18 @@ class Controller(saved.Stateful):
         self.exchange.invalid.clear()
         self.invalid = False
 
-    def policies(self) -> list[Policy]:
-        """That of gradients, and that of means."""
-        return [self.policy, *([] if self.means is None else [self.means.policy])]
-
     def loaded_parts(self) -> list[object]:
         """Whatever `load_state_dict` changes beside the policies and the dense timer."""
         watch = self.stopwatch
         modelled = [watch.clock] if isinstance(watch.clock, StepClock) else []
         parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
         parts.append(self._totals.pace)
-        return [*parts, *modelled, *([] if self.means is None else [self.means])]
+        return [*parts, *modelled]
 
     def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""
         while len(self._pending) > keep:
-            report, recorded, tally, sketches, summed, down_cfs = self._pending.popleft()
+            report, recorded, tally, sketches, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
             self.invalid = self.invalid or agreed.invalid > 0
@@ -388,11 +372,7 @@ class Controller(saved.Stateful):
             if step > 0:  # whose report is of the step before
                 totals.pace.add(report.median_seconds, report.timed_steps, dense)
             if not self.forced_dense:
-                of_gradients = report
-                if self.means is not None:
-                    of_gradients = self.means.report_of_gradients(report, down_cfs[1])
-                    recorded |= self.means.observe(report, agreed, *down_cfs)
-                self.policy.observe(of_gradients)
+                self.policy.observe(report)
             gain = self._gain(report)
             totals.add_gain(report.cf, gain)
             recorded |= {"gain": gain, "pace": replace(totals.pace)}

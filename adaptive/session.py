@@ -30,7 +30,6 @@ from adaptive.exchange.link import EmulatedLink
 from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.exchange.two_level import NodeExchange, NodeMeans, open_exchange
-from adaptive.means_policy import MeansPolicy, another
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
@@ -177,14 +176,7 @@ class Session:
         self._check_optimizers(optimizers)
         self._memory.choose(optimizers, settings.sync)
         self._choice.messages = settings.sync.messages(self.exchange.world_size)
-        self._means: MeansPolicy | None = None
-        if settings.server.down_cf == "auto" and base.name != "none":
-            second = another(settings.policy)
-            of_both = self._sizes.wire_bytes
-            self._means = MeansPolicy(second, self._choice.means, of_both, base.known_gains)
-        context = start_policy(settings, self._sizes, self._memory.now, self._means)
-        if self._means is not None:
-            self._means.start(context)
+        self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *base.rungs}
@@ -260,7 +252,7 @@ class Session:
     ) -> Controller:
         settings, tells = self.settings, self.exchange.first
         controller = Controller(
-            settings.policy,
+            self._policy,
             self.exchange,
             Stopwatch(timestamps),
             Recorder(settings.timeline, tells, self._header, self._samples_per_step),
@@ -277,7 +269,6 @@ class Session:
                 settings.network.spec,
                 lambda: self._choice.link,
             ),
-            self._means,
             settings.sync.extra_lag,
         )
         controller.take_steps(settings.sync.numbers[0])
@@ -524,15 +515,14 @@ class Session:
                 self._sync.wait()
         else:
             averager.pipeline.abandon()  # before something is loaded that it could change
-        trials = self.settings.base, *controller.policies(), controller.dense_timer
+        trials = self.settings.base, controller.policy, controller.dense_timer
         with undone_on_error(trials, controller.loaded_parts()), checking:
             expected = self._expected(state)
             resharded = saved.read(state, "resharded_from", int | None) is not None
             parts = self._parts(expected["memory_kind"], resharded, same_clock)
             check_state(state, expected, parts)
             if resharded:
-                for policy in controller.policies():
-                    policy.rescale()
+                controller.policy.rescale()
                 controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
         self.abandon()

@@ -15,14 +15,13 @@ from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import reduce_wire_bytes
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
-from adaptive.means_policy import MeansPolicy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
 from compressors.base import Spec
-from policies import DENSE, Context, Fixed
+from policies import DENSE, Context, Fixed, Policy
 from policies.base import DeclaredPolicy
 
 FASTER = 2.0
@@ -142,12 +141,10 @@ class Sizes:
         return Piece(self.granularity.compressor.at(cf), shape, cf)
 
 
-def start_policy(
-    settings: Settings, sizes: Sizes, memory: NoMemory, means: MeansPolicy | None = None
-) -> Context:
+def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Policy, Context]:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. memory: the one in use. means: chooses the CF of means. ValueError
-    if the settings do not go together or do not fit the model."""
+    the policy that is at work, and what it was told. memory: the one in use. ValueError if the
+    settings do not go together or do not fit the model."""
     base, (low, high) = settings.base, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
     if ends[1] == DENSE < high and not base.rungs:
@@ -160,7 +157,7 @@ def start_policy(
         assumed=base.known_gains,
         uncoded=frozenset(cf for cf, rung in base.rungs.items() if rung.sent_as_dense),
         unknown=frozenset(base.rungs.keys() - base.known_gains.keys()),
-        wire_bytes=sizes.wire_bytes if means is None else means.bytes_of_gradients,
+        wire_bytes=sizes.wire_bytes,
         link=lambda: link_of(settings.network.spec, sizes.choice.link),
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
@@ -173,9 +170,10 @@ def start_policy(
             f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
             f"attach(model), and layers that are not below dense_below"
         )
-    settings.policy.start(context)
+    policy = sizes.choice.policy_of(settings.policy, sizes.wire_bytes)
+    policy.start(context)
     _check_rungs(settings, context)
-    return context
+    return policy, context
 
 
 def _check_rungs(settings: Settings, context: Context) -> None:

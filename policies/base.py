@@ -206,6 +206,9 @@ class StepReport:
     peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
     down_bytes: float = 0.0  # the part of wire_bytes that brings means back. nan with shards
+    # What compression keeps of the means of the sharded exchange, by the CF at which they travel
+    # back; where that is chosen.
+    means: Mapping[float, Measurement] = field(default_factory=dict)
     hops: int = 1  # messages that waited for one another. dense_hops: those of a dense step
     dense_hops: int = 1
     # exchange_seconds of the rank that waited least. That rank was ready last and waited for
@@ -277,6 +280,10 @@ class Policy(ABC):
     def gain_at(self, cf: float) -> float | None:
         """The average of the deciding gain at a CF. None: not known, or no average is kept."""
         return None
+
+    def notes(self) -> Sequence[str]:
+        """Further lines of `explain()`."""
+        return ()
 
     def verdict(self) -> str:
         """The policy's conclusion in one sentence. "": none yet."""
