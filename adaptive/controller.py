@@ -21,7 +21,6 @@ from torch import Tensor
 
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
-from adaptive.exchange.link import StepClock
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.pace import DenseTimer
 from adaptive.sizes import Sizes
@@ -318,19 +317,23 @@ class Controller(saved.Stateful):
             **self.recorder.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], same_clock: bool = True) -> None:
-        """same_clock: see `Stopwatch.load_state_dict`. An error may leave it half loaded: see
-        `loaded_parts`."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], same_clock: bool = True, resharded: bool = False
+    ) -> None:
+        """same_clock: see `Stopwatch.load_state_dict`. resharded: the state was made for another
+        number of ranks."""
         super().load_state_dict(state)
         fits = self.local_steps in self.numbers and self.skipped >= 0
         told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
         saved.require(fits, f"{told}, and 'skipped' not negative")
-        self.abandon()
-        self.agreed = Statistics()
+        self._pending, self.agreed, self.invalid = deque(), Statistics(), False
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
         if not same_clock:
             self.dense_timer.contrast.pause()
+        if resharded:
+            self.policy.rescale()
+            self.dense_timer.rescale()
 
     def abandon(self) -> None:
         """Forget the statistics that are under way, and what was counted for the next ones."""
@@ -338,14 +341,6 @@ class Controller(saved.Stateful):
         self.exchange.take_traffic()
         self.exchange.invalid.clear()
         self.invalid = False
-
-    def loaded_parts(self) -> list[object]:
-        """Whatever `load_state_dict` changes beside the policies and the dense timer."""
-        watch = self.stopwatch
-        modelled = [watch.clock] if isinstance(watch.clock, StepClock) else []
-        parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
-        parts.append(self._totals.pace)
-        return [*parts, *modelled]
 
     def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""

@@ -37,7 +37,7 @@ from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameters
 from adaptive.replicas import Exchanging, Replica
 from adaptive.sizes import Sizes, make_header, start_policy
-from adaptive.state import SavedPart, check_state, load_parts, undone_on_error
+from adaptive.state import SavedPart, check_state, load_parts, refusing, swapped
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import FALLEN_BACK, Groups, StepWatch
@@ -487,7 +487,7 @@ class Session:
         base, memory, controller = self.settings.base, self._memory, self.controller
         return {
             "sync": self._sync.saved(),
-            "compressor": SavedPart(base.state_dict, base.load_state_dict),
+            "compressor": swapped(base),
             **self._choice.parts(self.device, resharded),
             "moments": SavedPart(
                 memory.handover_state,
@@ -498,9 +498,7 @@ class Session:
                 memory.state_dict, partial(memory.check, kind=kind), memory.load_state_dict
             ),
             **self._requested.parts(self._parameters.values()),
-            "controller": SavedPart(
-                controller.state_dict, partial(controller.load_state_dict, same_clock=same_clock)
-            ),
+            "controller": swapped(controller, same_clock=same_clock, resharded=resharded),
         }
 
     def load_state_dict(
@@ -508,27 +506,24 @@ class Session:
     ) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
 
-        checking: entered while that can still be so; what it raises at its end undoes all, too."""
+        checking: entered while that can still be so."""
         averager, controller = self._averager, self.controller
         if averager.whole:
             with suppress(Exception):  # then it is forgotten
                 self._sync.wait()
         else:
             averager.pipeline.abandon()  # before something is loaded that it could change
-        trials = self.settings.base, controller.policy, controller.dense_timer
-        with undone_on_error(trials, controller.loaded_parts()), checking:
+        with refusing(), checking:
             expected = self._expected(state)
             resharded = saved.read(state, "resharded_from", int | None) is not None
             parts = self._parts(expected["memory_kind"], resharded, same_clock)
             check_state(state, expected, parts)
-            if resharded:
-                controller.policy.rescale()
-                controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
         self.abandon()
         self._watch.they_move()
         with averager.noting_failure():
             load_parts(state, parts)
+            controller.stopwatch.go_on(state["controller"]["saved_at"])
 
     def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same in this state."""

@@ -317,7 +317,8 @@ class Compressor(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; ValueError if it does not fit."""
+        """Go on from a `state_dict()`; ValueError if it does not fit. It is called on a copy: what
+        the compressor holds must be replaced, and not changed in place."""
         if state:
             raise ValueError(f"state: compressor {self.name!r} has none, got {sorted(state)}")
 

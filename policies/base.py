@@ -305,8 +305,9 @@ class Policy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. The policy
-        may be half loaded then, and the controller puts it back."""
+        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. It is
+        called on a copy (`policies.state.twin`): what the policy holds must be replaced, and not
+        changed in place."""
 
 
 def setting(
