@@ -5,21 +5,27 @@ compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_mod
 
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
+from adaptive import contrib as _contrib
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer
 from adaptive.exchange.link import LinkSpec, Network, StepClock
 from adaptive.exchange.two_level import TwoLevel
-from adaptive.hook import HookRung
 from adaptive.memory.options import Momentum, Residual, Updates
 from adaptive.state import reshard_states
 from adaptive.summary import Summary
-from adaptive.sync.options import Delayed, EveryStep, Gossip, LocalSteps
+from adaptive.sync.options import Delayed, EveryStep, LocalSteps
 from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import JSONLTimeline, LogTimeline, MemoryTimeline, Timeline
 from adaptive.timeline.tensorboard import TensorBoardTimeline
 from compressors import Compressor, Ladder, NoCompression, RandomK, TopK
 from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, Schedule, StepReport, Warmup
+
+if _TYPE_CHECKING:
+    from adaptive.contrib.gossip import Gossip
+    from adaptive.contrib.hooks import HookRung
 
 __all__ = [
     "Accordion",
@@ -62,6 +68,12 @@ __all__ = [
     "__version__",
     "reshard_states",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """What is imported when it is named."""
+    return _contrib.load(name)
+
 
 try:
     __version__ = _version("adaptive-compression")

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +29,13 @@ from adaptive.controller import Controller
 from adaptive.exchange.choice import ExchangeChoice, Strategy
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.hook import send_through
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameter, ModelParameters
-from adaptive.reducer import OnGradient, Reducer, Step
+from adaptive.reducer import OnGradient, Reducer, SendsItself, Step
 from adaptive.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
 from compressors.base import InvalidPayload
-from policies import DENSE
 
 
 @dataclass(eq=False)
@@ -103,11 +102,8 @@ class Averager:
 
     @property
     def compresses(self) -> bool:
-        """This step is compressed by us: neither dense, in whatever precision, nor sent by a
-        foreign hook."""
-        cf = self.controller.plan.send
-        as_dense = self.settings.base.at(cf).sent_as_dense
-        return cf not in (DENSE, *self.settings.hooks) and not as_dense
+        """This step is not dense, in whatever precision."""
+        return not self.controller.is_dense(self.controller.plan.send)
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True
@@ -128,9 +124,7 @@ class Averager:
         if not controller.carrying:
             memory.emptied()
         if of_gradients:
-            by_hook = controller.plan.send in self.settings.hooks
-            bad = controller.agreed.nonfinite > 0
-            may_rest = not (by_hook or bad or controller.cfs.measured)
+            may_rest = not (controller.agreed.nonfinite > 0 or controller.cfs.measured)
             cf = controller.plan.send if self.compresses else None
             memory.now.handover.begin_step(self.exchange, cf, may_rest)
         if every := self.settings.debug:
@@ -169,16 +163,16 @@ class Averager:
     ) -> Future[Tensor]:
         """A future of the ranks' mean of `flat`, which is overwritten.
 
-        bucket: gives the place among the tensors of the step; a foreign hook gets it. scale: that
-        of the loss, by which `flat` was divided. strategy_of: wraps the strategy. tell_mean: those
+        bucket: gives the place among the tensors of the step. scale: that of the loss, by which
+        `flat` was divided. strategy_of: wraps the strategy. tell_mean: those
         that listen to means are told this one."""
         controller, plan, cfs = self.controller, self.controller.plan, self.controller.cfs
         on_mean, on_local = self.listeners()
         tally = controller.tally
         step = Step(controller.step, cfs, tally, on_mean if tell_mean else None, on_local)
-        hook = self.settings.hooks.get(plan.send)
-        if hook is not None:
-            send = partial(send_through, hook, plan.send, bucket, scale, self.exchange)
+        rung: Any = self.settings.base.at(plan.send)
+        if not self.compresses and isinstance(rung, SendsItself):
+            send = partial(rung.send, bucket, scale=scale, exchange=self.exchange)
             return self.reducer.dense(step, flat, parameters, send)
         if not self.compresses:
             return self.reducer.dense(step, flat, parameters, narrow=self.narrow)

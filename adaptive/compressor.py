@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from adaptive import checkpoint as forms
+from adaptive import contrib
 from adaptive.agreement import agree
 from adaptive.config import (
     GRANULARITIES,
@@ -23,14 +24,12 @@ from adaptive.config import (
     debug_interval,
     default_policy,
     make_base,
-    refuse_removed,
     require,
     with_ladder,
 )
 from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
 from adaptive.exchange.two_level import TwoLevel
-from adaptive.hook import DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import Memory, MemoryName, memory_from
 from adaptive.replicas import DDPReplica, Replica
@@ -90,7 +89,8 @@ class AdaptiveCompressor:
         base that keeps the largest elements, unless the policy gives layers CFs of their own.
     dense_below: tensors of fewer elements than this are sent uncompressed.
     hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
-        them. While one is in use there is no error feedback; a dense step sends the residual first.
+        them. A hook's step is a dense one to all else: it takes what the residual holds along, and
+        what the hook loses is not fed back.
     timeline: a `Timeline`, a function `log(numbers, step)`, or several; rank 0 writes.
     network: emulate a slow link, as "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
         with a clock of your own.
@@ -114,13 +114,11 @@ class AdaptiveCompressor:
         exchange: ExchangeName | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
         dense_below: int = 0,
-        hooks: Mapping[float, HookRung | DDPHook] | None = None,
+        hooks: Mapping[float, Any] | None = None,
         timeline: Sink | Sequence[Sink] | None = None,
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
-        **removed: Never,
     ) -> None:
-        refuse_removed(removed)
         unnamed = policy is None
         made = None if policy is None else make_policy(policy)
         usual = {**USUAL, **({} if made is None else made.compression)}
@@ -131,7 +129,7 @@ class AdaptiveCompressor:
         accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
         require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
         sync, remembered = sync or EveryStep(), memory_from(memory)
-        compressor, foreign = make_base(base, remembered.kind), check_hooks(hooks)
+        compressor = make_base(base, remembered.kind)
         remembered = sync.memory_of(remembered)
         sync = sync.for_base(compressor)
         levels = exchange if isinstance(exchange, TwoLevel) else None
@@ -139,9 +137,11 @@ class AdaptiveCompressor:
         server = between if isinstance(between, ParameterServer) else ParameterServer()
         way = check_exchange(between, compressor)
         if made is None:
-            made = make_policy(sync.default_policy or default_policy(compressor, foreign))
+            made = make_policy(sync.default_policy or default_policy(compressor, hooks))
         kind = remembered.kind
         compressor = with_ladder(compressor, made, way, kind, cf_range[0])
+        if hooks is not None:
+            compressor = contrib.load("with_hooks")(compressor, hooks, cf_range)
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -149,7 +149,7 @@ class AdaptiveCompressor:
             exchange=way,
             server=server,
             levels=levels,
-            hooks=foreign,
+            hooks=hooks or {},
             cf_range=cf_range,
             policy=made,
             may_stay_dense=unnamed,

@@ -17,16 +17,14 @@ import torch
 from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
 from adaptive.exchange.two_level import TwoLevel
-from adaptive.hook import HookRung
 from adaptive.memory.model_memory import MemoryChoice
-from adaptive.sync.options import Gossip, LocalSteps, Synchronisation
+from adaptive.sync.options import LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
 from compressors.sparsifier import Sparsifier
-from policies import Accordion, Fixed, Goodput, Policy, Schedule, Warmup, checks
-from policies.base import DeclaredPolicy
+from policies import Accordion, Goodput, Policy, checks
 
 GranularityName = Literal["auto", "layer", "bucket"]
 GRANULARITIES: tuple[GranularityName, ...] = get_args(GranularityName)
@@ -38,31 +36,6 @@ USUAL: Mapping[str, Any] = {
     "granularity": "auto",
 }
 """Arguments of `AdaptiveCompressor` where neither the user nor the policy names them."""
-
-INSTEAD = {
-    "cf": "policy=Fixed(100)",
-    "local_steps": "sync=LocalSteps(8)",
-    "outer_lr": "sync=LocalSteps(8, outer_lr=0.7)",
-    "outer_momentum": "sync=LocalSteps(8, outer_momentum=0.9)",
-    "overlap": "sync=LocalSteps(8, overlap=4)",
-    "delay": "sync=Delayed(2)",
-    "topology": "sync=Gossip('ring')",
-    "gossip": "sync=Gossip(algorithm='choco-sgd')",
-    "consensus_step": "sync=Gossip(consensus_step=0.1)",
-    "down_cf": "exchange=ParameterServer(down_cf=1)",
-    "server_memory": "exchange=ParameterServer(own_memory=True)",
-    "residual_dtype": "memory=Residual(dtype=torch.bfloat16)",
-    "momentum_lag": "memory=Momentum(lag=0.5)",
-    "masking": "memory=Momentum(masking=True)",
-    "clip_norm": "memory=Momentum(clip_norm=1.0) or memory=Residual(clip_norm=1.0)",
-    "link": "network='100mbit'",
-    "clock": "network=Network(clock=clock)",
-    "samples_per_step": "attach(model, samples_per_step=256)",
-    "checkpoint": "state_dict(checkpoint='gathered')",
-    "rungs": "base=Ladder({4: 'int8'}, 'topk+int4')",
-    "shadow_sample": "nothing: it is 1/64, at most 32768 elements",
-}
-"""What takes the place of arguments that `AdaptiveCompressor` has not: old ones, and `cf`."""
 
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
@@ -89,7 +62,7 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
     return compressor
 
 
-def default_policy(base: Compressor, hooks: Mapping[float, Any] | None = None) -> str:
+def default_policy(base: Compressor, hooks: object = None) -> str:
     """The policy for `policy=None`: "goodput" where a shadow ladder measures the gain of every CF,
     else "gravac". docs/results.md has the comparison."""
     return "goodput" if isinstance(base.at(inf), Sparsifier) and not hooks else "gravac"
@@ -164,13 +137,6 @@ def debug_interval(debug: Any) -> int:
     return checks.whole(argument, value, least=0)
 
 
-def refuse_removed(given: Mapping[str, object]) -> None:
-    """TypeError for arguments that are not there, which says what takes their place."""
-    for name in given:
-        told = f"AdaptiveCompressor() takes no argument {name!r}"
-        raise TypeError(f"{told}; instead: {INSTEAD[name]}" if name in INSTEAD else told)
-
-
 def require(condition: bool, argument: str, value: object, accepted: str) -> None:
     """TypeError that names an argument, its value and what is accepted, unless it is that."""
     if not condition:
@@ -191,7 +157,7 @@ class Settings:
     exchange: str
     server: ParameterServer
     levels: TwoLevel | None
-    hooks: dict[float, HookRung]
+    hooks: Mapping[float, Any]
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
@@ -216,6 +182,11 @@ class Settings:
                 f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
                 f"base={base.name!r}"
+            )
+        if self.hooks and self.server.down_cf in ("auto", *self.hooks):
+            raise ValueError(
+                f"hooks must be empty with exchange={self.server!r}, which compresses means at CFs "
+                f"of its own; got CF {min(self.hooks):g}"
             )
         self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
@@ -248,8 +219,8 @@ class Settings:
 
     def keeps(self) -> list[Policy | Compressor]:
         """The objects that hold state of one model: no two sessions may share them."""
-        rungs = self.base.rungs.values() if isinstance(self.base, Ladder) else ()
-        return [*_policies_in(self.policy), self.base, self.base.at(inf), *rungs]
+        of_base = self.base, self.base.at(inf), *self.base.rungs.values()
+        return [*_policies_in(self.policy), *of_base]
 
     def _check_sync(self) -> None:
         """ValueError for what does not go with the way to synchronise."""
@@ -277,16 +248,8 @@ class Settings:
                 f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
                 f"does not choose it as 'goodput' does"
             )
-        compresses = _compresses(base)  # if not, a dense policy takes its place
-        for policy in _policies_in(self.policy) if isinstance(sync, Gossip) else ():
-            own = not isinstance(policy, DeclaredPolicy)  # of the user
-            follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
-            if policy.layerwise or (compresses and not follows):
-                raise ValueError(
-                    f"policy must be 'fixed', 'schedule' or 'warmup', with a gain other than "
-                    f"'signal', with gossip: gains of parameters tell nothing of the quality of "
-                    f"training; got {policy.name!r} with gain {policy.gain!r}"
-                )
+        for policy in _policies_in(self.policy):
+            sync.check_policy(policy, _compresses(base))  # if not, a dense one takes its place
 
     def _check_used(self) -> None:
         """ValueError for a setting that nothing in this run would look at."""
@@ -318,12 +281,12 @@ class Settings:
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
-        hooks = {cf: str(rung) for cf, rung in sorted(self.hooks.items())}
+        rungs = dict(sorted(self.base.rungs.items()))
         measured = self.network.clock is time.perf_counter
         as_they_are = "granularity dense_below exchange server levels cf_range sync debug"
         return (
             f"base={self.base!r}",
-            f"hooks={hooks}",
+            f"rungs={rungs}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
             *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from adaptive.bucket import StepCFs
 from adaptive.exchange.collectives import Exchange, PendingSum, drain
-from adaptive.exchange.link import StepClock
-from adaptive.means_policy import MeansPolicy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.pace import DenseTimer
 from adaptive.sizes import Sizes
@@ -53,32 +51,29 @@ class _Pending(NamedTuple):
     """A step whose statistics are under way.
 
     report, recorded: the parts of its report and of its record that are known already. tally,
-    sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies.
-    down_cfs: the CF of its means, and of the step before; None: no means were compressed."""
+    sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies."""
 
     report: StepReport
     recorded: dict[str, Any]
     tally: Tally
     sketches: Tensor | None
     summed: PendingSum
-    down_cfs: tuple[float | None, float | None]
 
 
 @dataclass(eq=False)
 class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
-    means: chooses the CF of the means; None: they are not compressed, or at a fixed CF. lr: returns
-    the learning rate. memory: returns the memory in use. device: of the gradients. carrying: the
-    residual may hold something. numbers: the numbers of local steps that a policy may plan.
-    local_steps: the number between two exchanges now. skipped: backward passes since the last
+    lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
+    carrying: the residual may hold something. numbers: the numbers of local steps that a policy may
+    plan. local_steps: the number between two exchanges now. skipped: backward passes since the last
     exchange. lag: decisions always lag one step; with a delay this many more. agreed: the
     statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
     that no rank can have sent. too_small: statistics would cost more than compression of this model
     can bring, so every step is dense.
     """
 
-    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer, means=MeansPolicy | None)
+    _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
 
     policy: Policy
     exchange: Exchange
@@ -91,7 +86,6 @@ class Controller(saved.Stateful):
     device: torch.device
     numbers: tuple[int, ...]
     dense_timer: DenseTimer
-    means: MeansPolicy | None = None
     lag: int = 0
     step: int = saved.saved(0)
     cf: float = saved.saved(DENSE)
@@ -110,7 +104,6 @@ class Controller(saved.Stateful):
     _compressed_last: int = -1  # the step
     _last_gain: tuple[float, float] = saved.saved((DENSE, 1.0))  # the CF, and its gain
     _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
-    _down_cf: float | None = saved.saved(None)  # of the last step's means
 
     def begin_step(self) -> None:
         """At the first bucket: learn how the last step went, and plan this one."""
@@ -119,9 +112,8 @@ class Controller(saved.Stateful):
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
-        if not self._empties(plan.send):
-            self.carrying = plan.send not in self.sizes.hooks
-            self._compressed_last = self.step
+        if not self.is_dense(plan.send):
+            self.carrying, self._compressed_last = True, self.step
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
@@ -130,15 +122,11 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
-        sent = () if self._empties(plan.send) else (plan.send,)
-        compressed = {*sent, *plan.probe} - {DENSE, *self.sizes.hooks}
+        compressed = {cf for cf in (plan.send, *plan.probe) if not self.is_dense(cf)}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
-        compresses = plan.send in compressed
-        if self.means is not None and (why := self.means.begin_step(self.step, compresses)):
-            self.recorder.event(Event(self.step, self.cf, self.cf, f"means: {why}"))
         self.tally = self._open_tally(plan)
 
-    def _empties(self, cf: float) -> bool:
+    def is_dense(self, cf: float) -> bool:
         """A step at this CF is dense, in whatever precision: it sends all that residuals hold."""
         return cf == DENSE or self.sizes.granularity.compressor.at(cf).sent_as_dense
 
@@ -149,9 +137,7 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's plan. It is dense after `detach()`, where the memory wants that, and before
-        the first step of a foreign hook while the residual holds something, which that hook would
-        not send."""
+        """The policy's plan. It is dense after `detach()`, and where the memory wants that."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -166,9 +152,6 @@ class Controller(saved.Stateful):
             )
         if why := self.memory().handover.dense_because:
             return replace(plan, send=DENSE, probe=(), layers={}, local_steps=0, reason=why)
-        if self.carrying and plan.send in self.sizes.hooks:
-            why = f"what the residual holds is sent before CF {plan.send:g}, which has none"
-            plan = replace(plan, send=DENSE, reason=why)
         return plan
 
     def _open_tally(self, plan: Plan) -> Tally:
@@ -205,7 +188,7 @@ class Controller(saved.Stateful):
             updates=self.memory().handover.sends_updates,
             drift=peers is not None and len(self.numbers) > 1,
             norms=self.policy.gain == "raw",
-            mean_cfs=() if self.means is None else self.means.means.measured,
+            mean_cfs=self.sizes.choice.means.measured,
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
@@ -231,8 +214,8 @@ class Controller(saved.Stateful):
         """At the last bucket, after its own collective: start agreeing on the statistics.
 
         found: `changed` and `unscaled` of the step watch, where the gradients are; None: both are
-        0. A foreign hook may issue more collectives from its callbacks until the step is over.
-        After one, agreeing starts with the next step."""
+        0. Where others have issued collectives, they may issue more until the step is over: then
+        agreeing starts with the next step."""
         tally, peers = self.tally, self.requested.peers
         sketches = peers.end_step(tally) if peers is not None and tally.sketch else None
         if found is not None:
@@ -241,9 +224,9 @@ class Controller(saved.Stateful):
         if tally.sharded:
             tally.at("sent_bytes").fill_(self.exchange.sent)
         summed = self.exchange.sum_later(tally.complete())
-        if self.cf not in self.sizes.hooks:
-            summed.start()
         traffic = self.exchange.take_traffic()
+        if not traffic.by_others:
+            summed.start()
         self.stopwatch.sent(traffic)
         timed_cf, timed_bytes, timed_steps = self.stopwatch.timed
         steps, self.skipped = 1 + self.skipped, 0
@@ -265,10 +248,7 @@ class Controller(saved.Stateful):
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
-        means = self.means if self.cf in self.cfs.measured else None
-        down_cf = None if means is None else means.cf
-        down_cfs, self._down_cf = (down_cf, self._down_cf), down_cf
-        self._pending.append(_Pending(report, recorded, tally, sketches, summed, down_cfs))
+        self._pending.append(_Pending(report, recorded, tally, sketches, summed))
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
@@ -322,7 +302,7 @@ class Controller(saved.Stateful):
         lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense from now on"])
-        lines += [] if self.means is None else [self.means.explain()]
+        lines += self.policy.notes()
         lines += [self.policy.verdict()] if self.policy.verdict() else []
         numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
         if detail and numbers:
@@ -337,19 +317,23 @@ class Controller(saved.Stateful):
             **self.recorder.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], same_clock: bool = True) -> None:
-        """same_clock: see `Stopwatch.load_state_dict`. An error may leave it half loaded: see
-        `loaded_parts`."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], same_clock: bool = True, resharded: bool = False
+    ) -> None:
+        """same_clock: see `Stopwatch.load_state_dict`. resharded: the state was made for another
+        number of ranks."""
         super().load_state_dict(state)
         fits = self.local_steps in self.numbers and self.skipped >= 0
         told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
         saved.require(fits, f"{told}, and 'skipped' not negative")
-        self.abandon()
-        self.agreed = Statistics()
+        self._pending, self.agreed, self.invalid = deque(), Statistics(), False
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
         if not same_clock:
             self.dense_timer.contrast.pause()
+        if resharded:
+            self.policy.rescale()
+            self.dense_timer.rescale()
 
     def abandon(self) -> None:
         """Forget the statistics that are under way, and what was counted for the next ones."""
@@ -358,28 +342,16 @@ class Controller(saved.Stateful):
         self.exchange.invalid.clear()
         self.invalid = False
 
-    def policies(self) -> list[Policy]:
-        """That of gradients, and that of means."""
-        return [self.policy, *([] if self.means is None else [self.means.policy])]
-
-    def loaded_parts(self) -> list[object]:
-        """Whatever `load_state_dict` changes beside the policies and the dense timer."""
-        watch = self.stopwatch
-        modelled = [watch.clock] if isinstance(watch.clock, StepClock) else []
-        parts = [self, self.exchange, self._totals, self.recorder, watch, watch.forward]
-        parts.append(self._totals.pace)
-        return [*parts, *modelled, *([] if self.means is None else [self.means])]
-
     def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""
         while len(self._pending) > keep:
-            report, recorded, tally, sketches, summed, down_cfs = self._pending.popleft()
+            report, recorded, tally, sketches, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
             self.invalid = self.invalid or agreed.invalid > 0
             if sketches is not None and requested.peers is not None:
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
-            empties = self._empties(report.cf) and not agreed.nonfinite
+            empties = self.is_dense(report.cf) and not agreed.nonfinite
             if empties and step > self._compressed_last:
                 self.carrying = False
             ranks = self.exchange.ranks
@@ -395,11 +367,7 @@ class Controller(saved.Stateful):
             if step > 0:  # whose report is of the step before
                 totals.pace.add(report.median_seconds, report.timed_steps, dense)
             if not self.forced_dense:
-                of_gradients = report
-                if self.means is not None:
-                    of_gradients = self.means.report_of_gradients(report, down_cfs[1])
-                    recorded |= self.means.observe(report, agreed, *down_cfs)
-                self.policy.observe(of_gradients)
+                self.policy.observe(report)
             gain = self._gain(report)
             totals.add_gain(report.cf, gain)
             recorded |= {"gain": gain, "pace": replace(totals.pace)}

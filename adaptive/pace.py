@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
-from math import exp, isfinite, log, nan, sqrt
+from math import exp, inf, isfinite, log, nan, sqrt
 from statistics import median
 
 from adaptive.exchange.link import LinkCost, LinkSpec, StepClock
 from policies.base import DENSE, StepReport
 from policies.state import Stateful, require, saved
-from policies.step_time import StepTime
 
 ALIKE = 0.05
 """Step times that differ by no more than this share are called the same."""
@@ -32,6 +31,9 @@ WINDOW = 64
 
 LARGEST = 100.0
 """Largest log of seconds, or of a ratio of seconds, that a saved state may hold."""
+
+OTHER = 1.5
+"""Step times at one CF that differ by more than this factor are not of one network."""
 
 LEAST = 5
 """Steps at each of two CFs, in one stretch of time, that a comparison needs."""
@@ -142,12 +144,15 @@ class Contrast(Stateful):
 
     Of the last `WINDOW` steps, the medians of those at one CF and at another are compared. Doubt is
     the difference that drift inside each of the two could explain, and the noise of the medians. A
-    CF that was never beside dense is compared with a third CF that was.
+    CF that was never beside dense is compared with a third CF that was. A comparison is dropped
+    once steps at the CF take more than `OTHER` times as long as then, or as short: the network, or
+    the machine, is another one.
     """
 
     _last: list[tuple[float, float]] = saved([])  # (CF, log of seconds) of the last steps
-    # By CF: log of (dense step / step at the CF), doubt of the log, and the step that measured it.
-    _ratios: dict[float, tuple[float, float, int]] = saved({})
+    # By CF: log of (dense step / step at the CF), doubt of the log, the step that measured it, and
+    # the log of the seconds of a step at the CF then.
+    _ratios: dict[float, tuple[float, float, int, float]] = saved({})
     _steps: int = saved(0)
 
     def observe(self, cf: float, seconds: float) -> None:
@@ -162,16 +167,17 @@ class Contrast(Stateful):
         often = sorted(each for each, values in times.items() if len(values) >= LEAST)
         for a, b in combinations(often, 2):  # dense first
             ratio, doubt = _compared(times[a], times[b])
-            self._learn(b, a, ratio, doubt)
-            self._learn(a, b, -ratio, doubt)
+            of_a, of_b = (median(value for _, value in times[each]) for each in (a, b))
+            self._learn(b, a, ratio, doubt, of_b)
+            self._learn(a, b, -ratio, doubt, of_a)
 
     def step(self, cf: float, seconds: float) -> DenseStep:
         """The dense step in place of a step at `cf` that took `seconds`."""
         if cf == DENSE:
             return DenseStep(seconds, measured=True)
-        if cf not in self._ratios:
+        ratio, doubt, _, then = self._ratios.get(cf, (nan, nan, 0, inf))
+        if abs(log(seconds) - then) > log(OTHER):
             return NOT_TIMED
-        ratio, doubt, _ = self._ratios[cf]
         dense = seconds * exp(ratio)
         return DenseStep(dense, measured=True, doubt=dense * (1 - exp(-doubt)))
 
@@ -179,20 +185,17 @@ class Contrast(Stateful):
         """Begin another stretch of time."""
         self._last = []
 
-    def forget(self) -> None:
-        """Begin again: the network has changed."""
-        self._last, self._ratios = [], {}
-
     def _check_loaded(self) -> None:
         logs = [value for _, value in self._last]
-        logs += [ratio for ratio, _, _ in self._ratios.values()]
+        logs += [value for ratio, _, _, then in self._ratios.values() for value in (ratio, then)]
         fits = all(abs(value) < LARGEST for value in logs)
-        fits = fits and all(doubt >= 0 for _, doubt, _ in self._ratios.values())
+        fits = fits and all(doubt >= 0 for _, doubt, _, _ in self._ratios.values())
         require(fits, "'contrast' must be logs of seconds, and doubts that are not negative")
 
-    def _learn(self, cf: float, other: float, ratio: float, doubt: float) -> None:
+    def _learn(self, cf: float, other: float, ratio: float, doubt: float, now: float) -> None:
         """Learn from log(step at `other` / step at `cf`) = ratio, if `other` is dense or known. The
-        comparison with the least doubt stands, for as long as a stretch of time."""
+        comparison with the least doubt stands, for as long as a stretch of time. now: log of the
+        seconds of a step at `cf`."""
         by_dense = other == DENSE
         if cf == DENSE or not (by_dense or other in self._ratios):
             return
@@ -201,7 +204,7 @@ class Contrast(Stateful):
         known = self._ratios.get(cf)
         old = known is None or (by_dense and self._steps - known[2] >= WINDOW)
         if known is None or old or doubt < known[1]:
-            self._ratios[cf] = ratio, doubt, self._steps
+            self._ratios[cf] = ratio, doubt, self._steps, now
 
 
 def _compared(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> tuple[float, float]:
@@ -237,26 +240,21 @@ class DenseTimer(Stateful):
     others (`Contrast`). Else they are modelled: the work of a step, and the link's time for the
     bytes, at the emulated rate or at the rate measured before training.
 
-    nbytes: bytes on the wire at a CF. world_size: ranks that exchange. overlap: see `StepTime`.
-    clock: the compressor's. spec: the emulated link. cost: returns the measured link, if any.
+    nbytes: bytes on the wire at a CF. world_size: ranks that exchange. clock: the compressor's.
+    spec: the emulated link. cost: returns the measured link, if any.
     """
 
     nbytes: Callable[[float], float]
     world_size: int
-    overlap: int | None
     clock: Callable[[], float]
     spec: LinkSpec | None
     cost: Callable[[], LinkCost | None]
 
-    time: StepTime = saved()
-    contrast: Contrast = saved()
-
-    def __post_init__(self) -> None:
-        self.rescale()
+    contrast: Contrast = saved(Contrast())
 
     def rescale(self) -> None:
         """Begin again: the number of ranks has changed."""
-        self.time, self.contrast = StepTime(self.nbytes, self.overlap), Contrast()
+        self.contrast = Contrast()
 
     @property
     def network(self) -> str:
@@ -265,10 +263,6 @@ class DenseTimer(Stateful):
 
     def observe(self, report: StepReport) -> DenseStep:
         """Take in one report; returns the dense step in place of each of its optimizer steps."""
-        changes = self.time.changes
-        self.time.observe(report)
-        if self.time.changes > changes and self.spec is None:
-            self.contrast.forget()
         cf, steps, seconds = report.timed_cf, report.timed_steps, report.median_seconds
         if steps == 1 and report.seconds > 0 and isfinite(cf):
             self.contrast.observe(cf, report.seconds)
@@ -280,32 +274,24 @@ class DenseTimer(Stateful):
             hops = report.dense_hops
             return DenseStep(self.clock.step(nbytes, statistics, 1, nbytes / 2, hops=hops))
         known = self.contrast.step(cf, seconds) if steps == 1 else NOT_TIMED
-        return known if isfinite(known.seconds) else self._modelled(cf, steps, seconds)
+        return known if isfinite(known.seconds) else self._modelled(report)
 
-    def _modelled(self, cf: float, steps: int, seconds: float) -> DenseStep:
-        """`seconds`, and by how much a dense step is longer in the model of step times."""
-        here, work, link = self.time.seconds(cf, steps), self.time.work, self._link_seconds()
-        if here is None or work is None:
+    def _modelled(self, report: StepReport) -> DenseStep:
+        """The work of a step, and what the link takes for a dense exchange beyond backward."""
+        wait, cf = report.wait_seconds, report.timed_cf
+        link, here = self._link_seconds(DENSE), self._link_seconds(cf)
+        if link is None or here is None or not isfinite(wait + report.coding_seconds):
             return NOT_TIMED
-        by_steps, here = self.time.seconds(DENSE, 1) or nan, here / steps
-        if steps > 1 and DENSE in self.time.timed():
-            modelled = by_steps
-        elif link is None:
-            return NOT_TIMED
-        else:
-            modelled = work + max(0.0, link - BACKWARD * work)
-            if self.spec is None and len(self.time.timed()) > 1:
-                # Step times show whether the network has changed since it was measured. Where they
-                # disagree on what is faster, nothing is known; else the shorter time is safe.
-                if (by_steps > here) != (modelled > here):
-                    return NOT_TIMED
-                modelled = min(modelled, by_steps)
-        dense = seconds / steps + modelled - here
-        return DenseStep(dense) if dense > 0 else NOT_TIMED
+        round_seconds = report.median_seconds - wait - report.coding_seconds
+        work = max(0.0, round_seconds) / report.timed_steps
+        hidden = BACKWARD * work
+        if self.spec is None and wait < here - hidden:
+            return NOT_TIMED  # the network is no longer as slow as it was measured
+        return DenseStep(work + max(0.0, link - hidden))
 
-    def _link_seconds(self) -> float | None:
-        """Seconds of a dense exchange on the link; None if unknown."""
-        nbytes = self.nbytes(DENSE)
+    def _link_seconds(self, cf: float) -> float | None:
+        """Seconds of an exchange at a CF on the link; None if unknown."""
+        nbytes = self.nbytes(cf)
         if self.spec is not None:
             return self.spec.latency + 8 * nbytes / self.spec.bits_per_second
         cost = self.cost()

@@ -27,8 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
@@ -63,6 +65,18 @@ OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
 """Is told a gradient of a parameter, flat, and whether it is to be passed over as not finite."""
 
 Send = Callable[[Tensor], Future[Tensor]]
+
+
+@runtime_checkable
+class SendsItself(Protocol):
+    """A compressor whose steps are dense, and that turns gradients into their mean itself."""
+
+    def send(
+        self, bucket: dist.GradBucket, work: Tensor, scale: Tensor | None, exchange: Exchange
+    ) -> Future[Tensor]:
+        """A future of the ranks' mean of `work`, the bucket's gradients or a wider copy of them.
+        scale: that of the loss, by which `work` was divided."""
+        ...
 
 
 @dataclass(frozen=True)

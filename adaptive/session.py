@@ -30,7 +30,6 @@ from adaptive.exchange.link import EmulatedLink
 from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.exchange.two_level import NodeExchange, NodeMeans, open_exchange
-from adaptive.means_policy import MeansPolicy, another
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
@@ -38,7 +37,7 @@ from adaptive.pace import DenseTimer
 from adaptive.parameters import ModelParameters
 from adaptive.replicas import Exchanging, Replica
 from adaptive.sizes import Sizes, make_header, start_policy
-from adaptive.state import SavedPart, check_state, load_parts, undone_on_error
+from adaptive.state import SavedPart, check_state, load_parts, refusing, swapped
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.timing import Stopwatch, Timestamps
 from adaptive.step_watch import FALLEN_BACK, Groups, StepWatch
@@ -119,8 +118,7 @@ class Session:
         segments = as_one and settings.granularity != "bucket"
         segments = segments and isinstance(settings.base, Quantizer)
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, segments)
-        hooks = settings.hooks.keys()
-        self._sizes = Sizes(self._parameters, self._granularity, hooks, self._choice, world_size)
+        self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         self._agree(optimizers, scaler)
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device)
         timestamps = Timestamps.of(settings.network.clock, self.device)
@@ -177,20 +175,11 @@ class Session:
                 )
         self._check_optimizers(optimizers)
         self._memory.choose(optimizers, settings.sync)
-        topology = settings.sync.topology_of(self.exchange.world_size)
-        self._choice.messages = None if topology is None else topology.messages
-        self._means: MeansPolicy | None = None
-        if settings.server.down_cf == "auto" and base.name != "none":
-            second = another(settings.policy)
-            of_both = self._sizes.wire_bytes
-            self._means = MeansPolicy(second, self._choice.means, of_both, base.known_gains)
-        context = start_policy(settings, self._sizes, self._memory.now, self._means)
-        if self._means is not None:
-            self._means.start(context)
+        self._choice.messages = settings.sync.messages(self.exchange.world_size)
+        self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
-        not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
-        candidates = {*map(supported, settings.policy.candidates())} - not_shadowed
+        candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *base.rungs}
         self._requested = RequestedStatistics(
             settings.policy, parameters.values(), sorted(candidates), as_one
         )
@@ -206,7 +195,6 @@ class Session:
             *settings.describe(self._memory.now.name),
             f"{len(sizes)} parameters of {sum(sizes)} elements: "
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
-            *([] if topology is None else [f"topology {topology}"]),
             *(
                 f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
                 for cf in sorted(candidates | self._compressed_cfs())
@@ -215,11 +203,10 @@ class Session:
         return "\n".join(lines)
 
     def _compressed_cfs(self) -> set[float]:
-        """The policy's candidates and the ends of `cf_range`, but for what is not compressed by the
-        base."""
+        """The policy's candidates and the ends of `cf_range`, but for those that are dense."""
         settings = self.settings
-        cfs = {*settings.policy.candidates(), *settings.cf_range}
-        return {*map(self._sizes.supported, cfs)} - {DENSE, *settings.hooks}
+        cfs = {*map(self._sizes.supported, {*settings.policy.candidates(), *settings.cf_range})}
+        return {cf for cf in cfs if cf != DENSE and not settings.base.at(cf).sent_as_dense}
 
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same
@@ -265,7 +252,7 @@ class Session:
     ) -> Controller:
         settings, tells = self.settings, self.exchange.first
         controller = Controller(
-            settings.policy,
+            self._policy,
             self.exchange,
             Stopwatch(timestamps),
             Recorder(settings.timeline, tells, self._header, self._samples_per_step),
@@ -278,12 +265,10 @@ class Session:
             DenseTimer(
                 self._sizes.wire_bytes,
                 self.exchange.world_size,
-                settings.sync.overlap,
                 settings.network.clock,
                 settings.network.spec,
                 lambda: self._choice.link,
             ),
-            self._means,
             settings.sync.extra_lag,
         )
         controller.take_steps(settings.sync.numbers[0])
@@ -502,7 +487,7 @@ class Session:
         base, memory, controller = self.settings.base, self._memory, self.controller
         return {
             "sync": self._sync.saved(),
-            "compressor": SavedPart(base.state_dict, base.load_state_dict),
+            "compressor": swapped(base),
             **self._choice.parts(self.device, resharded),
             "moments": SavedPart(
                 memory.handover_state,
@@ -513,9 +498,7 @@ class Session:
                 memory.state_dict, partial(memory.check, kind=kind), memory.load_state_dict
             ),
             **self._requested.parts(self._parameters.values()),
-            "controller": SavedPart(
-                controller.state_dict, partial(controller.load_state_dict, same_clock=same_clock)
-            ),
+            "controller": swapped(controller, same_clock=same_clock, resharded=resharded),
         }
 
     def load_state_dict(
@@ -523,28 +506,24 @@ class Session:
     ) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
 
-        checking: entered while that can still be so; what it raises at its end undoes all, too."""
+        checking: entered while that can still be so."""
         averager, controller = self._averager, self.controller
         if averager.whole:
             with suppress(Exception):  # then it is forgotten
                 self._sync.wait()
         else:
             averager.pipeline.abandon()  # before something is loaded that it could change
-        trials = self.settings.base, *controller.policies(), controller.dense_timer
-        with undone_on_error(trials, controller.loaded_parts()), checking:
+        with refusing(), checking:
             expected = self._expected(state)
             resharded = saved.read(state, "resharded_from", int | None) is not None
             parts = self._parts(expected["memory_kind"], resharded, same_clock)
             check_state(state, expected, parts)
-            if resharded:
-                for policy in controller.policies():
-                    policy.rescale()
-                controller.dense_timer.rescale()
         self._fall_back_with(expected["memory_kind"])
         self.abandon()
         self._watch.they_move()
         with averager.noting_failure():
             load_parts(state, parts)
+            controller.stopwatch.go_on(state["controller"]["saved_at"])
 
     def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same in this state."""

@@ -3,7 +3,6 @@ timelines are told of it at the start."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
@@ -13,17 +12,16 @@ import torch
 from adaptive.bucket import Granularity, StepCFs
 from adaptive.config import Settings
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.exchange.collectives import hook_bytes, reduce_wire_bytes
+from adaptive.exchange.collectives import reduce_wire_bytes
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
-from adaptive.means_policy import MeansPolicy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
 from compressors.base import Spec
-from policies import DENSE, Context, Fixed
+from policies import DENSE, Context, Fixed, Policy
 from policies.base import DeclaredPolicy
 
 FASTER = 2.0
@@ -39,12 +37,11 @@ class Sizes:
     a model that is a single bucket: next to the same, and they never change. Where parameters are
     sharded, they are those of the largest shard, so that all ranks reckon with the same.
 
-    parameters: may still be found one by one. hooks: the CFs that foreign hooks send.
+    parameters: may still be found one by one.
     """
 
     parameters: ModelParameters
     granularity: Granularity
-    hooks: Collection[float]
     choice: ExchangeChoice
     world_size: int
     _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
@@ -108,22 +105,17 @@ class Sizes:
     def _count_wire_bytes(self, cf: float, down_cf: float | None) -> float:
         if cf == DENSE:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
-        if cf in self.hooks:
-            return reduce_wire_bytes(hook_bytes(self.numel(), cf), self.world_size)
         means = None if down_cf is None else self._pieces(down_cf)
         return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf, means)
 
     def supported(self, cf: float) -> float:
-        """The nearest CF that the base or a hook can really do; the base on the largest that it
-        compresses, where it matters most."""
-        if self._without_base(cf):
+        """The nearest CF that the base can really do, on the largest tensor that it compresses,
+        where it matters most."""
+        if cf == DENSE:
             return cf
         shapes = [piece.shape for piece in self._pieces(cf) if piece.cf != DENSE]
         largest = max(shapes, key=prod, default=(1,))
-        return self.granularity.compressor.nearest(Spec.shaped(largest, cf))
-
-    def _without_base(self, cf: float) -> bool:
-        return cf == DENSE or cf in self.hooks
+        return self.granularity.compressor.at(cf).nearest(Spec.shaped(largest, cf))
 
     def _pieces(self, cf: float) -> list[Piece]:
         """What a step at `cf` sends."""
@@ -149,33 +141,23 @@ class Sizes:
         return Piece(self.granularity.compressor.at(cf), shape, cf)
 
 
-def start_policy(
-    settings: Settings, sizes: Sizes, memory: NoMemory, means: MeansPolicy | None = None
-) -> Context:
+def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Policy, Context]:
     """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    what it was told. memory: the one in use. means: chooses the CF of means. ValueError
-    if the settings do not go together or do not fit the model."""
-    hooks, (low, high) = settings.hooks, settings.cf_range
+    the policy that is at work, and what it was told. memory: the one in use. ValueError if the
+    settings do not go together or do not fit the model."""
+    base, (low, high) = settings.base, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
-    if ends[1] == DENSE < high and not hooks:
+    if ends[1] == DENSE < high and not base.rungs:
         settings.policy = Fixed(cf=DENSE)
         low = high = DENSE
-    outside = [cf for cf in hooks if not low <= cf <= high]
-    if outside:
-        raise ValueError(
-            f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {outside[0]:g}"
-        )
-    assumed = {cf: rung.gain for cf, rung in hooks.items() if rung.gain is not None}
-    assumed |= settings.base.known_gains
-    as_dense = filter(lambda cf: settings.base.at(cf).sent_as_dense, settings.base.known_gains)
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
         supported=sizes.supported,
-        assumed=assumed,
-        uncoded=frozenset(as_dense),
-        unknown=frozenset(hooks.keys() - assumed.keys()),
-        wire_bytes=sizes.wire_bytes if means is None else means.bytes_of_gradients,
+        assumed=base.known_gains,
+        uncoded=frozenset(cf for cf, rung in base.rungs.items() if rung.sent_as_dense),
+        unknown=frozenset(base.rungs.keys() - base.known_gains.keys()),
+        wire_bytes=sizes.wire_bytes,
         link=lambda: link_of(settings.network.spec, sizes.choice.link),
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
@@ -188,9 +170,10 @@ def start_policy(
             f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
             f"attach(model), and layers that are not below dense_below"
         )
-    settings.policy.start(context)
+    policy = sizes.choice.policy_of(settings.policy, sizes.wire_bytes)
+    policy.start(context)
     _check_rungs(settings, context)
-    return context
+    return policy, context
 
 
 def _check_rungs(settings: Settings, context: Context) -> None:
@@ -199,14 +182,12 @@ def _check_rungs(settings: Settings, context: Context) -> None:
     if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
         return
     sends = {*context.cf_range, *policy.candidates()}
-    for name, rungs in (("hooks", settings.hooks), ("base: rungs", settings.base.known_gains)):
-        left = sorted(rungs.keys() - sends)
-        if left:
-            raise ValueError(
-                f"{name} must be at CFs that the policy sends: those that 'fixed' or 'schedule' "
-                f"names, or any with 'goodput' (of a hook: HookRung(hook, gain=...)); got CF "
-                f"{left[0]:g}, which policy {policy.name!r} never sends"
-            )
+    if left := sorted(settings.base.rungs.keys() - sends):
+        raise ValueError(
+            f"hooks, and rungs of base, must be at CFs that the policy sends: those that 'fixed' "
+            f"or 'schedule' names, or any with 'goodput' (of a hook: HookRung(hook, gain=...)); "
+            f"got CF {left[0]:g}, which policy {policy.name!r} never sends"
+        )
 
 
 def link_of(spec: LinkSpec | None, measured: LinkCost) -> tuple[float, float]:

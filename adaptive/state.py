@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter
-from policies.state import read, require
+from policies.state import become, read, require, twin
 
 State = Mapping[str, Any]
 
@@ -30,20 +30,11 @@ HINTS = {
 
 
 @contextmanager
-def undone_on_error(stateful: Sequence[Any], plain: Sequence[object]) -> Iterator[None]:
-    """If what is loaded in this context cannot be, whatever the reason, all is as it was before,
-    and the error is a ValueError. stateful: go back by their own `state_dict`. plain: get their
-    attributes back, so they must not change in place what these hold."""
-    states = [each.state_dict() for each in stateful]
-    attributes = [dict(vars(each)) for each in plain]
+def refusing() -> Iterator[None]:
+    """Whatever is raised inside is a ValueError about the state."""
     try:
         yield
     except Exception as error:
-        for each, before in zip(stateful, states, strict=True):
-            each.load_state_dict(before)
-        for part, kept in zip(plain, attributes, strict=True):
-            vars(part).clear()
-            vars(part).update(kept)
         told = str(error)
         if not isinstance(error, ValueError):
             told = f"it cannot be loaded, {type(error).__name__}: {told}"
@@ -54,13 +45,25 @@ class SavedPart(NamedTuple):
     """What one part of a session saves, under a name of its own in the state.
 
     save: returns it. check: ValueError unless a saved value fits; it changes nothing. load: goes on
-    from a value that `check` has found to be good, and cannot fail. None: `check` has loaded it, on
-    trial (see `undone_on_error`). kind: the type of the value, for `policies.state.read`."""
+    from a value that `check` has found to be good, and cannot fail. kind: the type of the value,
+    for `policies.state.read`."""
 
     save: Callable[[], Any]
     check: Callable[[Any], None]
-    load: Callable[[Any], None] | None = None
+    load: Callable[[Any], None]
     kind: Any = Mapping
+
+
+def swapped(part: Any, **options: Any) -> SavedPart:
+    """A part whose `load_state_dict` may find out half-way that a state does not fit: the state is
+    loaded into its twin, whose content it takes at the end."""
+    new: list[Any] = []
+
+    def check(value: Any) -> None:
+        new.append(twin(part))
+        new[0].load_state_dict(value, **options)
+
+    return SavedPart(part.state_dict, check, lambda _: become(part, new.pop()))
 
 
 def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -> None:
@@ -81,8 +84,7 @@ def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -
 def load_parts(state: State, parts: Mapping[str, SavedPart]) -> None:
     """Go on from a state that `check_state` has found to be good."""
     for name, part in parts.items():
-        if part.load is not None:
-            part.load(state[name])
+        part.load(state[name])
 
 
 def flat_tensors(parameters: Iterable[ModelParameter]) -> dict[str, Tensor]:

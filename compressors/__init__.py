@@ -1,5 +1,8 @@
 """How to compress one flat gradient tensor, and back. Knows nothing of processes or policies."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from compressors.base import (
     Compressor,
     InvalidPayload,
@@ -13,15 +16,21 @@ from compressors.base import (
 )
 from compressors.ladder import Ladder
 from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8
 from compressors.randomk import RandomK
 from compressors.registry import compressor_names, make_compressor, register
+from compressors.registry import load as _load
 from compressors.rounds import RoundsCompressor
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
-from compressors.sketch import Sketch
 from compressors.sparsifier import Sparsifier, TopK
-from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
+from compressors.thresholds import DGC, RedSync, Threshold
 from compressors.wire.values import ValueFormat
+
+if _TYPE_CHECKING:
+    from compressors.contrib.adacomp import AdaComp
+    from compressors.contrib.natural import Natural
+    from compressors.contrib.sidco import SIDCo
+    from compressors.contrib.sketch import Sketch
 
 __all__ = [
     "BF16",
@@ -60,3 +69,8 @@ __all__ = [
     "make_compressor",
     "register",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """What is imported when it is named."""
+    return _load(name)

@@ -237,7 +237,8 @@ class Compressor(ABC):
         at most all of it.
     masking: the CF from which on its paper sets the velocity of sent elements to zero (momentum
         factor masking); inf for never.
-    known_gains: gains by CF that policies take for known. Nothing is measured at these CFs.
+    rungs: other compressors, by the CFs at which they work in this one's place.
+    known_gains: gains of rungs that policies take for known. Nothing is measured at rungs.
     sent_as_dense: a step is a dense step that is summed in `sum_dtype`. Nothing of it is
         compressed, measured or fed back: what rounding loses is in no rank's residual.
     """
@@ -253,13 +254,14 @@ class Compressor(ABC):
     keeps_most_to: float = 1.0
     momentum_lag: float = inf
     masking: float = inf
+    rungs: Mapping[float, Compressor] = MappingProxyType({})
     known_gains: Mapping[float, float] = MappingProxyType({})
     sent_as_dense: bool = False
 
     def at(self, cf: float) -> Compressor:
-        """The compressor that works at `cf`: this one, unless it is a `Ladder`. At inf, the one for
-        the largest CFs."""
-        return self
+        """The compressor that works at `cf`: a rung, or this one. At inf, the one for the largest
+        CFs."""
+        return self.rungs.get(cf, self)
 
     @abstractmethod
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
@@ -315,7 +317,8 @@ class Compressor(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; ValueError if it does not fit."""
+        """Go on from a `state_dict()`; ValueError if it does not fit. It is called on a copy: what
+        the compressor holds must be replaced, and not changed in place."""
         if state:
             raise ValueError(f"state: compressor {self.name!r} has none, got {sorted(state)}")
 

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 from compressors.base import Compressor, NoCompression
 from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8
 from compressors.randomk import RandomK
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
-from compressors.sketch import Sketch
 from compressors.sparsifier import Sparsifier, TopK
-from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
+from compressors.thresholds import DGC, RedSync, Threshold
 from compressors.wire.values import value_names
 
-_sparsifiers = (TopK, DGC, Threshold, RedSync, SIDCo, AdaComp, RandomK)
-_quantizers = (FP16, BF16, Int8, Int4, QSGD, Natural, OneBit, SignSGD, TernGrad, TwoBit)
-_classes = (NoCompression, PowerSGD, Sketch, *_sparsifiers, *_quantizers)
+_sparsifiers = (TopK, DGC, Threshold, RedSync, RandomK)
+_quantizers = (FP16, BF16, Int8, Int4, QSGD, OneBit, SignSGD, TernGrad, TwoBit)
+_classes = (NoCompression, PowerSGD, *_sparsifiers, *_quantizers)
 _registry: dict[str, Callable[..., Compressor]] = {each.name: each for each in _classes}
+
+CONTRIB = {"adacomp": "AdaComp", "natural": "Natural", "sidco": "SIDCo", "sketch": "Sketch"}
+"""Compressors that are imported when they are named: the class, by the name, which is also that of
+its module in `compressors.contrib`."""
+
+
+def load(kind: str) -> Any:
+    """A class of `CONTRIB`. AttributeError if there is none of this name."""
+    for name, each in CONTRIB.items():
+        if each == kind:
+            return getattr(import_module(f"compressors.contrib.{name}"), kind)
+    raise AttributeError(f"module 'compressors' has no attribute {kind!r}")
 
 
 def register(name: str, factory: Callable[..., Compressor]) -> None:
     """Make `name` usable wherever a compressor is chosen by name; `factory`, for example the class,
     is called without arguments. ValueError if the name is taken or has a "+" in it."""
-    if name in _registry:
+    if name in _registry or name in CONTRIB:
         raise ValueError(f"name must not be registered yet, got {name!r}")
     if "+" in name:
         raise ValueError(f"name must have no '+', which sets values apart; got {name!r}")
@@ -32,7 +45,7 @@ def register(name: str, factory: Callable[..., Compressor]) -> None:
 
 def compressor_names() -> tuple[str, ...]:
     """The registered names, in alphabetical order."""
-    return tuple(sorted(_registry))
+    return tuple(sorted((*_registry, *CONTRIB)))
 
 
 def make_compressor(base: str | Compressor) -> Compressor:
@@ -45,9 +58,9 @@ def make_compressor(base: str | Compressor) -> Compressor:
     if not isinstance(base, str):
         raise TypeError(f"base must be a name or a Compressor object, got {base!r}")
     name, plus, values = base.partition("+")
-    if name not in _registry:
+    if name not in compressor_names():
         raise ValueError(f"base must be one of {', '.join(compressor_names())}; got {base!r}")
-    factory = _registry[name]
+    factory = load(CONTRIB[name]) if name in CONTRIB else _registry[name]
     if not plus:
         return factory()
     if not (isinstance(factory, type) and issubclass(factory, Sparsifier)):

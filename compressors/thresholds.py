@@ -2,20 +2,17 @@
 
     DGC        the top-k threshold of a sample
     Threshold  a fixed number, or the top-k threshold of a sample
-    SIDCo      a quantile of a distribution that is fitted to the magnitudes, in several stages
     RedSync    a number between the mean and the maximum of the magnitudes, found by bisection
-    AdaComp    in each small bin of neighbours, the maximum of that bin
 
-The first three find their threshold in a sample, and one pass over the tensor does the rest. At
-least one element is kept, and at most k = max(1, floor(numel / cf)): if more reach the threshold,
-the k largest are (Deep Gradient Compression calls this hierarchical selection).
+The first two find their threshold in a sample, and one pass over the tensor does the rest. At least
+one element is kept, and at most k = max(1, floor(numel / cf)): if more reach the threshold, the k
+largest are (Deep Gradient Compression calls this hierarchical selection).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from math import ceil, inf, isfinite, log
-from typing import Any
+from math import ceil, inf, isfinite
 
 import numpy as np
 import torch
@@ -23,7 +20,7 @@ from torch import Tensor
 
 from compressors.base import Key
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import CACHE_BLOCK, Array, Scalar, Selected, ThresholdSearch
+from compressors.kernels.blocks import Array, Scalar, Selected, ThresholdSearch
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import ValueFormat
 
@@ -109,80 +106,6 @@ class Threshold(ThresholdSparsifier):
         return sample_threshold(sample, k / tensor.numel())
 
 
-# SIDCo -------------------------------------------------------------------------------------------
-
-_FIRST_SHARE = log(0.25)  # the logarithm, as of all shares below
-
-
-class SIDCo(ThresholdSparsifier):
-    """SIDCo takes a quantile of an exponential distribution, fitted in several stages, as its
-    threshold.
-
-    Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression
-    Technique for Distributed Training Systems" (MLSys 2021):
-
-        stage 1: fit all magnitudes; the threshold is what a quarter of them should exceed
-        stage m: fit by how much the others exceed the last threshold; raise it
-
-    Stage 1 keeps 1/4, each other of M stages (4 k / numel) ** (1 / (M - 1)), as in the authors'
-    code. The paper moves M step by step; here that one of M = 1 to 4 is taken which comes nearest
-    to k in the sample, so nothing is carried from step to step. Zeros, which no continuous
-    distribution has, are left out and allowed for in the share. This is SIDCo-E, the paper's choice
-    for speed.
-    """
-
-    name = "sidco"
-
-    def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
-        sample = sample_magnitudes(tensor, add, sample_size(tensor.numel(), k, 8)).double()
-        wanted = k / tensor.numel() * sample.numel()
-        kernels = kernels_for(sample)
-        with np.errstate(all="ignore"):
-            found = fitted_threshold(kernels.xp, kernels.native(sample), wanted)
-        return kernels.scalar(found)
-
-
-# `xp` is NumPy on the host and torch on a device: `Kernels.xp`.
-
-
-def fitted_threshold(xp: Any, x: Any, wanted: float) -> Any:
-    """The threshold that about `wanted` of the magnitudes `x` (float64) reach."""
-    x = xp.where(x < inf, x, 0.0)
-    count, scale = xp.count_nonzero(x), x.max()
-    x = x / scale  # so that squares neither vanish nor overflow
-    thresholds = staged_thresholds(xp, x, xp.log(wanted / count))
-    reached = xp.count_nonzero(x >= thresholds[:, None], 1).clip(max=count)
-    distance = abs(xp.log(reached / wanted))  # infinite if none is reached
-    thresholds = xp.where(xp.isinf(distance), 1.0, thresholds)
-    best = xp.take(thresholds, distance.argmin())
-    return xp.where(count <= wanted, 0.0, scale * best)
-
-
-def staged_thresholds(xp: Any, x: Any, log_share: Any) -> Any:
-    """The thresholds that this share of the magnitudes `x` should exceed, found in 1, 2, 3 and 4
-    stages. There is one stage if the first of several would have nothing to do."""
-    shares = xp.stack([log_share, xp.full_like(log_share, _FIRST_SHARE)])
-    alone, first = fitted_quantiles(xp, x[None], shares)
-    x = (x - first).clip(min=0.0)
-    rows = xp.stack([x[x > 0] if xp is np else x] * 3)  # a device has no sizes that depend on data
-    thresholds = xp.stack([first] * 3)
-    shares = xp.stack([(log_share - _FIRST_SHARE) / later for later in (1, 2, 3)])
-    for stage in range(3):
-        steps = fitted_quantiles(xp, rows, shares[stage:])
-        steps = xp.where(steps > 0, steps, 0.0)  # nan where nothing is left to fit to
-        thresholds[stage:] += steps
-        rows = (rows[1:] - steps[1:, None]).clip(min=0.0)
-    thresholds = xp.where(log_share < _FIRST_SHARE, thresholds, alone)
-    return xp.concatenate([alone[None], thresholds])
-
-
-def fitted_quantiles(xp: Any, x: Any, log_shares: Any) -> Any:
-    """What a share of an exponential distribution exceeds that is fitted to what is not 0 in a row
-    of `x` (float64), by its mean (section 2 of the paper); nan if all is 0."""
-    mean = x.sum(1) / xp.count_nonzero(x, 1)
-    return -mean * log_shares
-
-
 # RedSync -----------------------------------------------------------------------------------------
 
 _ROUNDS = 30
@@ -253,39 +176,3 @@ def bisect_at_once(largest: Tensor, mean: Tensor, k: int) -> Tensor:
     count = k + 1 - torch.searchsorted(largest.flip(0), lowest)
     rounds = (count < _ENOUGH * k).sum().clamp(max=_ROUNDS)
     return lowest.gather(0, rounds[None])[0]
-
-
-# AdaComp -----------------------------------------------------------------------------------------
-
-
-class AdaComp(Sparsifier):
-    """AdaComp sends from each small bin of neighbours the elements that come near its maximum.
-
-    Chen, Choi, Brand, Agrawal, Zhang and Gopalakrishnan, "AdaComp: Adaptive Residual Gradient
-    Compression for Data-Parallel Distributed Training" (AAAI 2018), its pack():
-
-        G = residual + latest gradient
-        H = G + latest gradient          (the soft threshold: what G is about to become)
-        an element is sent if |H| >= the maximum of |G| over its bin
-
-    Zeros are not sent, and at most the k elements with the largest |G|. The latest gradient is what
-    `compress` adds. Without `add` the tensor itself is taken for it.
-
-    bin_size: elements a bin (the paper: 50 in convolutions, 500 elsewhere); None: numel / k.
-    """
-
-    name = "adacomp"
-    comparable = False
-
-    def __init__(self, bin_size: int | None = None, values: str | ValueFormat = "fp32") -> None:
-        super().__init__(values)
-        if not (bin_size is None or (isinstance(bin_size, int) and 1 <= bin_size <= CACHE_BLOCK)):
-            raise ValueError(
-                f"bin_size must be an integer from 1 to {CACHE_BLOCK} or None, got {bin_size!r}"
-            )
-        self.bin_size = bin_size
-
-    def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        numel = tensor.numel()
-        size = self.bin_size or min(CACHE_BLOCK, ceil(numel / max(k, 1)), numel) or 1
-        return kernels_for(tensor).select_bins(tensor, size, k, add)

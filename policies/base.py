@@ -206,6 +206,9 @@ class StepReport:
     peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
     down_bytes: float = 0.0  # the part of wire_bytes that brings means back. nan with shards
+    # What compression keeps of the means of the sharded exchange, by the CF at which they travel
+    # back; where that is chosen.
+    means: Mapping[float, Measurement] = field(default_factory=dict)
     hops: int = 1  # messages that waited for one another. dense_hops: those of a dense step
     dense_hops: int = 1
     # exchange_seconds of the rank that waited least. That rank was ready last and waited for
@@ -278,6 +281,10 @@ class Policy(ABC):
         """The average of the deciding gain at a CF. None: not known, or no average is kept."""
         return None
 
+    def notes(self) -> Sequence[str]:
+        """Further lines of `explain()`."""
+        return ()
+
     def verdict(self) -> str:
         """The policy's conclusion in one sentence. "": none yet."""
         return ""
@@ -298,8 +305,9 @@ class Policy(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. The policy
-        may be half loaded then, and the controller puts it back."""
+        """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. It is
+        called on a copy (`policies.state.twin`): what the policy holds must be replaced, and not
+        changed in place."""
 
 
 def setting(

@@ -9,14 +9,16 @@ damaged state is refused before a run goes on from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache, partial
 from math import isfinite
 from numbers import Real
 from types import UnionType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 
 def read(state: Any, name: str, kind: Any) -> Any:
@@ -55,6 +57,66 @@ def saved(first: Any = None) -> Any:
 def declare(**kinds: Any) -> Mapping[str, Any]:
     """The attributes that a `Stateful` saves besides its `saved` fields, each with its type."""
     return kinds
+
+
+def twin(part: T) -> T:
+    """A copy of an object that has a state, and of such objects in it. A state is loaded into the
+    copy, which then gives all that it holds to the object (`become`): a state that cannot be loaded
+    has changed nothing. So `load_state_dict` must not change in place what its object holds."""
+    return _twin(part, {})
+
+
+def _twin(part: Any, made: dict[int, Any]) -> Any:
+    if id(part) not in made:
+        new = made[id(part)] = copy(part)
+        for name, value in vars(part).items():
+            if isinstance(value, dict):
+                inside = {key: _twin(each, made) for key, each in value.items() if _saves(each)}
+                vars(new)[name] = {**value, **inside}
+            elif _saves(value):
+                vars(new)[name] = _twin(value, made)
+    return made[id(part)]
+
+
+def become(part: Any, new: Any) -> None:
+    """Let an object hold what its `twin` holds. It remains the object that others know, as do the
+    objects in it."""
+    pairs: dict[int, tuple[Any, Any]] = {}
+    _pair(part, new, pairs)
+    for old, fresh in pairs.values():
+        held = {name: _same(value, pairs, old, name) for name, value in vars(fresh).items()}
+        vars(old).clear()
+        vars(old).update(held)
+
+
+def _same(value: Any, pairs: Mapping[int, tuple[Any, Any]], old: Any, name: str) -> Any:
+    """A value that a twin holds, with the objects that others know in place of their twins."""
+    before = vars(old).get(name)
+    if isinstance(value, dict) and isinstance(before, dict):
+        return {k: before[k] if _is_pair(before.get(k), v, pairs) else v for k, v in value.items()}
+    return before if _is_pair(before, value, pairs) else value
+
+
+def _is_pair(old: Any, new: Any, pairs: Mapping[int, tuple[Any, Any]]) -> bool:
+    return id(old) in pairs and pairs[id(old)][1] is new
+
+
+def _pair(old: Any, new: Any, pairs: dict[int, tuple[Any, Any]]) -> None:
+    """Find all objects with a state in an object, and their twins."""
+    if not (_saves(old) and type(old) is type(new)) or id(old) in pairs:
+        return
+    pairs[id(old)] = old, new
+    for name, value in vars(old).items():
+        there = vars(new).get(name)
+        if isinstance(value, dict) and isinstance(there, dict):
+            for key, each in value.items():
+                _pair(each, there.get(key), pairs)
+        else:
+            _pair(value, there, pairs)
+
+
+def _saves(value: Any) -> bool:
+    return hasattr(value, "load_state_dict") and hasattr(value, "__dict__")
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost
+from adaptive.exchange.means_policy import MeansPolicy, another
 from adaptive.exchange.strategies import (
     Means,
     Outgoing,
@@ -30,7 +31,7 @@ from adaptive.state import SavedPart
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
-from policies import checks
+from policies import Policy, checks
 from policies.state import read, require
 
 WORTH = 0.9
@@ -77,7 +78,7 @@ class ParameterServer:
     down_cf: the CF at which means travel back, where that is not the CF at which gradients come: 1
         compresses on the way up only. None: the same. "auto": the policy chooses it as it chooses
         the CF of gradients, by a second instance, which is told what compression keeps of the means
-        (`adaptive.means_policy`). It needs a policy that goes by gains.
+        (`exchange/means_policy.py`). It needs a policy that goes by gains.
     own_memory: what compressing a mean loses waits by itself, for the next mean, until the
         compressor is detached. False: in the residual of the rank that has compressed it.
 
@@ -169,6 +170,7 @@ class ExchangeChoice:
         self._base, self._through = base, lambda strategy: through(strategy, cuts)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
         self.messages: float | None = None
+        self._chooses = server.down_cf == "auto" and base.name != "none"
         down_cf = None if server.down_cf == "auto" else server.down_cf
         self.means = Means(down_cf, memory={} if server.own_memory else None)
         if server != SAME:
@@ -216,6 +218,15 @@ class ExchangeChoice:
         if self.means.memory is not None:
             self.means.memory.clear()
             self.means.memory.update({name: kept.to(device) for name, kept in server.items()})
+
+    def policy_of(
+        self, policy: Policy, wire_bytes: Callable[[float, float | None], float]
+    ) -> Policy:
+        """The policy, or where the CF of means is chosen one that chooses both. wire_bytes: see
+        `Sizes`."""
+        if not self._chooses:
+            return policy
+        return MeansPolicy(policy, another(policy), self.means, wire_bytes)
 
     @property
     def measures(self) -> bool:

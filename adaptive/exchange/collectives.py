@@ -41,7 +41,7 @@ class Traffic:
     back, which a server would send in the ranks' stead. inside: bytes that a rank sent inside its
     node, where it is one of several (`two_level.py`); they are not among those on the wire. hops:
     messages that had to wait for one another, but for statistics; those of several buckets count
-    one by one. buckets: that were exchanged."""
+    one by one. buckets: that were exchanged. by_others: some collectives were issued by others."""
 
     payload: int = 0
     wire: float = 0.0
@@ -51,6 +51,7 @@ class Traffic:
     inside: float = 0.0
     hops: int = 0
     buckets: int = 0
+    by_others: bool = False
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
@@ -61,11 +62,6 @@ def gather_wire_bytes(payload: float, world_size: int) -> float:
 def reduce_wire_bytes(payload: float, world_size: int) -> float:
     """Bytes a rank sends to all-reduce `payload` bytes among `world_size` ranks."""
     return payload * 2 * (world_size - 1) / world_size
-
-
-def hook_bytes(numel: int, cf: float) -> float:
-    """Bytes that a foreign hook hands to an all-reduce for `numel` float32 elements at `cf`."""
-    return torch.float32.itemsize * numel / cf
 
 
 @dataclass
@@ -263,8 +259,9 @@ class Exchange:
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
         it back as the link would."""
+        self._traffic.by_others = True
         self.count_floats(tensor.numel() / cf)
-        nbytes = round(hook_bytes(tensor.numel(), cf))
+        nbytes = round(torch.float32.itemsize * tensor.numel() / cf)
         wire = reduce_wire_bytes(nbytes, self.world_size)
         self._traffic.down += wire / 2
         self._round_the_ring(2)

@@ -49,8 +49,8 @@ class Handover:
         """Called on all ranks before the first bucket of a backward that is exchanged. Where the
         step needs it the ranks agree on what their optimizers keep (collectives).
 
-        cf: at which the step is compressed; None: it is dense. may_rest: no foreign hook sends the
-        step, it measures no CF, and no rank had a bad gradient in the step before."""
+        cf: at which the step is compressed; None: it is dense. may_rest: the step measures no CF,
+        and no rank had a bad gradient in the step before."""
 
     def agree(self, exchange: Exchange) -> bool:
         """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of

@@ -23,6 +23,11 @@ STEPPED_LATE = (
     "begun. Step once between backward and such a forward, and evaluate under torch.no_grad()"
 )
 
+NESTED = (
+    "{inner} steps within a step of {outer} (or after one that has raised), and where the ranks "
+    "step by themselves it cannot be told what both do: use memory='residual', or hand no "
+    "optimizer over, attach(model), so that gradients are averaged"
+)
 
 SURE = 100
 """Exchanges in a row before which all optimizers had stepped, after which they are expected to."""
@@ -39,7 +44,7 @@ class OptimizerSteps:
         self.pending = self.over = False
         self.before: dict[Chunk, Tensor] = {}
         self._of = owners
-        self._outer: Optimizer | None = None  # whose step is under way
+        self._stepping: Optimizer | None = None  # whose step is under way
         self._has_closure = False  # that step, so that a backward may run within it
         self._stepped: set[Optimizer] = set()  # since the last backward
         self._without_gradient: set[Tensor] = set()  # parameters left out of steps since then
@@ -57,7 +62,7 @@ class OptimizerSteps:
         self.pending, self.over = True, False
         self._stepped.clear()
         self._without_gradient.clear()
-        if self._outer is None:
+        if self._stepping is None:
             self.before.clear()
         self._of.relearn()
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
@@ -66,13 +71,13 @@ class OptimizerSteps:
         """All chunks have been."""
         self._by_all = self._by_all + 1 if self.all_stepped else 0
         self.pending, self.over = False, True
-        if self._outer is None:
+        if self._stepping is None:
             self.before.clear()
 
     def forget_raised(self) -> None:
         """A step without a closure that has not ended by the next forward or backward has raised:
         the parameters go back to where it began."""
-        if self._outer is not None and not self._has_closure:
+        if self._stepping is not None and not self._has_closure:
             for chunk, before in self.before.items():
                 chunk.go_to(before)
             self._forget()
@@ -83,37 +88,39 @@ class OptimizerSteps:
         self._forget()
 
     def _forget(self) -> None:
-        self._outer, self._has_closure = None, False
+        self._stepping, self._has_closure = None, False
         for kept in (self.before, self._shrinks, self._stood, self._held):
             kept.clear()
 
     # -- around an optimizer's step --
 
-    def begin_outer(self, optimizer: Optimizer) -> None:
+    def begin_with_closure(self, optimizer: Optimizer) -> None:
         """`optimizer.step(closure)` has been called, and the closure has not run yet. One that is
         not torch's may move parameters before (SAM), and back again."""
-        if self._outer in (None, optimizer) and not is_adaptive(optimizer):
-            self._outer, self._has_closure = optimizer, True
+        if self._stepping in (None, optimizer) and not is_adaptive(optimizer):
+            self._stepping, self._has_closure = optimizer, True
             self._remember()
 
-    def begin(self, optimizer: Optimizer) -> bool:
-        """An optimizer has its gradients. Returns whether it steps within no other. RuntimeError
-        for a step after the exchange of its backward."""
-        late = self.over and self._outer in (None, optimizer) and _moves(optimizer)
-        if late and self._has_gradients(optimizer):
-            self._outer, self._has_closure = None, False
-            raise RuntimeError(STEPPED_LATE.format(type(optimizer).__name__))
+    def begin(self, optimizer: Optimizer) -> None:
+        """An optimizer has its gradients. RuntimeError for a step within another's, and for one
+        after the exchange of its backward."""
+        outer, late = self._stepping, self.over and _moves(optimizer)
+        told = ""
+        if outer not in (None, optimizer):
+            told = NESTED.format(inner=type(optimizer).__name__, outer=type(outer).__name__)
+        elif late and self._has_gradients(optimizer):
+            told = STEPPED_LATE.format(type(optimizer).__name__)
+        if told:
+            self._stepping, self._has_closure = None, False
+            raise RuntimeError(told)
         self._of.learn(optimizer)
-        if self._outer is None:
-            self._outer = optimizer
-        outermost = self._outer is optimizer
+        self._stepping = optimizer
         if self.pending:
             self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
             self._without_gradient |= {p for p in parameters_of(optimizer) if p.grad is None}
             self.release()
-            if outermost and not self.before:
+            if not self.before:
                 self._remember()
-        return outermost
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         """Of this rank's own: those of parameters without a known optimizer are the ranks' mean."""
@@ -124,17 +131,15 @@ class OptimizerSteps:
         self._shrinks, self._stood = {}, {}
 
     def end(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, perhaps within a step of another."""
-        if self._outer is optimizer:
-            self._outer, self._has_closure = None, False
-            if self.pending:
-                self._note(optimizer)
-            else:
-                self.before.clear()
+        """An optimizer has stepped."""
+        self._stepping, self._has_closure = None, False
+        if self.pending:
+            self._note(optimizer)
+        else:
+            self.before.clear()
 
     def _note(self, optimizer: Optimizer) -> None:
-        steppers = self._of.steppers(optimizer)
-        self._stepped |= steppers
+        self._stepped.add(optimizer)
         if self._by_all < SURE and not self.all_stepped:
             self._hold()
         taken = _taken(optimizer)
@@ -145,7 +150,7 @@ class OptimizerSteps:
             if len(self._of.distinct) > 1 or self._without_gradient:
                 owners = zip(chunk.parameters, self._of.of_chunk(chunk), strict=True)
                 without = self._without_gradient
-                moved = [of in steppers and p.tensor not in without for p, (of, _) in owners]
+                moved = [of is optimizer and p.tensor not in without for p, (of, _) in owners]
                 each = zip(self.rates_of(chunk, each=True), moved, strict=True)
                 decays = [decay if moves else 0.0 for (_, decay), moves in each]
             factors = [1 - decay * taken for decay in decays]
@@ -182,18 +187,13 @@ class OptimizerSteps:
     # -- what has stepped, and by how much --
 
     @property
-    def under_way(self) -> bool:
-        """Some optimizer is within its step."""
-        return self._outer is not None
-
-    @property
     def any_stepped(self) -> bool:
         return bool(self._stepped)
 
     @property
     def all_stepped(self) -> bool:
         """No step of this backward's gradients is to come."""
-        return self._outer is None and all(of in self._stepped for of, _ in self._of.distinct)
+        return self._stepping is None and all(of in self._stepped for of, _ in self._of.distinct)
 
     def unstepped(self, parameters: Sequence[ModelParameter]) -> Sequence[Flag]:
         """Which of these parameters no optimizer has stepped since the last backward."""

@@ -75,13 +75,6 @@ class Owners(dict[Tensor, Owner]):
             self._chunks = [Chunk(each) for each in chunks(ours)]
         return self._chunks
 
-    def steppers(self, optimizer: Optimizer) -> set[Optimizer]:
-        """The owners of an optimizer's parameters: itself, or one that it wraps."""
-        if optimizer in self._groups:
-            return {optimizer}
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        return {self[p][0] for p in tensors if p in self}
-
     def of_chunk(self, chunk: Chunk) -> list[Owner]:
         """Of each of its parameters."""
         found = self._of_chunk.get(chunk)

@@ -278,24 +278,23 @@ class UpdateHandover(Handover):
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """An optimizer has its gradients, perhaps within a step of another. Returns the parameter
-        groups of its step, if these are to be others than `groups`. RuntimeError for a step after
-        the exchange of its backward."""
+        """An optimizer has its gradients. Returns the parameter groups of its step, if these are to
+        be others than `groups`. RuntimeError for a step within another's, and for one after the
+        exchange of its backward."""
         self._moments.put_back()  # a step that raised never came to its end
         self._inspection.before_step(optimizer)
         rates = self._rates_before(optimizer)
-        outermost = self.steps.begin(optimizer)
+        self.steps.begin(optimizer)
         self._change_rates(rates)
         if self.steps.pending:
             return self._moments.settings_with_share(optimizer, groups)
-        if outermost:
-            self._meeting.deliver(self.learning_rate)
+        self._meeting.deliver(self.learning_rate)
         return None
 
     def replaced_by(self, optimizer: Optimizer) -> str:
         """The name of the optimizer in whose place this one is about to step for the first time, if
         its own kind would have been served otherwise; "" as a rule."""
-        if optimizer in self._of.known or self.steps.under_way or not is_torchs_own(optimizer):
+        if optimizer in self._of.known or not is_torchs_own(optimizer):
             return ""
         if is_adaptive(optimizer) or is_muon(optimizer):
             return ""

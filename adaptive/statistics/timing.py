@@ -308,11 +308,14 @@ class Stopwatch:
         running = None if timing is None else StepTiming(began=nan, cf=nan)
         if running is not None:
             running.load_state_dict(timing)
-        if isinstance(self.clock, StepClock):
-            self.clock.now = saved_at
         self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
         self._times_of = times_of
         self._running = running if same_clock else None
         self._over = deque(maxlen=self._over.maxlen)
-        self.forward.take()  # a forward before the loaded state
         return 0.0 if same_clock else self.clock() - saved_at
+
+    def go_on(self, saved_at: float) -> None:
+        """A state that was saved at this time has been loaded."""
+        if isinstance(self.clock, StepClock):
+            self.clock.now = saved_at
+        self.forward.take()  # a forward before the loaded state

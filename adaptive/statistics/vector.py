@@ -227,10 +227,13 @@ class Statistics:
                 **{n: value[i] if isinstance(value, list) else value for n, value in known.items()}
             )
 
+        of_means = zip(tally.mean_cfs, self.mean_kept, self.mean_error, strict=True)
+        total = nan if self.nonfinite else self.mean_total
         shadow = zip(tally.ladder, self.shadow_error, self.shadow_total, strict=True)
         return {
             **values,
             "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
+            "means": {cf: Measurement(c, e, total, total, e, total) for cf, c, e in of_means},
             "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
             "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,

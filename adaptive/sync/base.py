@@ -105,4 +105,4 @@ class Synchroniser:
 
     def saved(self) -> SavedPart:
         """What is saved of it."""
-        return SavedPart(dict, lambda state: check_like("sync", state, {}))
+        return SavedPart(dict, lambda state: check_like("sync", state, {}), lambda _: None)

@@ -8,19 +8,16 @@ synchroniser that does the work on a model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from adaptive.memory.options import NAMED, Memory
-from adaptive.sync.topology import TOPOLOGIES, Topology, TopologyName, check_matrix, named
 from compressors import Compressor
-from compressors.rounds import RoundsCompressor
-from policies import checks
+from policies import Policy, checks
 
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 """In runs of some hundred steps these do better than DiLoCo's 0.7 and 0.9 (docs/defaults.md)."""
@@ -28,14 +25,7 @@ OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
-AlgorithmName = Literal["auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive"]
-ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
-
-STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
-"""Gossip algorithms with a consensus step size. The default size is min(1, this number / CF). With
-a larger one the ranks may diverge (docs/gossip.md)."""
-
-_NO_GRADIENTS = {"hooks": "empty"}
+NO_GRADIENTS = {"hooks": "empty"}
 """Arguments for gradients only, and the value each must have if ranks exchange something else."""
 
 
@@ -88,8 +78,16 @@ class Synchronisation:
         not work with the compressor."""
         return self
 
-    def topology_of(self, ranks: int) -> Topology | None:
-        """Which ranks exchange with each other; None: all with all."""
+    def check_policy(self, policy: Policy, compresses: bool) -> None:
+        """ValueError if it does not work with this policy. compresses: the base does."""
+
+    def messages(self, ranks: int) -> float | None:
+        """How many messages a rank sends in an exchange, to its neighbours; None: all exchange with
+        all. ValueError if it does not work with so many ranks."""
+        return None
+
+    def start(self, averager: Any) -> Any:
+        """Its synchroniser, about to train with an `Averager`; None: `sync/start.py` has it."""
         return None
 
 
@@ -124,7 +122,7 @@ class LocalSteps(Synchronisation):
     outer_lr: float = OUTER_LR
     outer_momentum: float = OUTER_MOMENTUM
     overlap: int | None = None
-    accepted: ClassVar[Mapping[str, str]] = _NO_GRADIENTS
+    accepted: ClassVar[Mapping[str, str]] = NO_GRADIENTS
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, str) and self.steps != "auto":
@@ -172,7 +170,7 @@ class LocalSteps(Synchronisation):
     ) -> None:
         """With "auto", ValueError unless the optimizers have all of the model's parameters."""
         if self.steps == "auto":
-            _check_all_moved("LocalSteps('auto')", optimizers, names)
+            check_all_moved("LocalSteps('auto')", optimizers, names)
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ class Delayed(Synchronisation):
     steps: a whole number >= 1."""
 
     steps: int
-    accepted: ClassVar[Mapping[str, str]] = _NO_GRADIENTS
+    accepted: ClassVar[Mapping[str, str]] = NO_GRADIENTS
     memories: ClassVar[tuple[str, ...]] = ("auto", "residual", "none")
     one_collective: ClassVar[bool] = True
     keeps_unsent: ClassVar[bool] = True
@@ -199,126 +197,7 @@ class Delayed(Synchronisation):
         return self.steps - 1
 
 
-@dataclass(frozen=True, eq=False)
-class Gossip(Synchronisation):
-    """Each rank steps by itself and exchanges parameters with its neighbours only (docs/gossip.md).
-    No rank ever has the mean of all ranks. A step costs one latency, whatever the number of ranks.
-    Gossip needs policy "fixed" (its default), "schedule" or "warmup", and one optimizer of all
-    parameters.
-
-    topology: the neighbours of each rank: "ring", "torus", "exponential" (1, 2, 4, ... ranks away),
-        "one_peer" (one neighbour of "exponential" in each step, by turns), "complete", or a doubly
-        stochastic matrix of shape (ranks, ranks).
-    algorithm: "d-psgd" (for base "none"), "dcd-psgd" (compresses differences, for unbiased bases),
-        "deepsqueeze" (has error feedback), "choco-sgd" (compresses differences from a replica) or
-        "naive" (does not converge, for comparison). "auto": "d-psgd" with base "none", "choco-sgd"
-        with a biased base, "dcd-psgd" with an unbiased one.
-    consensus_step: with "deepsqueeze" and "choco-sgd", a rank moves by this share of the weighted
-        difference from its neighbours, in (0, 1]. A larger CF needs a smaller one. None: 2 / CF
-        and 5 / CF, at most 1.
-    every: steps of each rank between two exchanges, a whole number >= 1. A round is `every` steps
-        and their exchange. The policy and the timeline count each round as one step.
-
-    ValueError or TypeError for a value that is not accepted."""
-
-    topology: TopologyName | Tensor = "ring"
-    algorithm: AlgorithmName = "auto"
-    consensus_step: float | None = None
-    every: int = 1
-    overlap = 0
-    accepted: ClassVar[Mapping[str, str]] = {**_NO_GRADIENTS, "exchange": "'auto'"}
-    memories: ClassVar[tuple[str, ...]] = ("auto", "none")
-    default_policy: ClassVar[str] = "fixed"
-    tied_to_ranks: ClassVar[str] = "gossip has other neighbours with another number of ranks"
-
-    def __post_init__(self) -> None:
-        of: Any = self.topology
-        of = checks.one_of("topology", of, TOPOLOGIES) if isinstance(of, str) else check_matrix(of)
-        object.__setattr__(self, "topology", of)
-        checks.one_of("algorithm", self.algorithm, ALGORITHMS)
-        object.__setattr__(self, "every", checks.whole("every", self.every, least=1))
-        if self.consensus_step is not None:
-            checks.fraction("consensus_step", self.consensus_step)
-            if self.algorithm not in ("auto", *STEP_SIZES):
-                raise ValueError(
-                    f"consensus_step must be None with algorithm={self.algorithm!r}, got "
-                    f"{self.consensus_step!r}; it is for {' and '.join(STEP_SIZES)}"
-                )
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return (self.every,)
-
-    def for_base(self, base: Compressor) -> Gossip:
-        if isinstance(base, RoundsCompressor):
-            raise ValueError(
-                f"base must make payloads of one rank's own with gossip; {base.name!r} sums over "
-                f"all ranks in rounds"
-            )
-        algorithm, exact, biased = self.algorithm, base.name == "none", base.feeds_back
-        if algorithm == "auto":
-            algorithm = "d-psgd" if exact else "choco-sgd" if biased else "dcd-psgd"
-        if algorithm == "d-psgd" and not exact:
-            raise ValueError(
-                f"Gossip(algorithm='d-psgd') sends parameters as they are: base must be 'none', "
-                f"got {base.name!r}"
-            )
-        if algorithm == "dcd-psgd" and biased and not exact:
-            raise ValueError(
-                f"Gossip(algorithm='dcd-psgd') needs an unbiased base (qsgd, natural, terngrad, "
-                f"'none'), or the errors of differences add up; got {base.name!r}: use 'choco-sgd' "
-                f"or 'deepsqueeze'"
-            )
-        # This runs __post_init__, which refuses a consensus_step that the algorithm does not have.
-        return replace(self, algorithm=algorithm)
-
-    def memory_of(self, memory: Memory) -> Memory:
-        super().memory_of(memory)
-        return NAMED["none"]  # each algorithm has its own error feedback, or none
-
-    def check_optimizers(
-        self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
-    ) -> None:
-        """ValueError unless there is one optimizer, of all parameters, and it is not LBFGS."""
-        if len(optimizers) > 1:
-            raise ValueError(f"gossip needs one optimizer of all parameters, got {len(optimizers)}")
-        if any(isinstance(each, LBFGS) for each in optimizers):
-            raise ValueError(
-                "gossip does not go with LBFGS, of whose backwards one rank may need more than "
-                "another in a step"
-            )
-        _check_all_moved("gossip", optimizers, names)
-
-    def topology_of(self, ranks: int) -> Topology:
-        """ValueError if this number of ranks cannot have the topology."""
-        of = self.topology
-        made = named(of, ranks) if isinstance(of, str) else Topology("matrix", [of])
-        if made.ranks != ranks:
-            raise ValueError(
-                f"topology must be a matrix of ({ranks}, {ranks}), a row for each rank; got one of "
-                f"({made.ranks}, {made.ranks})"
-            )
-        made.check()
-        if self.algorithm in ("dcd-psgd", "choco-sgd") and len(made.rounds) > 1:
-            raise ValueError(
-                f"topology must be the same in every step with algorithm={self.algorithm!r}, which "
-                f"keeps the weighted sum of its neighbours' replicas; got {made.name!r}"
-            )
-        return made
-
-    def step_at(self, cf: float) -> float:
-        """The consensus step size at this CF; 1 if the algorithm has none."""
-        if self.consensus_step is not None:
-            return self.consensus_step
-        return min(1.0, STEP_SIZES.get(self.algorithm, cf) / cf)
-
-    def __repr__(self) -> str:
-        of = self.topology.tolist() if isinstance(self.topology, torch.Tensor) else self.topology
-        step = f"consensus_step={self.consensus_step}"
-        return f"Gossip({of!r}, {self.algorithm!r}, {step}, every={self.every})"
-
-
-def _check_all_moved(
+def check_all_moved(
     what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> None:
     """ValueError unless the optimizers together have all parameters. what: a name for the error."""

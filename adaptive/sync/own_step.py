@@ -213,7 +213,7 @@ class OwnStepSync(EveryStepSync):
         self.make_up()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        self.handover.steps.begin_outer(optimizer)
+        self.handover.steps.begin_with_closure(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen

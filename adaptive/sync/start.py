@@ -8,17 +8,17 @@ from adaptive.sync.auto_steps import AutoStepsSync
 from adaptive.sync.base import Synchroniser
 from adaptive.sync.delayed import DelayedSync
 from adaptive.sync.every_step import AsDDP, EveryStepSync
-from adaptive.sync.gossip import GossipSync
 from adaptive.sync.local_steps import LocalStepsSync
-from adaptive.sync.options import Delayed, Gossip, LocalSteps
+from adaptive.sync.options import Delayed, LocalSteps
 from adaptive.sync.own_step import OwnStepSync
 
 
 def start(averager: Averager) -> Synchroniser:
     """The synchroniser of a model that is about to train."""
     choice = averager.settings.sync
-    if isinstance(choice, Gossip):
-        return GossipSync(averager, choice)
+    own: Synchroniser | None = choice.start(averager)
+    if own is not None:
+        return own
     if isinstance(choice, Delayed):
         return DelayedSync(averager, choice)
     if isinstance(choice, LocalSteps) and choice.steps == "auto":

@@ -125,6 +125,8 @@ class Recorder(Stateful):
             t_sys=t_sys * report.timed_steps * self._samples,
             t_comp=t_comp * report.timed_steps * self._samples,
             status=status,
+            down_cf=status.pop("down_cf", nan),
+            down_gain=status.pop("down_gain", nan),
             **recorded,
         )
 

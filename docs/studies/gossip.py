@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 
-from adaptive import LinkSpec
+from adaptive import Gossip, LinkSpec
 from adaptive.config import make_base
 from adaptive.exchange.choice import ExchangeChoice
 from docs.studies.common import columns, train, write
@@ -121,7 +121,8 @@ def trained(label: str, run: Run, config: TrainConfig, target: float) -> Trained
     n = config.workers
     sent = sum(each.wire_bytes - each.statistics_bytes for each in reports) / len(reports)
     gap, hops, copies = None, 1, 1.0
-    if (topology := synchronisation(config).topology_of(n)) is not None:
+    if isinstance(sync := synchronisation(config), Gossip):
+        topology = sync.topology_of(n)
         gap, copies = topology.spectral_gap, topology.messages
     else:
         strategy = _strategy(config)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from adaptive import AdaptiveCompressor, Gossip
-from adaptive.sync.topology import named
+from adaptive.contrib.topology import named
 from compressors.kernels import blocks
 from runs.simulate.ranks import run_ranks as simulate
 from tests.distributed.processes import run_ranks

@@ -19,6 +19,7 @@ from adaptive import (
     ParameterServer,
     Warmup,
 )
+from adaptive.exchange.means_policy import MeansPolicy
 from adaptive.timeline.records import scalars
 from runs.modelled_clock import ModelledClock
 from tests.distributed.processes import run_ranks
@@ -60,8 +61,8 @@ def _trained(rank: int, policy: str, own_memory: bool) -> dict[str, Any]:
         model.zero_grad()
         loss_of(model, step, rank).backward()
         sent += sum(float(p.grad.sum()) for p in model.parameters() if p.grad is not None)
-        means = compressor.running().controller.means
-        assert means is not None
+        means = compressor.running().controller.policy
+        assert isinstance(means, MeansPolicy)
         cfs.append(means.cf)
         with torch.no_grad():
             for p in model.parameters():
@@ -167,8 +168,8 @@ def _told(rank: int) -> dict[str, Any]:
         exchange=ParameterServer("auto"),
         network=Network(clock=ModelledClock(1e-3, LinkSpec.parse("1mbit"), scale=1000.0)),
     ).attach(model)
-    means = compressor.running().controller.means
-    assert means is not None
+    means = compressor.running().controller.policy
+    assert isinstance(means, MeansPolicy)
     policy = means.policy
     assert isinstance(policy, Scripted)
     policy.cfs = [5.0, 20.0]

@@ -58,6 +58,47 @@ def test_a_step_by_gradients_whose_exchange_is_over_is_refused(habit: str, raise
         assert ("exchange is over" in told) == raises
 
 
+class _Around(torch.optim.Optimizer):
+    """An optimizer whose step is that of another one, and more."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def _nested(rank: int, by_updates: bool) -> tuple[str, float]:
+    """What a step within another's says, and how far the ranks are apart then."""
+    model = DDP(small_net())
+    inner = AdamW(model.parameters(), lr=0.01)
+    optimizer = _Around(inner)
+    options: dict[str, Any] = {} if by_updates else {"memory": "residual"}
+    compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(CF), **options)
+    compressor.attach(model, optimizer=inner)
+    told = ""
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            told = str(error)
+            break
+    return told, differs([flat_parameters(model)])
+
+
+@pytest.mark.parametrize("by_updates", [True, False])
+def test_a_step_within_another_optimizers_is_refused_where_ranks_step_by_themselves(
+    by_updates: bool,
+) -> None:
+    for told, apart in run_ranks(2, _nested, by_updates):
+        assert ("AdamW steps within a step of _Around" in told) == by_updates
+        assert ("memory='residual'" in told) == by_updates
+        assert apart == 0
+
+
 def _raising(rank: int, which: int) -> float:
     """How far the ranks are apart when one's steps have raised, and training has gone on."""
     training = Training(MAKE["adamw"], Fixed(CF))

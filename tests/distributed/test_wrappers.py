@@ -83,7 +83,7 @@ def test_what_is_not_taken_over_is_said_with_what_to_do() -> None:
     assert "use the optimizer itself" in told[0]
     assert second["zero"][1] == []  # rank 0 says it for all
     memory, told, _ = first["slow"]
-    assert memory == "updates"  # whatever it does in its step
+    assert memory == "updates"  # if it steps by itself, which is seen in its step
     assert ["optimizer Slow: each rank's steps" in each for each in told] == [True]
     for found in (first, second):
         assert "optimizer" in found["around"]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressors.base import Key, Spec, any_nonfinite
+from compressors.contrib.natural import Natural
 from compressors.kernels.blocks import CODE_BLOCK
-from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural, Quantizer
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Quantizer
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.samples import compressed, decompressed, norm2, normal

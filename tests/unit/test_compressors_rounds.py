@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compressors.base import Key, Spec, any_nonfinite
+from compressors.contrib.sketch import Sketch
 from compressors.powersgd import PowerSGD
-from compressors.sketch import Sketch
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.matrices import KEYS, buckets
 from tests.unit.ranks import exchange, lockstep

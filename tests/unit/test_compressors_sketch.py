@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compressors.base import InvalidPayload, Key, Spec, any_nonfinite, kept
-from compressors.sketch import CountSketch, Sketch
+from compressors.contrib.sketch import CountSketch, Sketch
 from tests.unit.ranks import exchange, same
 from tests.unit.samples import compressed, decompressed, norm2, specs
 

@@ -13,9 +13,12 @@ from hypothesis.extra.numpy import arrays
 
 from compressors import Key, TopK, kept, thresholds
 from compressors.base import Spec
+from compressors.contrib import sidco
+from compressors.contrib.adacomp import AdaComp
+from compressors.contrib.sidco import SIDCo
 from compressors.kernels import blocks, host
 from compressors.sparsifier import SparsePayload, Sparsifier
-from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
+from compressors.thresholds import DGC, RedSync, Threshold
 from tests.unit.device_path import device_path
 from tests.unit.samples import compressed, decompressed, norm2, normal, ordinary
 
@@ -308,7 +311,7 @@ def test_dgc_of_a_small_tensor_is_top_k_and_its_sample_moves_with_the_step():
 
 def quantile_of(x: np.ndarray, share: float) -> float:
     with np.errstate(all="ignore"):
-        found = thresholds.fitted_quantiles(np, x[None], np.array([log(share)]))
+        found = sidco.fitted_quantiles(np, x[None], np.array([log(share)]))
     return float(found[0])
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from adaptive import AdaptiveCompressor, Fixed, Gossip, Momentum, ParameterServer, Schedule
+from adaptive.contrib.topology import TOPOLOGIES, named
 from adaptive.state import reshard_states
-from adaptive.sync.topology import TOPOLOGIES, named
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

@@ -4,6 +4,7 @@ without a circle. Every import in a file counts, also in functions and under `TY
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,6 +128,28 @@ def test_triton_is_not_needed_to_load_anything_but_its_kernels() -> None:
     for module in LOADED.keys() - kernels:
         assert not LOADED[module] & kernels, module
         assert not any(name.split(".")[0] == "triton" for name in LOADED[module]), module
+
+
+def test_contrib_is_imported_when_it_is_named_and_named_by_nobody() -> None:
+    contrib = {module for module in LOADED if ".contrib." in module}
+    assert len(contrib) >= 6
+    for module in GRAPH.keys() - contrib - {"adaptive", "compressors"}:
+        assert not GRAPH[module] & contrib, module
+    for module in LOADED.keys() - contrib:
+        assert not LOADED[module] & contrib, module
+    found = "[name for name in sys.modules if '.contrib.' in name]"
+    named = "AdaptiveCompressor('topk'); adaptive.Gossip; make_compressor('sidco')"
+    script = (
+        f"import sys, adaptive; from adaptive import AdaptiveCompressor; "
+        f"from compressors import make_compressor; first = {found}; {named}; print(first, {found})"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert told.startswith("[] [")
+    for name in ("adaptive.contrib.gossip", "compressors.contrib.sidco"):
+        assert name in told
+    assert "hooks" not in told
 
 
 def test_integrations_are_loaded_by_nobody_else() -> None:

@@ -9,7 +9,7 @@ from math import inf, nan
 
 import pytest
 
-from policies.state import Stateful, declare, require, saved
+from policies.state import Stateful, become, declare, require, saved, twin
 
 
 class Colour(Enum):
@@ -123,3 +123,36 @@ def test_a_part_that_these_settings_do_not_have_is_refused():
 def test_a_state_must_be_a_mapping():
     with pytest.raises(ValueError, match="must be a mapping with 'cf'"):
         Whole().load_state_dict([])
+
+
+@dataclass(eq=False)
+class _Inner(Stateful):
+    seen: list[int] = saved([])
+
+
+@dataclass(eq=False)
+class _Outer(Stateful):
+    inner: _Inner = saved(_Inner())
+    by_name: dict[str, _Inner] = saved({"a": _Inner()})
+    last: int = saved(0)
+
+    def _check_loaded(self) -> None:
+        require(self.last >= 0, "'last' must not be negative")
+
+
+def test_a_twin_takes_a_state_and_its_original_takes_it_over_or_is_as_it_was() -> None:
+    part = _Outer()
+    inside = part.inner, part.by_name["a"]
+    good = {"inner": {"seen": [1]}, "by_name": [["a", {"seen": [2]}]], "last": 3}
+    before = part.state_dict()
+    other = twin(part)
+    with pytest.raises(ValueError, match="'last' must not be negative"):
+        other.load_state_dict({**good, "last": -1})  # the rest of it is loaded by then
+    assert part.state_dict() == before
+    other = twin(part)
+    other.load_state_dict(good)
+    assert part.state_dict() == before
+    become(part, other)
+    assert part.state_dict() == good
+    assert (part.inner, part.by_name["a"]) == inside  # whom others know by these objects
+    assert inside[0].seen == [1]

@@ -30,7 +30,6 @@ from adaptive import (
     Residual,
     Updates,
 )
-from adaptive.config import INSTEAD
 from tests.unit.in_one_process import Given, one_rank
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -103,12 +102,12 @@ USED_IN: dict[str, set[str]] = {
     "down_cf": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased", "summed"},
     "own_memory": SPARSIFIED - {"delay", "gossip"} | {"int8", "unbiased", "summed"},
     "rungs": GOODPUT - {"no memory"},
-    "hooks": BY_GRADIENTS - {"fixed", "int8", "summed", "unbiased"},
+    "hooks": BY_GRADIENTS - {"fixed", "int8", "summed", "unbiased", "means' own policy"},
 }
 CASES = [(mode, name) for mode in MODES for name in VALUES if VALUES[name][0] not in MODES[mode][0]]
 
 MODE_ITSELF = {"base", "policy", "exchange", "memory", "sync"}
-ALWAYS = {"cf_range", "granularity", "dense_below", "timeline", "network", "debug", "removed"}
+ALWAYS = {"cf_range", "granularity", "dense_below", "timeline", "network", "debug"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -165,16 +164,6 @@ def test_base_none_takes_what_it_does_not_use(name: str) -> None:
     argument, value = VALUES[name]
     by_optimizer = {"lag": _momentum, "dtype of updates": _adamw}
     _train({"base": "none", argument: value}, by_optimizer.get(name, _sgd))
-
-
-OLD = [*INSTEAD, "compression"]
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_an_argument_that_is_gone_says_what_takes_its_place(name: str) -> None:
-    with pytest.raises(TypeError, match=f"takes no argument '{name}'") as caught:
-        AdaptiveCompressor(**{name: 1})
-    assert ("instead: " in str(caught.value)) == (name in INSTEAD)
 
 
 @pytest.mark.parametrize("scaler", ["x", 65536.0, True, ()], ids=repr)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from compressors import InvalidPayload, Key, make_compressor, quantizers
 from compressors.base import Spec, any_nonfinite, split_rows
+from compressors.contrib.natural import Natural
 from compressors.kernels import blocks
-from compressors.quantizers import Natural
 from compressors.wire import packing
 from compressors.wire.indices import IndexFormat
 from compressors.wire.values import Full, Half, Levels, ValueFormat

@@ -403,7 +403,7 @@ def _powers_of_two(
 
 
 def encode_natural(x: Tensor, add: Tensor | None, random: Tensor, decode: bool) -> Encoded:
-    """x += add, then powers of two (`compressors.quantizers.Natural`).
+    """x += add, then powers of two (`compressors.contrib.natural.Natural`).
 
     random: whole numbers of 16 bits (int32), at least one for each element."""
     count, blocks = x.numel(), -(-x.numel() // CODE_BLOCK)

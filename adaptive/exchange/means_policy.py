@@ -1,0 +1,165 @@
+"""The CF of means on their way back, chosen as the policy chooses the CF of gradients.
+
+GraVAC's authors name this as future work. In the sharded exchange the rank that owns a shard
+compresses the mean of the ranks' payloads a second time. A second instance of the run's policy
+chooses the CF of that. Each way is judged by what it loses itself, and by its own share of the time
+that a step waits for the network. So a switch of one way is no other network for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from math import isfinite, nan
+
+from adaptive.exchange.strategies import Means
+from policies import DENSE, Context, Plan, Policy, StepReport
+from policies.base import DeclaredPolicy
+from policies.state import Stateful, declare, saved
+from policies.words import named
+
+
+@dataclass(eq=False)
+class MeansPolicy(Stateful, Policy):
+    """The run's policy with a second instance of it beside, which chooses the CF of the means. Only
+    steps that compress gradients count as the second one's steps.
+
+    own: the run's policy, not started. policy: the second instance. means: the exchange's.
+    wire_bytes(gradient_cf, mean_cf): bytes that one rank sends in a step."""
+
+    _fields = declare(own=Policy, policy=Policy)
+
+    own: Policy
+    policy: Policy
+    means: Means
+    wire_bytes: Callable[[float, float], float]
+
+    cf: float = saved(DENSE)  # of the means
+    _before: float | None = saved(None)  # that of the step before; None: there were no means
+    _switch: tuple[int, str] = saved((0, ""))  # the step of the last switch, and why
+    _steps: int = saved(0)  # planned
+    _planned: list[float] = saved([])  # CFs of means, of steps that are not observed yet
+
+    def __post_init__(self) -> None:
+        for name in ("name", "gain", "shadow", "layerwise", "chooses_local_steps"):
+            setattr(self, name, getattr(self.own, name))
+        self._recorded: Mapping[str, float] = {}
+
+    def start(self, context: Context) -> None:
+        self._uncompressed = {DENSE, *context.uncoded}
+        self._assumed = context.assumed.keys()
+        self.own.start(replace(context, wire_bytes=self._bytes_of_gradients))
+        back = replace(context, unknown=frozenset(), local_steps=(1,), layers={})
+        self.policy.start(replace(back, wire_bytes=self._one_way))
+        self.cf = self.means.cf = self.policy.plan().send
+
+    def _one_way(self, cf: float) -> float:
+        """Bytes of one way of a sharded exchange."""
+        return self.wire_bytes(cf, cf) / 2
+
+    def _bytes_of_gradients(self, cf: float) -> float:
+        """Bytes of the gradients alone, in a step at this CF of gradients."""
+        return self.wire_bytes(cf, self.cf) - self._one_way(self.cf)
+
+    def _share(self, report: StepReport, cf: float) -> float:
+        """The share of means at this CF in the bytes of the timed step."""
+        known = isfinite(report.timed_cf)
+        total = self.wire_bytes(report.timed_cf, cf) if known else 0.0
+        return self._one_way(cf) / total if total else 0.0
+
+    def plan(self) -> Plan:
+        """The plan of the run's policy. The exchange is told the CF of its means, and at which CFs
+        to measure them."""
+        plan, step = self.own.plan(), self._steps
+        self._steps += 1
+        self.means.measured = ()
+        if plan.send not in self._uncompressed:
+            plan = self._with_means(plan, step)
+        self._planned.append(self.cf)
+        return plan
+
+    def _with_means(self, plan: Plan, step: int) -> Plan:
+        back = self.policy.plan()
+        wanted = {back.send, *back.probe}
+        if self.policy.shadow and not back.skip_gains:
+            wanted |= {*self.policy.candidates()}
+        switches = back.send != self.cf
+        self.cf = self.means.cf = back.send
+        self.means.measured = tuple(sorted(wanted - {DENSE, *self._assumed}))
+        if not switches:
+            return plan
+        self._switch = step, back.reason
+        told = [plan.reason, back.reason and f"means: {back.reason}"]
+        return replace(plan, reason="; ".join(filter(None, told)))
+
+    def observe(self, report: StepReport) -> None:
+        planned, before = self._planned.pop(0), self._before
+        now = self._before = None if report.cf in self._uncompressed else planned
+        share = self._share(report, self.cf if before is None else before)
+        self.own.observe(_with_wait(report, 1 - share))
+        self._recorded = {"down_cf": nan, "down_gain": nan}
+        if now is not None:
+            self._observe_means(report, now, before)
+
+    def _observe_means(self, report: StepReport, cf: float, before: float | None) -> None:
+        gains = {level: measured.gain("error_fed") for level, measured in report.means.items()}
+        if before is not None:
+            report = _with_wait(report, self._share(report, before))
+        report = replace(
+            report,
+            cf=cf,
+            timed_cf=nan if before is None else before,
+            measurements=report.means,
+            steady_gain={cf: gain for cf, gain in gains.items() if isfinite(gain)},
+            layer_norms={},
+            signal={},
+            signal_total=nan,
+            peers={},
+            peers_total=nan,
+            peers_energy=nan,
+        )
+        self.policy.observe(report)
+        gain = self.policy.gain_at(cf)
+        if gain is None:
+            gain = report.gain(cf, self.policy.gain)
+        self._recorded = {"down_cf": cf, "down_gain": 1.0 if cf == DENSE else gain}
+
+    def notes(self) -> Sequence[str]:
+        step, reason = self._switch
+        since = f"means come back at {named(self.cf)} since step {step}"
+        return [since + (reason and f": {reason}"), *self.own.notes()]
+
+    def status(self) -> Mapping[str, float]:
+        return {**self.own.status(), **self._recorded}
+
+    def candidates(self) -> Sequence[float]:
+        return self.own.candidates()
+
+    def gain_at(self, cf: float) -> float | None:
+        return self.own.gain_at(cf)
+
+    def verdict(self) -> str:
+        return self.own.verdict()
+
+    def rescale(self) -> None:
+        self.own.rescale()
+        self.policy.rescale()
+
+
+def _with_wait(report: StepReport, share: float) -> StepReport:
+    """The report with a share of its wait. The rest of that counts as work."""
+    return replace(
+        report,
+        exchange_seconds=share * report.exchange_seconds,
+        network_seconds=share * report.network_seconds,
+    )
+
+
+def another(policy: Policy) -> Policy:
+    """A second instance with the same settings, which has seen nothing yet."""
+    if not isinstance(policy, DeclaredPolicy):
+        return deepcopy(policy)
+    values = {each.name: getattr(policy, each.name) for each in fields(policy) if each.init}
+    inner = {name: another(value) for name, value in values.items() if isinstance(value, Policy)}
+    return replace(policy, **inner)

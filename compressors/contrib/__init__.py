@@ -1,0 +1,1 @@
+"""Compressors that only some need: imported when they are named (`compressors/registry.py`)."""
