@@ -37,8 +37,8 @@ KINDS: dict[str, GainKind] = {
 }
 """The gains of the tables, and their names in `GainKind`."""
 
-BATCHES = {"lstm-2x1500": 2}
-"""Rows a worker, where that is not --batch-size."""
+OWN = {"lstm-2x1500": ("--batch-size", "2", "--lr", "0.1")}
+"""Options of models whose steps are long, or which diverge at the task's learning rate."""
 
 
 def gains(reports: Sequence[StepReport], kind: GainKind) -> dict[float, float]:
@@ -79,9 +79,8 @@ def main(words: list[str] | None = None) -> None:
     for model in given.model:
         folder = given.log_dir / model
         if not (folder / TIMELINE_FILE).exists():
-            batch = BATCHES.get(model, given.batch_size)
-            how = ["--steps", f"{given.steps}", "--batch-size", f"{batch}", *rest]
-            trained(model, how, folder, given.data)
+            how = ["--steps", f"{given.steps}", "--batch-size", f"{given.batch_size}"]
+            trained(model, [*how, *OWN.get(model, ()), *rest], folder, given.data)
         reports = [record.report for record in read_records(folder / TIMELINE_FILE).steps]
         late = reports[len(reports) // 2 :]
         for name, kind in KINDS.items():
