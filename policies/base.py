@@ -100,7 +100,8 @@ class Plan:
     # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: as many as
     # before.
     local_steps: int = 0
-    skip_gains: bool = False  # measure no gains of the shadow ladder in this step
+    # Measure no gains of the shadow ladder in this step, and in a dense one no norm of gradients.
+    skip_gains: bool = False
 
 
 @dataclass(frozen=True)

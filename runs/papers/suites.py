@@ -156,16 +156,21 @@ class Plan:
     @property
     def contenders(self) -> list[Contender]:
         """Of the entries, by their names; with each of several learning rates."""
-        wanted = [
-            one
-            for one in self.suite.entries
-            if not self.only or any(text in one.name for text in self.only)
-        ]
         return [
             replace(parse_contender(self.spec(one, lr)), label=label(one.name, lr))
-            for one in wanted
+            for one in self._wanted
             for lr in self.suite.lrs or (None,)
         ]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the entries that take part."""
+        return [one.name for one in self._wanted]
+
+    @property
+    def _wanted(self) -> list[Entry]:
+        only = self.only
+        return [one for one in self.suite.entries if not only or any(t in one.name for t in only)]
 
     def figures(self, name: str) -> tuple[Figure, ...]:
         """The paper's of the contender of that name, as far as it has some."""

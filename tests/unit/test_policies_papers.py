@@ -63,6 +63,18 @@ def test_the_floor_rises_by_omega_and_stays_risen():
     assert sent(run.run(300))[-1] == 20.0
 
 
+@pytest.mark.parametrize("make", [GraVAC.paper, GraVAC])
+def test_a_settled_run_that_epsilon_keeps_dense_says_so_and_not_that_it_settled(make):
+    run = World(make(window=WINDOW, epsilon=0.5, cooldown=1), GOOD, ranks=50)
+    run.settle()
+    run.run(WINDOW * 2 * len(LADDER))
+    assert run.policy.verdict().startswith("GraVAC settled on CF ")
+    run.gain = dict.fromkeys(LADDER, 0.0)
+    run.run(300)
+    assert run.policy.plan().send == DENSE
+    assert run.policy.verdict() == "no gain reaches GraVAC's epsilon 0.5, so it sends dense"
+
+
 def test_the_bare_rule_follows_epsilon_at_once_both_ways():
     run = world(GOOD, ranks=50)  # so that a step's gain is half of the average
     run.run(WINDOW + 1)
