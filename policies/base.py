@@ -140,6 +140,13 @@ class Measurement:
         return _ratio(*self.terms(kind))
 
     @property
+    def energy_over_gradient(self) -> float:
+        """||c||^2 / ||g||^2, with the gradient before error feedback below the bar. Above 1 where
+        what has waited is sent. nan: not known."""
+        known = isfinite(self.kept) and isfinite(self.grad) and self.grad > 0
+        return self.kept / self.grad if known else nan
+
+    @property
     def energy_ratio(self) -> float:
         """||c||^2 / ||a||^2, the ratio that GraVAC's paper names gain. nan: not known.
 

@@ -37,8 +37,8 @@ KINDS: dict[str, GainKind] = {
 }
 """The gains of the tables, and their names in `GainKind`."""
 
-OWN = {"lstm-2x1500": ("--batch-size", "2", "--lr", "0.1")}
-"""Options of models whose steps are long, or which diverge at the task's learning rate."""
+LR = {"lstm-2x1500": "0.1"}
+"""Learning rates, where they are not --lr."""
 
 
 def gains(reports: Sequence[StepReport], kind: GainKind) -> dict[float, float]:
@@ -71,6 +71,7 @@ def main(words: list[str] | None = None) -> None:
     add("--model", nargs="+", default=MODELS_OF_PAPERS, choices=sorted(MODELS), metavar="MODEL")
     add("--steps", type=int, default=100)
     add("--batch-size", type=int, default=8)
+    add("--lr", default="0.002", help="of image models: small, as batches are")
     add("--log-dir", type=Path, default=Path("logs/study-gains"))
     given, rest = parser.parse_known_args(words)
     rows: list[Sequence[str]] = [
@@ -80,7 +81,8 @@ def main(words: list[str] | None = None) -> None:
         folder = given.log_dir / model
         if not (folder / TIMELINE_FILE).exists():
             how = ["--steps", f"{given.steps}", "--batch-size", f"{given.batch_size}"]
-            trained(model, [*how, *OWN.get(model, ()), *rest], folder, given.data)
+            how += ["--lr", LR.get(model, given.lr)]
+            trained(model, [*how, *rest], folder, given.data)
         reports = [record.report for record in read_records(folder / TIMELINE_FILE).steps]
         late = reports[len(reports) // 2 :]
         for name, kind in KINDS.items():

@@ -147,6 +147,7 @@ def _value(column: Column, plan: Plan, run: Run) -> float:
         "quality": lambda: next(iter(run.beside.values()), nan) if plan.part.top5 else run.quality,
         "test": lambda: run.ending.test,
         "seconds": lambda: seconds,
+        "stopped": lambda: run.trained / plan.part.epoch if run.ending.best_step else nan,
         "epoch": lambda: seconds / run.trained * plan.part.epoch,
         "bytes": lambda: run.bytes_sent,
         "floats": lambda: run.ending.floats_sent,

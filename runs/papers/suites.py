@@ -49,10 +49,10 @@ class Column:
     """A column is one number of each contender, beside the paper's.
 
     name: its head, where {quality} is the task's. measure: quality, test, top5, seconds (modelled,
-    of the whole run), epoch (the same, of so many steps as the part has in an epoch), bytes or
-    floats sent. over: None, or a contender: the number is then how many times less than that
-    contender's this one's is. worse: instead, by how many percent it is larger. only: for
-    contenders in whose names this is."""
+    of the whole run), epoch (the same, of so many steps as the part has in an epoch), stopped
+    (epochs until early stopping, as long), bytes or floats sent. over: None, or a contender: the
+    number is then how many times less than that contender's this one's is. worse: instead, by how
+    many percent it is larger. only: for contenders in whose names this is."""
 
     name: str
     measure: str
@@ -200,7 +200,7 @@ def label(name: str, lr: float | None) -> str:
 RESIDUAL = "granularity=layer,memory=residual"
 """Tensor by tensor, with plain error feedback."""
 
-GRAVAC_7 = "gravac-paper:epsilon=0.7,omega=0.01,window=[40<500],coding={dgc@100}"
+GRAVAC_7 = "gravac-paper:epsilon=0.7,omega=0.01,window=[40<500],coding={topk@100}"
 ACCORDION_EPOCHS = "interval=[120<660],epoch=[30<66]"
 OVER_RANDOMK = "base=randomk,cf_range=1.5/1000,coding={randomk@10}"
 OVER_ACCORDION = "Accordion, random-k"
@@ -385,6 +385,7 @@ HARRIS = Suite(
         Column("% worse than none", "test", over="none", worse=True),
         Column("bytes, times fewer than none", "bytes", over="none"),
         Column("s an epoch", "epoch"),
+        Column("epochs until early stopping", "stopped"),
     ),
     (Part("words", "lstm-medium", "lstm-small", 13_270, 17.8, epoch=1_327, momentum=0),),
     (
@@ -429,6 +430,7 @@ HARRIS = Suite(
         "each setting has the best of three learning rates by validation, where the paper tries 60 "
         "at random (`tune --sampler random` does that); DGC, with momentum 0.9, and random-k fed "
         "back have a tenth of these",
+        "epochs until early stopping need --patience; an epoch has the paper's 1,327 steps",
         "QSGD has the paper's 64, 16 and 4 levels, sign and level in 7, 5 and 3 bits",
         "the paper's seconds are those of compression on one worker, ours those of computing, of "
         "compression on one thread, and of a network",

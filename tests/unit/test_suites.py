@@ -215,7 +215,13 @@ def test_percent_worse_epochs_and_columns_of_some() -> None:
         _row("top-k 50x", [(0, 199, 2, 1e5, 1)]),
     )
     _, ours = _columns(plan, [none, topk])
-    assert [column["here"]["mean"] for column in ours] == [200.0, 100.0, 40.0, 2 / 4 * 1327]
+    assert [column["here"]["mean"] for column in ours] == [
+        *(200.0, 100.0, 40.0, 2 / 4 * 1327),
+        None,
+    ]
+    stopped = replace(topk.run, ending=replace(topk.run.ending, best_step=3))
+    (early,) = _columns(plan, [Row("top-k 50x", (stopped,))])
+    assert early[4]["here"]["mean"] == pytest.approx(4 / 1327)
     assert ours[1]["paper"] == pytest.approx(100 * (89.6 / 92.2 - 1))
     (alone,) = _columns(plan, [topk])
     assert alone[1]["here"]["mean"] is None
