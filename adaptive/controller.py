@@ -192,6 +192,7 @@ class Controller(saved.Stateful):
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
+            energies=shadow,
             samples=shadow and (self._decides_by_samples or self.step % RECORDED_EVERY == 0),
             device=self.device,
             known=known,

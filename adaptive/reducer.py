@@ -58,7 +58,7 @@ from adaptive.parameters import ModelParameter
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
-from compressors.kernels import all_finite
+from compressors.kernels import all_finite, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if, lasting
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
@@ -191,7 +191,8 @@ class Reducer:
         looked_at = tally.cfs or tally.ladder or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
         if untouched and all(memory.idle(parameter) for parameter in parameters):
-            tally.at("grad").fill_(nan)  # not measured
+            known = squared_norm(buffer) if tally.energies else nan
+            tally.at("grad").add_(torch.as_tensor(known, device=tally.vector.device))
         else:
             bucket = self._open(step, buffer, parameters, {})
             not_finite = bucket.nonfinite

@@ -42,8 +42,8 @@ Groups = list[dict[str, Any]]
 
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
-    "weight decay by hand, a second backward() outside no_sync()?), where with momentum correction "
-    "it holds velocities, not gradients"
+    "weight decay by hand, a second backward() outside no_sync(), as SAM's?), where with momentum "
+    "correction it holds velocities, not gradients"
 )
 OTHER_OPTIMIZER = (
     "{} has stepped parameters of the SGD that was handed over, and cannot take its place, where "

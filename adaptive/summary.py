@@ -164,7 +164,10 @@ def headline(
 ) -> str:
     """One sentence in plain words: was compression worth it.
 
-    It claims no speed-up if the policy concluded that dense is right, or if most steps were dense.
+    It claims no speed-up if the policy concluded that dense is to be sent, or if most steps were
+    dense. Why the policy sends dense is told in the policy's own words, up to their first colon:
+    "dense is right" of one that has judged the network, something else of one whose bar no gain
+    has reached.
 
     saved_share: the share of a dense run's bytes that was not sent; negative if more was sent. cf:
     the CF in use. dense_share: the share of the steps that were dense. verdict: the policy's
@@ -188,7 +191,7 @@ def headline(
     elif dense_share == 1:
         told = "dense all along" + (f": {here} {where}" if timed else "")
     elif (concluded := bool(verdict) and cf == DENSE) or dense_share > 0.5:
-        told = f"{'dense is right' if concluded else 'mostly dense'} {where}: "
+        told = f"{verdict.partition(':')[0] if concluded else 'mostly dense'} {where}: "
         told += f"{here}, " if timed else ""
         told += f"{dense_share:.0%} of the steps dense; {sent}"
     elif not timed:

@@ -19,6 +19,16 @@ LATE = 3
 """Reports arrive late, by fewer steps than this. When a state is saved, all of them are taken in at
 once. So the step in which a sum is read may be passed over, or planned twice."""
 
+ALWAYS = 3
+"""Detection intervals in a row with a drop of the learning rate, after which the policy says that
+its schedule falls all the time."""
+
+FALLS = (
+    "the learning rate keeps dropping, so every regime stays critical and the low CF is sent: "
+    "with a schedule that falls all the time (cosine, linear) take rate_drop=0.5, by which only a "
+    "fall to half or less in one step is a drop"
+)
+
 NAMED = 3
 """Layers that a reason names; further ones are only counted."""
 
@@ -90,6 +100,8 @@ class Accordion(DeclaredPolicy):
     _step: int = saved(0)  # of the interval
     _unread: int = saved(LATE)  # steps since the last sum
     _dropped: bool = saved(False)  # whether the learning rate has, in this interval
+    _fell: bool = saved(False)  # the same, whatever `_dropped` is for
+    _falling: int = saved(0)  # intervals in a row, before this one, in which it has
     _lr: float | None = saved(None)
     _reason: str = saved("")
     _regimes: dict[str, Regime] = saved()  # by layer; "" is the whole model
@@ -213,8 +225,9 @@ class Accordion(DeclaredPolicy):
         # After a drop, too: the next sum is compared with this one.
         detected = "" if twice else self._detect(report)
         self._unread = 0 if read else self._unread + 1
-        why = dropped or detected
         self._step = (self._step + 1) % self.interval
+        falls = self._step == 0 and self._end_interval()
+        why = "; ".join(filter(None, (dropped or detected, FALLS if falls else "")))
         if self._step == 0 or self.epoch is not None:  # as published the next detection judges
             self._dropped = False
         self._reason = change(before, self._send()[0], why) if why else ""
@@ -227,11 +240,20 @@ class Accordion(DeclaredPolicy):
         before, self._lr = self._lr, lr
         if before is None or before <= 0 or lr >= before or lr / before > self.rate_drop:
             return ""
-        self._dropped = True
+        self._dropped = self._fell = True
         quiet = [regime for regime in self._regimes.values() if not regime.critical]
         for regime in quiet:
             regime.critical = True
         return f"critical regime, learning rate dropped, {before:.4g} -> {lr:.4g}" if quiet else ""
+
+    def _end_interval(self) -> bool:
+        """Whether the learning rate is seen to fall all the time, for the first time."""
+        self._falling = min(self._falling + 1, ALWAYS + 1) if self._fell else 0
+        self._fell = False
+        return self._falling == ALWAYS
+
+    def verdict(self) -> str:
+        return FALLS if self._falling >= ALWAYS else ""
 
     def _detect(self, report: StepReport) -> str:
         """Compare two intervals if one has just ended; returns why if a regime changes."""

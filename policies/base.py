@@ -100,7 +100,8 @@ class Plan:
     # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: as many as
     # before.
     local_steps: int = 0
-    skip_gains: bool = False  # measure no gains of the shadow ladder in this step
+    # Measure no gains of the shadow ladder in this step, and in a dense one no norm of gradients.
+    skip_gains: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,13 @@ class Measurement:
     def gain(self, kind: GainKind) -> float:
         """This step's gain, in [0, 1]; nan if it is not known."""
         return _ratio(*self.terms(kind))
+
+    @property
+    def energy_over_gradient(self) -> float:
+        """||c||^2 / ||g||^2, with the gradient before error feedback below the bar. Above 1 where
+        what has waited is sent. nan: not known."""
+        known = isfinite(self.kept) and isfinite(self.grad) and self.grad > 0
+        return self.kept / self.grad if known else nan
 
     @property
     def energy_ratio(self) -> float:

@@ -127,8 +127,9 @@ class GraVAC(DeclaredPolicy):
 
     @property
     def compression(self) -> Mapping[str, Any]:
-        """As published: DGC's selection by layers, values of 32 bits, plain error feedback."""
-        published = {"base": "dgc+fp32", "granularity": "layer", "memory": "residual"}
+        """As published: top-k by layers, as in the released code, values of 32 bits, plain error
+        feedback. (Of the paper's tables some are over DGC: base="dgc+fp32".)"""
+        published = {"base": "topk+fp32", "granularity": "layer", "memory": "residual"}
         return published if self.as_published else {}
 
     @property
@@ -313,9 +314,9 @@ class GraVAC(DeclaredPolicy):
         return self._statistics.gain(cf)
 
     def verdict(self) -> str:
-        judging_cfs = self._chosen is None and self._judging != DENSE_WINDOW
-        if judging_cfs and self._rule.level == Level.DENSE:
-            return f"GraVAC sends dense: no gain reaches epsilon {self.epsilon:g}"
+        kept_by_epsilon = self._chosen != DENSE and self._judging != DENSE_WINDOW
+        if kept_by_epsilon and self._rule.level == Level.DENSE:
+            return f"no gain reaches GraVAC's epsilon {self.epsilon:g}, so it sends dense"
         return self._verdict
 
     def _check_loaded(self) -> None:

@@ -50,7 +50,8 @@ class Fixed(DeclaredPolicy):
         """Raises ValueError if cf is neither 1 nor inside cf_range."""
         send = context.cf_range[0] if self.cf is None else self.cf
         send = context.supported(context.check("cf", send))
-        self._plan = Plan(send, probe=tuple(cf for cf in self.probe if cf != send))
+        probe = tuple(cf for cf in self.probe if cf != send)
+        self._plan = Plan(send, probe=probe, skip_gains=send == DENSE and not self.shadow)
 
     def plan(self) -> Plan:
         return self._plan

@@ -9,7 +9,7 @@ and NCCL rings), so every number of `Statistics` is an agreed one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from math import isfinite, nan, sqrt
+from math import inf, isfinite, nan, sqrt
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class Tally:
     norms are read. sketch: numbers in the sketch for signal gain. updates: updates of the ranks'
     own optimizers are sent. drift: the distance between ranks is measured. norms: the norms of the
     gain "raw" are measured. mean_cfs: the CFs at which means are measured. ranks: all ranks that
-    decide alike. shards: shards of each replica of the model. rank: this one. known: by name,
+    decide alike. shards: shards of each replica of the model. rank: this one. energies: the
+    gradients' norm is measured in a dense step, too, that measures nothing else. known: by name,
     the numbers that the host knows.
     """
 
@@ -59,6 +60,7 @@ class Tally:
     shards: int = 1
     rank: int = 0
     samples: bool = True
+    energies: bool = True
     device: torch.device = torch.device("cpu")
     known: dict[str, float] = field(default_factory=dict)
 
@@ -235,7 +237,7 @@ class Statistics:
             "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
             "means": {cf: Measurement(c, e, total, total, e, total) for cf, c, e in of_means},
             "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
-            "grad_norm": sqrt(self.grad / tally.replicas) if self.grad >= 0 else nan,
+            "grad_norm": sqrt(self.grad / tally.replicas) if 0 <= self.grad < inf else nan,
             "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,
         }
 

@@ -43,8 +43,10 @@ class AsDDP(Synchroniser):
 class EveryStepSync(Synchroniser):
     """The mean of gradients takes the gradients' place."""
 
-    _first: tuple[Tensor, int, Tensor] | None = None
-    """A parameter after the first backward, its number of writes, and a sample of it."""
+    _stood: tuple[Tensor, int, Tensor] | None = None
+    """A parameter after a backward that no optimizer has stepped by yet, its number of writes, and
+    a sample of it: after the first one without an optimizer, and while `p.grad` holds velocities.
+    """
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
@@ -53,7 +55,7 @@ class EveryStepSync(Synchroniser):
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
-            self._warn_of_unseen_steps()
+            self._notice_moves()
             self._withheld.clear()
             self.averager.begin(self.alike)
         return self._mean(bucket)
@@ -107,28 +109,36 @@ class EveryStepSync(Synchroniser):
                 torch._foreach_copy_(grads, means)
         self._withheld.clear()
 
-    def _warn_of_unseen_steps(self) -> None:
-        """Before the second backward: have parameters moved, and no optimizer that has them?"""
-        if self._first is None:
+    def _notice_moves(self) -> None:
+        """Before a backward: have parameters moved since the last one, and no optimizer stepped?
+        Then nobody has handed it over, or the script climbs by what it takes for a gradient (SAM).
+        """
+        if self._stood is None:
             return
-        (p, writes, before), self._first = self._first, None
-        now, told = sample(local(p).detach()), self.averager.memory.not_seen()
+        (p, writes, before), self._stood = self._stood, None
+        now, averager = sample(local(p).detach()), self.averager
         same = kernels_for(now).look(lambda: torch.equal(before, now), True)
-        moved = p._version != writes or not same
-        if moved and told and self.averager.exchange.first and self.averager.watch.is_new(told):
+        if p._version == writes and same:
+            return
+        if averager.optimizers:
+            averager.watch.note_change()
+            return
+        told = averager.memory.not_seen()
+        if told and averager.exchange.first and averager.watch.is_new(told):
             log.warning("%s", told)
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        if self.averager.controller.step == 0 and not self.averager.optimizers:
-            for p in itertools.islice(self.averager.parameters, 1):  # there may be none
-                self._first = p, p._version, sample(local(p).detach()).clone()
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
+        first = averager.controller.step == 0 and not averager.optimizers
         entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
         averager.end()
         # After `detach` nobody would compare gradients.
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
         compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
+        if first or (compare and "velocity" in memory.keeps):
+            for p in itertools.islice(averager.parameters, 1):  # there may be none
+                self._stood = p, p._version, sample(local(p).detach()).clone()
 
         def waited() -> None:
             averager.pipeline.stream.backward_waited()
@@ -140,7 +150,7 @@ class EveryStepSync(Synchroniser):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager, memory = self.averager, self.averager.memory
-        self._first = None
+        self._stood = None
         if not averager.optimizers:
             told = memory.not_handed_over(optimizer)
             if told and averager.exchange.first and averager.watch.is_new(told):
@@ -153,12 +163,15 @@ class EveryStepSync(Synchroniser):
         return changed
 
     def discard(self) -> None:
+        self._stood = None
         self.averager.memory.discard()
 
     def abandon(self) -> None:
+        self._stood = None
         self._withheld.clear()
 
     def start_over(self) -> bool:
+        self._stood = None
         kept = self.averager.parameters.values()
         waits = any(each.filled or each.velocity is not None for each in kept)
         self.averager.memory.discard()

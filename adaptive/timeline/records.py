@@ -131,6 +131,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     """A step's numbers by name, nan where not known, in the units of `StepRecord`. Names are
     cf/*, gain/*, gain_of_step/*, throughput/*, bytes/*, time/*, policy/* and gradient/*."""
     report = record.report
+    sent = report.measurements.get(report.cf, Measurement())
     parts = ("compress", "exchange", "network", "decode", "compute", "rest")
     return {
         "cf/sent": report.cf,
@@ -149,7 +150,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
         **{f"time/{part}": getattr(report, f"{part}_seconds") for part in parts},
         "gain/sent": record.gain,
         **{f"gain_of_step/{kind}": report.gain(report.cf, kind) for kind in get_args(GainKind)},
-        "gain_of_step/energy_ratio": report.measurements.get(report.cf, Measurement()).energy_ratio,
+        "gain_of_step/energy_ratio": sent.energy_ratio,
+        "gain_of_step/energy_over_gradient": sent.energy_over_gradient,
         **{_MOVED.get(name, f"policy/{name}"): value for name, value in record.status.items()},
     }
 

@@ -58,8 +58,9 @@ The modelled seconds of a step are compute + compression (both measured) + hops 
 the first evaluation that is at least as good as the end of the dense run of the same seed, or as it
 was after --goal-step steps ("never": none was).
 
-files in the log folder: compare.json, table.txt, time.png, techniques.png (of a suite whose entries
-have their own learning rates), and each run's own in runs/."""
+files in the log folder: compare.json, table.txt, time.png, cfs.png (steps and T_comp at each CF),
+techniques.png (of a suite whose entries have their own learning rates), and each run's own in
+runs/."""
 
 
 @dataclass(frozen=True)

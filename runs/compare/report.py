@@ -21,6 +21,7 @@ from runs.papers.boxes import draw_boxes
 from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.progress import cf_name
+from runs.report.cfs import draw_cfs
 from runs.report.rows import UNKNOWN, Row
 from runs.report.run import Run
 from runs.report.source import read_folder
@@ -57,6 +58,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
             clock = "measured" if first.fixed_clock is None else "modelled"
             seconds = f"seconds of training, {clock}, {_network(first)}"
             draw_quality(rows, comparison.folder, heading, seconds)
+            draw_cfs(rows, comparison.folder, heading)
             if comparison.plan is not None and comparison.plan.suite.lrs:
                 draw_boxes(comparison.plan, rows, comparison.folder, heading)
     except ImportError:

@@ -8,21 +8,23 @@ the last mean is there, the doctor stops its clock, lets the ranks exchange the 
 themselves, dense, and throws the rehearsed means away. So by that clock a rehearsed step lasts as
 long as a compressed one.
 
-What was timed goes to Goodput's own model of the step time (policies/step_time.py), with the gains
-that its shadow ladder finds: it proposes the CF that is rehearsed last, and longest, and which the
-verdict is about. Every number of the verdict is agreed by all ranks.
+What was timed is all that the doctor knows of seconds (`StepTimes`). With the gains that Goodput's
+shadow ladder finds it tells which CF promises most progress a second. That one is rehearsed next,
+until no other promises more, and the verdict is about the best of those that were rehearsed. Every
+number of the verdict is agreed by all ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import exp, hypot, inf, log, sqrt
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -42,11 +44,14 @@ from adaptive.session import Session
 from adaptive.sync.options import EveryStep
 from adaptive.timeline.recorder import SafeTimeline
 from compressors.sparsifier import Sparsifier
-from policies import DENSE, Goodput, Plan, StepReport, checks
+from policies import DENSE, Goodput, Plan, checks
 
 STEPS = 30
 LEAST = 25
 """Steps, with which the chosen CF is rehearsed three times."""
+
+EACH = 4
+"""Rehearsals of a chosen CF before another may be chosen. The first one does not count."""
 
 WARM, DENSE_STEPS, LOW_STEPS, HIGH_STEPS = 3, 4, 6, 5
 """Steps that are not timed; dense ones at first, and again in the end; rehearsals at the smallest
@@ -78,11 +83,12 @@ class Verdict:
     """What the doctor has found, the same on every rank.
 
     cf, name: what to compress by, 1 and "dense" if nothing is worth it; best and best_name: the
-    best of what is not dense, and expected by CF: seconds of a step at it. speedup: of `best` over
-    dense, in all likelihood from `low` to `high`. compute, waits: the parts of a dense step that
-    are work, and waiting for the network. link: seconds a message and bytes a second, measured by
-    itself, or as dense steps have shown it if that is faster. noise: by how much steps of one kind
-    differ, as a share.
+    best of what was rehearsed, and expected by CF: seconds of a step at it. rehearsed: the CFs that
+    were. speedup: of `best` over dense, in all likelihood from `low` to `high`. worth: the progress
+    of a step at `best`, of a dense step's. compute, waits: the parts of a dense step that are work,
+    and waiting for the network. link: seconds a message and bytes a second, measured by itself, or
+    as dense steps have shown it if that is faster. noise: by how much steps of one kind differ, as
+    a share.
     """
 
     cf: float
@@ -90,9 +96,11 @@ class Verdict:
     best: float
     best_name: str
     expected: dict[float, float]
+    rehearsed: tuple[float, ...]
     speedup: float
     low: float
     high: float
+    worth: float
     compute: float
     waits: float
     ranks: int
@@ -113,14 +121,18 @@ class Verdict:
         interval = f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
         if self.cf == DENSE:
             first = f"dense is right: {self.best_name} would bring {interval}"
-        elif self.cf == self.best and not self.name.startswith("CF"):
+            if self.speedup >= WORTH:
+                first += f", with {self.worth:.2f} of a dense step's progress in each step"
+        elif not self.name.startswith("CF"):
             first = f"{self.name}: {interval}"
         else:
             first = f"expect {interval} at {self.name}"
         rate = f"{self.link.beta * 8 / 1e6:.4g} Mbit/s" if self.link.beta < inf else "fast"
-        others = ", ".join(
-            f"CF {cf:g} {seconds:.3g}" for cf, seconds in self.expected.items() if cf != DENSE
-        )
+        told = {False: "", True: ""}
+        for cf, seconds in self.expected.items():
+            if cf != DENSE:
+                told[cf in self.rehearsed] += f", CF {cf:g} {seconds:.3g}"
+        between = f"; expected after these{told[False][1:]}" if told[False] else ""
         busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
             [
@@ -128,11 +140,129 @@ class Verdict:
                 f"  dense {self.dense_seconds:.3g} s a step: {self.compute:.3g} of work, "
                 f"{self.waits:.3g} waiting for the network",
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
-                f"  expected seconds by CF: {others}",
+                f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
                 *([busy] if self.noise > BUSY else []),
             ]
         )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step at any CF, from the steps that were timed.
+
+    by_cf: seconds of the dense steps and of the rehearsed ones. waits: of them a dense step waits
+    for the network. span: from a dense step's first bucket to its last mean. nbytes: on the wire
+    at a CF. rungs: CFs at which another compressor sends (bf16, int8, ...); uncoded: those of them
+    that need no coding.
+
+    At CFs of the sparsifier more bytes do not take less time. Where steps that were timed say so by
+    their noise, both count as their mean; other CFs are on the line between two that were timed. No
+    CF takes less than a dense step's work.
+    """
+
+    by_cf: Mapping[float, Sequence[float]]
+    waits: float
+    span: float
+    nbytes: Callable[[float], float]
+    rungs: Collection[float] = ()
+    uncoded: Collection[float] = ()
+
+    @property
+    def dense(self) -> float:
+        return median(self.by_cf[DENSE])
+
+    @property
+    def work(self) -> float:
+        return max(0.0, self.dense - self.waits)
+
+    def seconds(self, cf: float) -> float:
+        """Of a step at `cf`."""
+        if cf == DENSE:
+            return self.dense
+        if cf not in self.rungs:
+            return max(self.work, self._on_the_line(self.nbytes(cf)))
+        if cf in self.by_cf:
+            return max(self.work, median(self.by_cf[cf]))
+        low = max(self._line)
+        coding = self._on_the_line(low) - self.work - self._exposed(low)
+        coding = 0.0 if cf in self.uncoded else max(0.0, coding)
+        return self.work + coding + self._exposed(self.nbytes(cf))
+
+    def _exposed(self, nbytes: float) -> float:
+        """Seconds that a step waits for so many bytes: backward hides as much as of a dense
+        step."""
+        hidden = max(0.0, self.span - self.waits)
+        return max(0.0, self.span * nbytes / (self.nbytes(DENSE) or inf) - hidden)
+
+    @property
+    def _line(self) -> dict[float, float]:
+        """Seconds by bytes, ascending, of the sparsifier's CFs that were timed."""
+        timed = [cf for cf in self.by_cf if cf != DENSE and cf not in self.rungs]
+        pools: list[list[tuple[float, float]]] = []  # of neighbours that count as one: (bytes, s)
+        for cf in sorted(timed, key=self.nbytes):
+            pools.append([(self.nbytes(cf), median(self.by_cf[cf]))])
+            while len(pools) > 1 and _level(pools[-2]) > _level(pools[-1]):
+                last = pools.pop()
+                pools[-1] += last
+        return {nbytes: _level(pool) for pool in pools for nbytes, _ in pool}
+
+    def _on_the_line(self, nbytes: float) -> float:
+        points = list(self._line.items())
+        if len(points) == 1:
+            return points[0][1]
+        ends = [pair for pair in pairwise(points) if nbytes <= pair[1][0]] or [*pairwise(points)][
+            -1:
+        ]
+        (x, y), (other_x, other_y) = ends[0]
+        return y + (other_y - y) * (nbytes - x) / (other_x - x)
+
+
+def _level(pool: Sequence[tuple[float, float]]) -> float:
+    return fmean(seconds for _, seconds in pool)
+
+
+def most_progress(
+    times: StepTimes, progress: Callable[[float], float], cfs: Collection[float]
+) -> float:
+    """The CF of these that promises most progress a second. progress: of a step at a CF, of a dense
+    step's."""
+    return max(cfs, key=lambda cf: (progress(cf) / max(times.seconds(cf), 1e-9), -cf))
+
+
+def conclude(
+    times: StepTimes,
+    progress: Callable[[float], float],
+    candidates: Collection[float],
+    name: Callable[[float], str],
+    ranks: int,
+    link: LinkCost,
+) -> Verdict:
+    """What follows from the steps that were timed. Only a CF that was rehearsed is advised."""
+    rehearsed = sorted({*times.by_cf} - {DENSE})
+    best = most_progress(times, progress, rehearsed)
+    expected = {cf: times.seconds(cf) for cf in sorted({DENSE, *candidates, *rehearsed})}
+    dense, at_best, worth = times.by_cf[DENSE], times.by_cf[best], progress(best)
+    speedup = expected[DENSE] / expected[best]
+    doubt = LEVEL * hypot(_error(dense), _error(at_best), DOUBT)
+    pays = speedup >= WORTH and worth * speedup > 1
+    return Verdict(
+        cf=best if pays else DENSE,
+        name=name(best) if pays else "dense",
+        best=best,
+        best_name=name(best),
+        expected=expected,
+        rehearsed=tuple(rehearsed),
+        speedup=speedup,
+        low=speedup * exp(-doubt),
+        high=speedup * exp(doubt),
+        worth=worth,
+        compute=times.work,
+        waits=times.waits,
+        ranks=ranks,
+        link=replace(link, beta=max(link.beta, times.nbytes(DENSE) / (times.span or inf))),
+        noise=max(_spread(dense), _spread(at_best)),
+    )
 
 
 class _Trial(Goodput):
@@ -146,33 +276,16 @@ class _Trial(Goodput):
     def _consider(self) -> None:
         """It is not for it to move."""
 
-    def promised(self) -> dict[float, float]:
-        """T_comp of each CF that is not dense, by what is known of it."""
-        return {cf: value for cf, value in self.t_comp().items() if cf != DENSE}
+    def progress(self, cf: float) -> float:
+        """Of a step at `cf`, of a dense step's; 0 if its gain is not known."""
+        known = self._signal is None or cf <= self._filled
+        gain = self.gain_at(cf) if known else None
+        return (gain or 0.0) ** self._power
 
-    def know_dense(self, seconds: float, waits: float) -> None:
-        """A dense step has lasted so long, and waited so long for the network."""
-        self._time.observe(
-            StepReport(
-                step=0,
-                cf=DENSE,
-                timed_cf=DENSE,
-                seconds=seconds,
-                median_seconds=seconds,
-                compress_seconds=0.0,
-                decode_seconds=0.0,
-                exchange_seconds=waits,
-                network_seconds=waits,
-            )
-        )
-
-    def expected(self, cf: float) -> float | None:
-        """Seconds of a step."""
-        return self._time.seconds(cf)
-
-    def dense_nbytes(self) -> float:
-        """Bytes on the wire in a dense step."""
-        return self._time.nbytes(DENSE)
+    def times(self, by_cf: Mapping[float, Sequence[float]], waits: float, span: float) -> StepTimes:
+        """With the bytes and the rungs of this model."""
+        known = self._context
+        return StepTimes(by_cf, waits, span, known.wire_bytes, known.assumed, known.uncoded)
 
 
 def check_settings(settings: Settings) -> None:
@@ -255,7 +368,7 @@ class Doctor:
         self._names = {cf: base.at(cf).name for cf in base.known_gains}
         self._low = self._session.supported(low)
         self._high = self._session.supported(min(FAR * low, settings.cf_range[1]))
-        self._best = self._low
+        self._best, self._chosen = self._low, 0  # and in which step that was
 
     @property
     def over(self) -> bool:
@@ -275,10 +388,13 @@ class Doctor:
             if self._kind == DENSE:
                 self._dense_waits.append(max(0.0, self._arrived - self._left))
                 self._dense_spans.append(max(0.0, self._arrived - self._began))
-        before, self._step = self._kind, self._step + 1
+        self._step += 1
         if self._step == WARM + DENSE_STEPS:
-            self._know_dense()
-        elif self._kind not in (DENSE, before) and self._step > self._first_of_best - 1:
+            exchange, device = self._session.exchange, self._session.device
+            self._link = measure_link(exchange, time.perf_counter, device)
+        rehearsals = self._steps - DENSE_STEPS - self._step
+        again = self._step >= self._chosen + EACH > EACH and rehearsals >= EACH
+        if again or self._step == self._first_of_best:
             self._choose()
         if self.over:
             self.verdict = self._conclude()
@@ -365,59 +481,31 @@ class Doctor:
         dist.all_reduce(vector, op=how, group=self._session.exchange.everyone)
         return [float(value) for value in vector.tolist()]
 
-    def _know_dense(self) -> None:
-        """Dense steps were timed: let Goodput's model know, and look at the network by itself."""
-        seconds = self._agreed([each for _, each in self._timed])
-        # The rank that waits least waits for the network alone.
-        waits = self._agreed(self._dense_waits, least=True)
-        for each, waited in zip(seconds, waits, strict=True):
-            self._trial.know_dense(each, waited)
-        exchange, device = self._session.exchange, self._session.device
-        self._link = measure_link(exchange, time.perf_counter, device)
-
-    def _choose(self) -> None:
-        """The CF to rehearse longest, on what is known by now; only agreed numbers decide."""
-        promised = self._trial.promised()
-        self._best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._low)
-
-    def _conclude(self) -> Verdict:
+    def _times(self) -> StepTimes:
+        """All that was timed by now, the same on every rank. A collective."""
         # Rehearsals begin on all ranks together, and a step is over when the last rank is through.
         agreed = self._agreed([seconds for _, seconds in self._timed])
         by_cf: dict[float, list[float]] = {}
         for i, ((cf, _), seconds) in enumerate(zip(self._timed, agreed, strict=True)):
             if cf == DENSE or i == 0 or self._timed[i - 1][0] == cf:  # what is new takes longer
                 by_cf.setdefault(cf, []).append(seconds)
-        best, dense = self._best, by_cf[DENSE]
-        candidates = sorted({*self._trial.candidates(), *by_cf} - {DENSE})
+        # The rank that waits least waits for the network alone.
         waits = median(self._agreed(self._dense_waits, least=True))
-        expected = {DENSE: median(dense)}
-        work = expected[DENSE] - waits  # no CF saves more than the wait for the network
-        for cf in candidates:
-            modelled = self._trial.expected(cf)
-            if cf in by_cf or modelled is not None:
-                seconds = median(by_cf[cf]) if cf in by_cf else modelled or 0.0
-                expected[cf] = max(seconds, work)
-        speedup = expected[DENSE] / expected[best]
-        doubt = LEVEL * hypot(_error(dense), _error(by_cf[best]), DOUBT)
-        promised = self._trial.promised().get(best, 0.0) / (self._trial.t_comp()[DENSE] or inf)
-        worth = speedup >= WORTH and promised > 1
-        span = min(self._agreed(self._dense_spans, least=True)) or inf
-        beta = max(self._link.beta, self._trial.dense_nbytes() / span)
-        return Verdict(
-            cf=best if worth else DENSE,
-            name=self._name(best) if worth else "dense",
-            best=best,
-            best_name=self._name(best),
-            expected=expected,
-            speedup=speedup,
-            low=speedup * exp(-doubt),
-            high=speedup * exp(doubt),
-            compute=max(0.0, work),
-            waits=waits,
-            ranks=self._session.exchange.world_size,
-            link=replace(self._link, beta=beta),
-            noise=max(_spread(dense), _spread(by_cf[best])),
-        )
+        span = median(self._agreed(self._dense_spans, least=True))
+        return self._trial.times(by_cf, waits, span)
+
+    def _choose(self) -> None:
+        """The CF to rehearse next, on what is known by now; only agreed numbers decide."""
+        times = self._times()
+        cfs = {*self._trial.candidates(), *times.by_cf} - {DENSE}
+        chosen = most_progress(times, self._trial.progress, cfs)
+        if chosen != self._best or self._step == self._first_of_best:
+            self._best, self._chosen = chosen, self._step
+
+    def _conclude(self) -> Verdict:
+        trial, ranks = self._trial, self._session.exchange.world_size
+        cfs = trial.candidates()
+        return conclude(self._times(), trial.progress, cfs, self._name, ranks, self._link)
 
     def _name(self, cf: float) -> str:
         return self._names.get(cf, f"CF {cf:g}")

@@ -25,6 +25,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": partial(ResNet, (2, 2, 2, 2), width=64),  # 11.2 million
     "vgg11": partial(VGG, VGG11),  # 9.2 million
     "vgg16": partial(VGG, VGG16),  # 14.7 million
+    "resnet50": partial(ResNet, (3, 4, 6, 3), width=64, block=Bottleneck),  # 23.5 million
     "resnet101": partial(ResNet, (3, 4, 23, 3), width=64, block=Bottleneck),  # 42.5 million
     # Of 10,000 words; the second as Harris's medium model, the last as the large one of Zaremba and
     # others (2014), which is the LSTM of the GraVAC paper (252 MiB in fp32).

@@ -33,7 +33,7 @@ class ImageTask(Task):
     from a generator of (seed, step, rank).
     """
 
-    models = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16", "resnet101")
+    models = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16", "resnet50", "resnet101")
     quality_name = "accuracy %"
     beside = (TOP5,)
     higher_is_better = True

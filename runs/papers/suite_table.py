@@ -97,12 +97,19 @@ def suite_json(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
 
 def suite_notes(plan: Plan) -> list[str]:
     """What a reader of the table must know."""
-    options, part = plan.options, plan.part
+    options, part, missing = plan.options, plan.part, dict[str, list[str]]()
+    for column in plan.suite.columns:
+        if column.over not in (None, *plan.names):
+            missing.setdefault(str(column.over), []).append(column.name)
     return [
         f"paper: {plan.suite.paper}",
         f"here: scale {plan.scale:g}, {plan.steps} of {part.steps} steps, {options['model']} "
         f"for {part.model}",
         *plan.suite.differs,
+        *(
+            f"{', '.join(names)}: not known without the contender {over!r}; --only has to name it"
+            for over, names in missing.items()
+        ),
     ]
 
 
@@ -140,6 +147,7 @@ def _value(column: Column, plan: Plan, run: Run) -> float:
         "quality": lambda: next(iter(run.beside.values()), nan) if plan.part.top5 else run.quality,
         "test": lambda: run.ending.test,
         "seconds": lambda: seconds,
+        "stopped": lambda: run.trained / plan.part.epoch if run.ending.best_step else nan,
         "epoch": lambda: seconds / run.trained * plan.part.epoch,
         "bytes": lambda: run.bytes_sent,
         "floats": lambda: run.ending.floats_sent,

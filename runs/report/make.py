@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from runs.files import known, write_text
 from runs.parser import UsageError
+from runs.report.cfs import CFS_FILE, draw_cfs
 from runs.report.pictures import STATIC, make_pictures, scripts
 from runs.report.rows import Row
 from runs.report.run import Run
@@ -45,6 +46,9 @@ def make_report(
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_text(page, make_page(title, rows, found, goals, notes))
+        draw_cfs(rows, out, title)
+    except ImportError:
+        notes.append(f"no {CFS_FILE}: matplotlib is not installed")
     except OSError as error:
         raise UsageError(
             f"--out {out}: cannot be written: {error.strerror or error}; accepted: a folder that "

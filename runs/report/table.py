@@ -115,12 +115,21 @@ def shown(found: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
 
 def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     """How the table is to be read."""
+    sizes: dict[int, list[str]] = {}
+    for row in rows:
+        if (header := row.run.recorded.header) is not None:
+            sizes.setdefault(header.numel, []).append(row.label)
     better = {row.run.quality_name: row.run.higher_is_better for row in rows if row.run.task}
     heads = [f"{column.group} {column.name}" for column in found]
     return [
         *(
             f"{name}: held-out, at the end; {'higher' if higher else 'lower'} is better"
             for name, higher in better.items()
+        ),
+        *(
+            f"model{'' if len(sizes) == 1 else ' of ' + ', '.join(labels)}: {numel / 1e6:.3g} "
+            f"million parameters, {4 * numel / 1e6:.3g} MB of gradients in fp32"
+            for numel, labels in sizes.items()
         ),
         *(f"{name}: {is_}" for name, is_ in READING.items() if any(name in head for head in heads)),
     ]

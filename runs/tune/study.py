@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.pruners import MedianPruner, NopPruner
-from optuna.samplers import RandomSampler, TPESampler
-from optuna.study import MaxTrialsCallback
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.study import MaxTrialsCallback, Study
 from optuna.trial import FrozenTrial, TrialState
 
 from policies import DENSE
@@ -26,7 +27,7 @@ from runs.report.source import read_folder
 from runs.result import title
 from runs.tables import table, text_of
 from runs.tune.trial import TrialJob, run_trial
-from runs.tune.tuning import BY_POLICY, Tuning, make_tuning, space_text
+from runs.tune.tuning import BY_POLICY, Tuning, make_tuning, rounded, space_text
 
 STARTUP = 5
 """Random trials before TPE, or the median of the others, is asked."""
@@ -45,6 +46,36 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 class TrialFailedError(Exception):
     """A trial whose run has failed; the study goes on."""
+
+
+class _Rounding(BaseSampler):
+    """Draws numbers as they are run, so that a study holds what has run."""
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        drawn = super().sample_relative(study, trial, search_space)  # type: ignore[safe-super]
+        return {name: rounded(search_space[name], value) for name, value in drawn.items()}
+
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        drawn = super().sample_independent(  # type: ignore[safe-super]
+            study, trial, param_name, param_distribution
+        )
+        return rounded(param_distribution, drawn)
+
+
+class _Random(_Rounding, RandomSampler):
+    pass
+
+
+class _TPE(_Rounding, TPESampler):
+    pass
 
 
 def tune(given: dict[str, Any]) -> int:
@@ -100,9 +131,9 @@ def open_study(
             storage=storage or f"sqlite:///{tuning.folder / 'study.db'}",
             directions=tuning.directions,
             # Each process draws other numbers.
-            sampler=RandomSampler()
+            sampler=_Random()
             if sampler == "random"
-            else TPESampler(n_startup_trials=STARTUP, multivariate=True, constant_liar=True),
+            else _TPE(n_startup_trials=STARTUP, multivariate=True, constant_liar=True),
             pruner=pruner if len(tuning.names) == 1 else NopPruner(),
             load_if_exists=True,
         )

@@ -65,7 +65,7 @@ class Tuning:
 
     def chosen(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The settings to run with, of the values that Optuna has drawn."""
-        return {name: _rounded(self.space[name], params[name]) for name in params}
+        return {name: rounded(self.space[name], params[name]) for name in params}
 
     @property
     def signature(self) -> dict[str, str]:
@@ -201,7 +201,8 @@ def _value(name: str, word: str) -> Any:
     return value_of([word])
 
 
-def _rounded(one: BaseDistribution, drawn: Any) -> Any:
+def rounded(one: BaseDistribution, drawn: Any) -> Any:
+    """A number as it is run."""
     if not isinstance(one, FloatDistribution):
         return drawn
     return min(one.high, max(one.low, float(f"{drawn:.{DIGITS}g}")))

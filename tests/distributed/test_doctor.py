@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from math import exp, hypot, log, sqrt
 from random import Random
 from statistics import median
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -18,7 +21,17 @@ from adaptive import AdaptiveCompressor
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.two_level import VARIABLE
 from policies import DENSE
-from runs.doctor.doctor import DOUBT, LEAST, LEVEL, Verdict, _error, look_at
+from runs.doctor.doctor import (
+    DOUBT,
+    LEAST,
+    LEVEL,
+    WORTH,
+    StepTimes,
+    Verdict,
+    _error,
+    conclude,
+    look_at,
+)
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import small_net
 
@@ -123,9 +136,11 @@ def test_a_verdict_says_what_to_do() -> None:
         best=40.0,
         best_name="CF 40",
         expected={DENSE: 1.0, 2.0: 0.55, 40.0: 0.4},
+        rehearsed=(40.0,),
         speedup=2.5,
         low=2.2,
         high=2.8,
+        worth=0.9,
         compute=0.1,
         waits=0.9,
         ranks=2,
@@ -141,3 +156,60 @@ def test_a_verdict_says_what_to_do() -> None:
     dense = replace(half, cf=DENSE, name="dense", speedup=0.9, low=0.8, high=1.0)
     assert str(dense).startswith("dense is right: bf16 would bring 0.90x [0.80, 1.00]\n")
     assert dense.seconds == dense.dense_seconds == 1.0
+    slow = replace(dense, speedup=1.2, worth=0.5)
+    told = "bf16 would bring 1.20x [0.80, 1.00], with 0.50 of a dense step's progress in each step"
+    assert str(slow).splitlines()[0] == f"dense is right: {told}"
+    assert "rehearsed CF 40 0.4; expected after these CF 2 0.55" in str(slow)
+
+
+SECONDS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=8)
+LADDER = (10.0, 20.0, 40.0, 80.0, 100.0, 160.0, 320.0, 640.0, 1000.0)
+RUNGS = {2.0: 0.99, 4.0: 0.98, 8.0: 0.98}
+
+
+@given(
+    dense=SECONDS,
+    others=st.dictionaries(st.sampled_from([*LADDER, *RUNGS]), SECONDS, max_size=5),
+    low=SECONDS,
+    share=st.floats(0.0, 1.0),
+    hidden=st.floats(0.0, 1.0),
+    power=st.floats(0.1, 1.0),
+)
+def test_a_verdict_never_contradicts_its_own_table(
+    dense: list[float],
+    others: dict[float, list[float]],
+    low: list[float],
+    share: float,
+    hidden: float,
+    power: float,
+) -> None:
+    """Whatever was timed: one model, in which more bytes take no less time, tells what is best."""
+    waits = share * median(dense)
+    span = waits + hidden * (median(dense) - waits)
+    by_cf = {DENSE: dense, **others, 10.0: low}
+    times = StepTimes(by_cf, waits, span, lambda cf: 1e6 / cf, RUNGS, {2.0})
+
+    def progress(cf: float) -> float:
+        return RUNGS.get(cf, cf ** (-1 / 10)) ** power
+
+    found = conclude(times, progress, [*LADDER, *RUNGS], "{:g}".format, 2, LinkCost())
+    expected = [found.expected[cf] for cf in LADDER]
+    assert all(more >= less - 1e-9 for more, less in pairwise(expected))
+    assert all(seconds >= found.compute - 1e-9 for seconds in found.expected.values())
+    dense_seconds = found.dense_seconds
+    assert found.speedup == pytest.approx(dense_seconds / found.expected[found.best])
+    promised = {cf: progress(cf) * dense_seconds / found.expected[cf] for cf in found.rehearsed}
+    assert promised[found.best] == pytest.approx(max(promised.values()))
+    if found.cf == DENSE:
+        assert found.speedup < WORTH or max(promised.values()) <= 1 + 1e-9
+    else:
+        assert found.cf == found.best
+        assert found.speedup >= WORTH
+
+
+def test_a_rung_that_was_not_rehearsed_waits_for_its_bytes_and_codes_as_the_sparsifier() -> None:
+    by_cf = {DENSE: [1.0] * 4, 10.0: [0.35] * 4, 100.0: [0.215] * 4}
+    times = StepTimes(by_cf, 0.8, 1.0, lambda cf: 1e6 / cf, RUNGS, {2.0})
+    assert times.seconds(2.0) == pytest.approx(0.2 + 0.3)  # half the span, of which 0.2 is hidden
+    assert times.seconds(4.0) == pytest.approx(0.2 + 0.05 + 0.15)
+    assert times.seconds(20.0) == pytest.approx(0.35 - 0.135 * 0.05 / 0.09)

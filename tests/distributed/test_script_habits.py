@@ -53,12 +53,32 @@ def _run_backward_again(model: DDP) -> None:
     loss_of(model, 99, dist.get_rank()).backward()
 
 
+def _climb(model: DDP) -> None:
+    """Global SAM: the first backward is exchanged as well, and says where to climb."""
+    climbed = [0.05 * p.grad for p in model.parameters()]
+    with torch.no_grad():
+        for p, climb in zip(model.parameters(), climbed, strict=True):
+            p.add_(climb)
+    model.zero_grad()
+    _run_backward_again(model)
+    with torch.no_grad():
+        for p, climb in zip(model.parameters(), climbed, strict=True):
+            p.sub_(climb)
+
+
+def _throw_away(model: DDP) -> None:
+    model.zero_grad()
+    _run_backward_again(model)
+
+
 HABITS: dict[str, tuple[Callable[[DDP], None], str]] = {
     "clips": (_clip, "residual"),
     "clips in place, past autograd": (_clip_in_place, "residual"),
     "decays": (_decay, "residual"),
     "adds noise": (_noise, "residual"),
     "accumulates without no_sync": (_run_backward_again, "residual"),
+    "climbs by the mean": (_climb, "residual"),
+    "throws a backward away": (_throw_away, "momentum"),
     "only looks": (_only_look, "momentum"),
 }
 

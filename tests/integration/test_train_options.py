@@ -192,8 +192,8 @@ def test_settings_choose_their_policy(options: str, policy: str) -> None:
 @pytest.mark.parametrize(
     ("options", "base", "cf_range"),
     [
-        ("--policy gravac-paper", "dgc+fp32", None),
-        ("--policy gravac-paper --base topk", "topk", None),
+        ("--policy gravac-paper", "topk+fp32", None),
+        ("--policy gravac-paper --base dgc+fp32", "dgc+fp32", None),
         ("--policy Accordion.paper(4,20)", "topk+fp32", (4, 20)),
         ("--policy gravac", "topk", None),
     ],

@@ -77,6 +77,12 @@ def test_beside_a_verdict_for_dense_nothing_is_called_faster(seconds, dense, sha
     assert not re.search("faster|slower|as fast", said)
 
 
+def test_what_keeps_dense_for_the_gradients_sake_does_not_judge_the_network():
+    verdict = "no gain reaches GraVAC's epsilon 0.7, so it sends dense"
+    said = headline(paced(1.2), 0.1, cf=DENSE, dense_share=0.9, verdict=verdict, network="link")
+    assert said == f"{verdict} on this link: 1.2 s a step, 90% of the steps dense; 10% fewer bytes"
+
+
 @given(st.floats(1e-4, 1e3), st.floats(0.3, 3))
 def test_two_times_that_are_compared_differ_or_are_left_out(seconds, ratio):
     for said in (

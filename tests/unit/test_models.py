@@ -14,6 +14,7 @@ PARAMETERS = {  # of the default shapes; the image models' by hand from the pape
     "resnet18": 11_173_962,
     "vgg11": 9_228_362,
     "vgg16": 14_724_042,
+    "resnet50": 23_520_842,
     "resnet101": 42_512_970,
     "lstm-small": 1_544_192,
     "lstm-medium": 4_444_800,
@@ -28,7 +29,7 @@ NARROW = {
     "resnet18": {"width": 8},
     **{name: {"hidden": 24} for name in WORD_MODELS},
 }
-IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16", "resnet101")
+IMAGE_MODELS = ("resnet8", "resnet20", "resnet18", "vgg11", "vgg16", "resnet50", "resnet101")
 
 
 def narrow(name, **shape):

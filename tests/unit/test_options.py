@@ -210,7 +210,7 @@ print({"torch", "optuna", "matplotlib"} & {*sys.modules})
     assert done.stdout.endswith("set()\n")
 
 
-GRAVAC = "dgc", (10, 1000), "layer", "residual"
+GRAVAC = "topk", (10, 1000), "layer", "residual"
 ACCORDION = "topk", (1 / 0.99, 10), "layer", "residual"
 POWERSGD = "powersgd", (10, 1000), "layer", "residual"
 
@@ -225,8 +225,8 @@ POWERSGD = "powersgd", (10, 1000), "layer", "residual"
         (Accordion.paper(4, 20), {}, ("topk", (4, 20), "layer", "residual")),
         (Accordion.paper(4, 1, as_ranks=True), {}, POWERSGD),
         ("dgc-paper", {}, ("dgc", (4, 1000), "layer", "momentum")),
-        ("gravac-paper", {"base": "topk"}, ("topk+int4", (10, 1000), "layer", "residual")),
-        ("gravac-paper", {"memory": "auto"}, ("dgc", (10, 1000), "layer", "auto")),
+        ("gravac-paper", {"base": "dgc"}, ("dgc+int4", (10, 1000), "layer", "residual")),
+        ("gravac-paper", {"memory": "auto"}, ("topk", (10, 1000), "layer", "auto")),
         ("gravac", {}, ("topk+int4", (10, 1000), "auto", "auto")),
     ],
 )

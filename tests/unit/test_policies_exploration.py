@@ -188,7 +188,7 @@ def test_opening_with_a_floor_that_loses_too_much_stays_dense_for_now():
     plans = run.run(300)
     assert {bare(plan) for plan in plans} == {(DENSE, (10.0, 20.0))}
     assert reasons(plans) == ["gain 0.29 at CF 10 < epsilon 0.3"]
-    assert run.policy.verdict() == "GraVAC sends dense: no gain reaches epsilon 0.3"
+    assert run.policy.verdict() == ("no gain reaches GraVAC's epsilon 0.3, so it sends dense")
     run.gain[10.0] = 0.34
     plans = run.run(40)
     assert sends(plans)[:2] == [DENSE, 10.0]

@@ -63,6 +63,18 @@ def test_the_floor_rises_by_omega_and_stays_risen():
     assert sent(run.run(300))[-1] == 20.0
 
 
+@pytest.mark.parametrize("make", [GraVAC.paper, GraVAC])
+def test_a_settled_run_that_epsilon_keeps_dense_says_so_and_not_that_it_settled(make):
+    run = World(make(window=WINDOW, epsilon=0.5, cooldown=1), GOOD, ranks=50)
+    run.settle()
+    run.run(WINDOW * 2 * len(LADDER))
+    assert run.policy.verdict().startswith("GraVAC settled on CF ")
+    run.gain = dict.fromkeys(LADDER, 0.0)
+    run.run(300)
+    assert run.policy.plan().send == DENSE
+    assert run.policy.verdict() == "no gain reaches GraVAC's epsilon 0.5, so it sends dense"
+
+
 def test_the_bare_rule_follows_epsilon_at_once_both_ways():
     run = world(GOOD, ranks=50)  # so that a step's gain is half of the average
     run.run(WINDOW + 1)
@@ -184,6 +196,28 @@ def test_any_drop_of_the_learning_rate_is_critical(ratio):
     lrs = [0.1] * 15 + [0.1 * ratio] * 20
     plans = drive(accordion(), [{"a": 1.0, "b": 1.0}], 23, lrs)
     assert [cfs_of(plan)["a"] for plan in plans] == [10.0] * 13 + [1000.0] * 3 + [10.0] * 7
+
+
+@pytest.mark.parametrize("steps_a_fall", [1, 7])
+def test_a_schedule_that_falls_all_the_time_is_said_once_to_keep_all_critical(steps_a_fall):
+    lrs = [0.1 * 0.99 ** (step // steps_a_fall) for step in range(60)]
+    policy = accordion()
+    plans = drive(policy, [{"a": 1.0, "b": 1.0}], 60, lrs)
+    assert {*map(str, map(cfs_of, plans[20:]))} >= {str({"a": 10.0, "b": 10.0})}
+    assert sum("take rate_drop=0.5" in plan.reason for plan in plans) == 1
+    assert "the learning rate keeps dropping" in policy.verdict()
+    helped = accordion(rate_drop=0.5)
+    plans = drive(helped, [{"a": 1.0, "b": 1.0}], 60, lrs)
+    assert cfs_of(plans[-1]) == {"a": 1000.0, "b": 1000.0}
+    assert not helped.verdict()
+
+
+def test_a_learning_rate_that_drops_a_few_times_is_no_such_schedule():
+    policy = accordion()
+    lrs = [0.1] * 15 + [0.01] * 10 + [0.001] * 35
+    plans = drive(policy, [{"a": 1.0, "b": 1.0}], 60, lrs)
+    assert not any("keeps dropping" in plan.reason for plan in plans)
+    assert not policy.verdict()
 
 
 def test_tensors_of_one_dimension_are_sent_dense_whatever_the_regime():

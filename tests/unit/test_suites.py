@@ -196,6 +196,17 @@ def test_the_table_has_the_papers_figures_beside_ratios_of_each_seed() -> None:
     assert "400 of 20000 steps, resnet8 for resnet101" in notes[1]
 
 
+def test_columns_that_need_a_contender_which_is_left_out_are_said_to() -> None:
+    gravac = SUITES["gravac"]
+    whole, part = (
+        suite_notes(Plan(gravac, gravac.parts[0], 0.02, only)) for only in ((), ("DGC",))
+    )
+    assert not any("not known" in note for note in whole)
+    first, second = [note for note in part if "not known" in note]
+    assert first.startswith("speed-up over top-k 10: not known without the contender 'top-k 10'")
+    assert second.startswith("bytes, times fewer than dense, floats, times fewer than dense: not")
+
+
 def test_percent_worse_epochs_and_columns_of_some() -> None:
     harris = SUITES["harris"]
     plan = Plan(harris, harris.parts[0], 0.01)
@@ -204,7 +215,13 @@ def test_percent_worse_epochs_and_columns_of_some() -> None:
         _row("top-k 50x", [(0, 199, 2, 1e5, 1)]),
     )
     _, ours = _columns(plan, [none, topk])
-    assert [column["here"]["mean"] for column in ours] == [200.0, 100.0, 40.0, 2 / 4 * 1327]
+    assert [column["here"]["mean"] for column in ours] == [
+        *(200.0, 100.0, 40.0, 2 / 4 * 1327),
+        None,
+    ]
+    stopped = replace(topk.run, ending=replace(topk.run.ending, best_step=3))
+    (early,) = _columns(plan, [Row("top-k 50x", (stopped,))])
+    assert early[4]["here"]["mean"] == pytest.approx(4 / 1327)
     assert ours[1]["paper"] == pytest.approx(100 * (89.6 / 92.2 - 1))
     (alone,) = _columns(plan, [topk])
     assert alone[1]["here"]["mean"] is None

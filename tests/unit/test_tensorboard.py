@@ -78,6 +78,7 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "gain_of_step/raw": 1,  # 3 / 2, clipped
         "gain_of_step/gradient": 0.5,
         "gain_of_step/energy_ratio": 0.75,
+        "gain_of_step/energy_over_gradient": 1.5,
         "gain/candidate": 0.4,
         "policy/epsilon": 0.3,
         "throughput/t_sys": 10,

@@ -162,6 +162,22 @@ def test_the_first_trial_has_the_policys_defaults(tmp_path: Path) -> None:
     assert first.system_attrs["fixed_params"] == {"epsilon": 0.3}  # no window lies in that range
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_a_study_holds_the_numbers_that_ran(sampler: str, tmp_path: Path) -> None:
+    tuning = _tuning(tmp_path, search=["epsilon", "lr", "window=10..200"], objective=["quality"])
+    study = open_study(tuning, sampler=sampler)
+    ran: list[dict[str, Any]] = []
+
+    def trial(one: optuna.Trial) -> float:
+        params = {name: one._suggest(name, each) for name, each in tuning.space.items()}
+        ran.append(tuning.chosen(params))
+        return float(sum(params.values()))
+
+    study.optimize(trial, n_trials=9)
+    assert [one.params for one in study.get_trials()] == ran
+    assert len({one["lr"] for one in ran}) > 3
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
