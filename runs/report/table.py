@@ -115,11 +115,14 @@ def shown(found: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
 
 def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     """How the table is to be read."""
-    better = {row.run.quality_name: row.run.higher_is_better for row in rows if row.run.task}
+    runs = [row.run for row in rows if row.run.config is not None and row.run.evaluations]
+    better = {run.quality_name: run.higher_is_better for run in runs}
+    script = any(run.config is not None and run.config.script for run in runs)
+    of = "as the script reports it" if script else "held-out"
     heads = [f"{column.group} {column.name}" for column in found]
     return [
         *(
-            f"{name}: held-out, at the end; {'higher' if higher else 'lower'} is better"
+            f"{name}: {of}, at the end; {'higher' if higher else 'lower'} is better"
             for name, higher in better.items()
         ),
         *(f"{name}: {is_}" for name, is_ in READING.items() if any(name in head for head in heads)),
