@@ -13,6 +13,7 @@ from compressors.sketch import Sketch
 from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
 from compressors.wire.values import value_names
+from policies import checks
 
 _sparsifiers = (TopK, DGC, Threshold, RedSync, SIDCo, AdaComp, RandomK)
 _quantizers = (FP16, BF16, Int8, Int4, QSGD, Natural, OneBit, SignSGD, TernGrad, TwoBit)
@@ -46,7 +47,9 @@ def make_compressor(base: str | Compressor) -> Compressor:
         raise TypeError(f"base must be a name or a Compressor object, got {base!r}")
     name, plus, values = base.partition("+")
     if name not in _registry:
-        raise ValueError(f"base must be one of {', '.join(compressor_names())}; got {base!r}")
+        names = compressor_names()
+        near = checks.nearest(name, names)
+        raise ValueError(f"base must be one of {', '.join(names)}; got {base!r}{near}")
     factory = _registry[name]
     if not plus:
         return factory()

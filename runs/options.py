@@ -33,7 +33,7 @@ HOOK_OPTIONS = (
 _OF_SCRIPT = {
     *(name for name in _OF_COMPRESSING if name != "ddp_hook"),
     *("script", "digest", "metric", "better", "workers", "threads", "seed", "log_dir"),
-    "one_worker_seconds",
+    *("one_worker_seconds", "netlab"),
 }
 """Settings that a run of the user's own script has."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from policies.checks import nearest
 from runs.config import OWN, TrainConfig
 from runs.expression import BY_NAME, EXAMPLE, OFF, Typed, value_of
 from runs.option_types import number_that
@@ -116,7 +117,7 @@ def _meaning(name: str) -> dict[str, Any]:
     raise UsageError(
         f"{name!r} is unknown; accepted: dense, own, a policy ({', '.join((*BY_NAME, OFF))}; with "
         f"settings as in {EXAMPLE}) or a compressor ({', '.join(COMPRESSORS)}; with coded values "
-        f"as in topk+bf16)"
+        f"as in topk+bf16){nearest(name, ('dense', OWN, *BY_NAME, OFF, *COMPRESSORS))}"
     )
 
 
