@@ -6,6 +6,7 @@ compressor = AdaptiveCompressor(base="topk", cf_range=(10, 1000)).attach(ddp_mod
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from adaptive import beside as _beside  # noqa: F401 - first: it refuses what is in the way
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer
 from adaptive.exchange.link import LinkSpec, Network, StepClock

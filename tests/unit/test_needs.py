@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from adaptive.beside import NAMES
 from runs.__main__ import COMMANDS, main
 from runs.needs import EXTRAS, OURS, install
 
@@ -132,4 +133,29 @@ def test_a_file_in_the_present_folder_that_is_in_the_way_is_named(
         f"python -m runs train: error: {path} is in the way: it would be imported in place of this "
         f"library's package {name!r}; accepted: another folder to start in, or another name for "
         f"that file\n"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("before", ["", "import {}\n"])
+def test_a_projects_own_package_is_named_where_a_script_imports_ours(
+    name: str, before: str, tmp_path: Path
+) -> None:
+    """A script lies beside a package of that name, and has imported it, or not."""
+    path = tmp_path / name / "__init__.py"
+    path.parent.mkdir()
+    path.write_text("MINE = 1\n", encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(f"{before.format(name)}import adaptive\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {path} is in the way: adaptive imports a package {name!r} of its own, "
+        f"{ROOT / name}; give yours another name, or put it into a package"
     )
