@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from adaptive import beside as _beside  # noqa: F401 - first: it refuses what is in the way
+from adaptive import own_log as _own_log  # noqa: F401
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer
 from adaptive.exchange.link import LinkSpec, Network, StepClock

@@ -286,6 +286,5 @@ def _with_option(message: str) -> str:
     """The library names its argument first; on the command line that is an option."""
     word = re.match(r"\w*", message)
     name = word[0] if word else ""
-    if name not in {field.name for field in fields(TrainConfig)}:
-        return message
-    return option(name) + message[len(name) :]
+    known = {"network": "link", **{each.name: each.name for each in fields(TrainConfig)}}
+    return option(known[name]) + message[len(name) :] if name in known else message

@@ -55,7 +55,7 @@ Reported = Callable[[int, float], bool]
 
 @dataclass(frozen=True)
 class ScriptJob:
-    """A run of a script. shown: what it prints is shown, and not kept in a file."""
+    """A run of a script. shown: what it prints goes to stderr, not to a file."""
 
     config: TrainConfig
     script: Script
@@ -74,7 +74,8 @@ def run_whole(
     shutil.rmtree(config.folder, ignore_errors=True)
     with claim(config.folder, f"--log-dir: {config.folder}"):
         job = ScriptJob(config, Script.of(list(config.script)), shown, reported)
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+        if config.threads > 1:
+            os.environ["OMP_NUM_THREADS"] = str(config.threads)
         code = launch(_work, job, config.workers, failed)
         if code not in (0, PRUNED):
             (config.folder / RESULT_FILE).unlink(missing_ok=True)
@@ -85,11 +86,11 @@ def run_whole(
 
 def _work(job: ScriptJob, rank: int, world_size: int, init_method: str) -> int:
     """A worker's share, in a process of its own."""
+    to = sys.stderr.fileno()  # stdout is for the comparison
     if not job.shown:
         to = os.open(job.config.folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(to, stream.fileno())
+        os.dup2(to, sys.stderr.fileno())
+    os.dup2(to, sys.stdout.fileno())
     watched = _Watched(job, rank)
     watched.begin()
     code = 1
@@ -201,11 +202,10 @@ class _Watched:
         )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.model is None or not _holds(optimizer, self.model):
-            return
-        self.counted = self.counted or optimizer
+        if self.counted is None and self.model is not None and _holds(optimizer, self.model):
+            self.counted = optimizer
         if optimizer is not self.counted:
-            return  # the second of two, of one step
+            return  # of another model, or the second of two in a step
         now = time.perf_counter()
         self.steps += 1
         self.seconds.append(now - self._at)

@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_what_is_finished(script: Path, tmp_path: Path, start: Star
     folder = tmp_path / "comparison"
     words = ("--log-dir", folder, "--contender", "dense", "--verbose", "--", script, "plain")
     run = start(*python_m("compare"), *words, 10**9, 1)
-    run.until(lambda: "loss " in run.out)
+    run.until(lambda: "loss " in run.err)
     run.interrupt()
     assert run.end() == INTERRUPTED, run.err
     assert "Traceback" not in run.err
