@@ -84,6 +84,7 @@ def test_register(monkeypatch):
 # Purity
 
 ALLOWED = {
+    "difflib",
     "__future__",
     "abc",
     "bisect",
