@@ -296,7 +296,7 @@ def _history(history: list[dict[str, Any]]) -> Table:
 
 def _summary(summary: Summary) -> dict[str, Any]:
     values = asdict(summary)
-    del values["gains"]
+    del values["gains"], values["rungs"]
     values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
     values["mean_gain"] = [[cf, known(gain)] for cf, gain in summary.mean_gain.items()]
     pace = {name: known(getattr(summary.pace, name)) for name in _OF_PACE}

@@ -84,13 +84,13 @@ def test_register(monkeypatch):
 # Purity
 
 ALLOWED = {
-    "difflib",
     "__future__",
     "abc",
     "bisect",
     "collections",
     "copy",
     "dataclasses",
+    "difflib",
     "enum",
     "functools",
     "inspect",
