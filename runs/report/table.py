@@ -115,9 +115,11 @@ def shown(found: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
 
 def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     """How the table is to be read."""
-    runs = [row.run for row in rows if row.run.config is not None and row.run.evaluations]
+    scripts = {row.run.name for row in rows if row.run.config and row.run.config.script}
+    runs = [row.run for row in rows if row.run.task]
+    runs = [run for run in runs if run.evaluations or run.name not in scripts]
     better = {run.quality_name: run.higher_is_better for run in runs}
-    script = any(run.config is not None and run.config.script for run in runs)
+    script = any(run.name in scripts for run in runs)
     of = "as the script reports it" if script else "held-out"
     heads = [f"{column.group} {column.name}" for column in found]
     return [
