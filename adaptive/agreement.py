@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from zlib import crc32
 
 import torch
@@ -19,12 +20,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from policies import Plan
 
+PATIENCE = timedelta(minutes=5)
+"""For ranks that come later than others."""
+
 PYTHON_REDUCER = (
     "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
     "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
     "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
     "with compiled autograd, before DistributedDataParallel(model)"
 )
+
+
+def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
+    """RuntimeError, with what is wanted, unless all ranks have come here in time. With gloo only: a
+    rank that goes on training instead would take part in another collective, which gloo answers by
+    an abort, or by a wait for as long as the group may."""
+    if dist.get_backend(group) != "gloo":
+        return
+    try:
+        dist.monitored_barrier(group, PATIENCE, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{wanted}: some have not done so within {PATIENCE.total_seconds():g} s ({error})"
+        ) from error
 
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:

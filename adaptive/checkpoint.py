@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adaptive.agreement import all_or_none
+from adaptive.agreement import all_or_none, wait_for_all
 from adaptive.session import Session
 from adaptive.state import reshard_states
 from policies.state import read, require
@@ -31,9 +30,6 @@ VERSION = 18
 
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""
-
-PATIENCE = timedelta(minutes=5)
-"""For ranks that read their states more slowly than others."""
 
 ELSEWHERE = (
     "rank 0's state_dict() holds the states of all ranks: save that, and hand it to "
@@ -55,7 +51,7 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
     group = session.exchange.everyone
     agreed: Mapping[str, Any] = {}
     with session.taking_up():
-        _wait_for_all(group)
+        wait_for_all(group, "load_state_dict must be called on every rank, with this rank's state")
         with all_or_none(group, REFUSED):
             if not isinstance(state, Mapping):
                 raise ValueError(
@@ -71,20 +67,6 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
     session.take_up(agreed)
 
 
-def _wait_for_all(group: dist.ProcessGroup) -> None:
-    """RuntimeError unless all ranks have come here in time. With gloo only: a rank that goes on
-    training instead would take part in another collective, which gloo answers by an abort."""
-    if dist.get_backend(group) != "gloo":
-        return
-    try:
-        dist.monitored_barrier(group, PATIENCE, wait_all_ranks=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"load_state_dict must be called on every rank, with this rank's state: some have not "
-            f"done so within {PATIENCE.total_seconds():g} s ({error})"
-        ) from error
-
-
 def _of_rank(session: Session) -> dict[str, Any]:
     return {"version": VERSION, **session.state_dict()}
 
@@ -92,6 +74,9 @@ def _of_rank(session: Session) -> dict[str, Any]:
 def _gathered(session: Session) -> dict[str, Any]:
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
+    wait_for_all(
+        group, "a gathered state_dict() must be asked for on every rank, not on rank 0 alone"
+    )
     session.make_up()
     with all_or_none(group, "there is no state to save on"):
         session.check_whole()

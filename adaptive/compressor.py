@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive import checkpoint as forms
 from adaptive import contrib
-from adaptive.agreement import agree
+from adaptive.agreement import agree, wait_for_all
 from adaptive.config import (
     GRANULARITIES,
     USUAL,
@@ -232,6 +233,8 @@ class AdaptiveCompressor:
             replica.check_free()
             for each in optimizers:
                 accepted = "a torch.optim.Optimizer, several of them, or None"
+                if isinstance(each, LRScheduler):
+                    accepted = "an optimizer, and this is a scheduler: hand its .optimizer over"
                 require(isinstance(each, Optimizer), "optimizer", each, accepted)
             scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
             require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
@@ -245,6 +248,7 @@ class AdaptiveCompressor:
             return ""
 
         with on_device_of(inside.model):
+            wait_for_all(replica.everyone, "attach() must be called on every rank")
             agree(check_arguments, replica.everyone)
             session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
             try:

@@ -24,7 +24,7 @@ from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
 from compressors.quantizers import Quantizer
 from compressors.sparsifier import Sparsifier
-from policies import Accordion, Goodput, Policy, checks
+from policies import DENSE, Accordion, Fixed, Goodput, Policy, Schedule, Warmup, checks
 
 GranularityName = Literal["auto", "layer", "bucket"]
 GRANULARITIES: tuple[GranularityName, ...] = get_args(GranularityName)
@@ -271,6 +271,7 @@ class Settings:
                 f"sync={self.sync!r}"
             )
         policies = _policies_in(self.policy)
+        self._check_written()
         by_norms = self.policy.layerwise or any(isinstance(each, Accordion) for each in policies)
         if self.server.down_cf == "auto" and by_norms:
             raise ValueError(
@@ -278,6 +279,24 @@ class Settings:
                 f"'gravac' do, and gives all layers one CF (with down_cf=None means have the CF of "
                 f"gradients); got policy {self.policy.name!r}"
             )
+
+    def _check_written(self) -> None:
+        """ValueError for a CF that a policy names and cannot send, before there is a model."""
+        low, high = self.cf_range
+        policy = self.policy.then if isinstance(self.policy, Warmup) else self.policy
+        named: dict[str, float] = {}
+        if isinstance(policy, Fixed) and policy.cf is not None:
+            named = {"cf": policy.cf}
+        elif isinstance(policy, Schedule):
+            named = {f"pieces[{step}]": cf for step, cf in policy.pieces.items()}
+        for name, cf in named.items() if isinstance(self.base.at(inf), Sparsifier) else ():
+            others = self.base.known_gains.keys()
+            if not low <= cf <= high and cf not in (DENSE, *others):
+                below = "".join(f" or {each:g}" for each in others)
+                raise ValueError(
+                    f"policy={policy!r}: {name}={cf:g} must be 1 (dense) or inside cf_range "
+                    f"({low:g}, {high:g}){below}; cf_range=({cf:g}, {cf:g}) would have it"
+                )
 
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""

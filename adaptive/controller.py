@@ -283,12 +283,14 @@ class Controller(saved.Stateful):
             self.recorder.close()
 
     def summary(self) -> Summary:
+        base = self.sizes.granularity.compressor
         return replace(
             deepcopy(self._totals),
             cf=self.cf,
             verdict=self.policy.verdict(),
             element_bytes=self.sizes.element_nbytes(),
             network=self.dense_timer.network,
+            rungs={cf: base.at(cf).name for cf in base.known_gains},
         )
 
     def explain(self, detail: bool = False) -> str:

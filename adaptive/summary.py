@@ -36,7 +36,8 @@ class Summary(Stateful):
     gains: by CF, (number of steps whose gain is known, sum of their gains).
     pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
     network: an emulated or modelled link in words; "" for the real network. gossip: the algorithm,
-    and the topology with its spectral gap; "" if all ranks exchange with all.
+    and the topology with its spectral gap; "" if all ranks exchange with all. rungs: names of the
+    compressors at CFs whose gains are assumed, not measured.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -55,6 +56,7 @@ class Summary(Stateful):
     pace: Pace = field(default_factory=Pace, metadata=_SAVED)
     network: str = ""
     gossip: str = ""
+    rungs: dict[float, str] = field(default_factory=dict)
 
     @property
     def mean_gain(self) -> dict[float, float]:
@@ -122,12 +124,14 @@ class Summary(Stateful):
 
     def table(self) -> str:
         """A table of the steps and the mean gain at each CF, and lines for totals and bytes."""
-        rows = [f"{'CF':>10} {'steps':>8} {'share':>7} {'mean gain':>10}"]
+        rows = [f"{'CF':>12} {'steps':>8} {'share':>7} {'mean gain':>10}"]
         gains = self.mean_gain
         for cf, steps in sorted(self.steps_at_cf.items()):
             name = "dense" if cf == DENSE else f"{cf:.4g}"
             gain = f"{gains[cf]:.4f}" if cf in gains else "-"
-            rows.append(f"{name:>10} {steps:>8} {steps / max(1, self.steps):>7.1%} {gain:>10}")
+            if cf in self.rungs:
+                name, gain = f"{self.rungs[cf]} (CF {cf:g})", "assumed"
+            rows.append(f"{name:>12} {steps:>8} {steps / max(1, self.steps):>7.1%} {gain:>10}")
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / max(1, self.steps):.3g} steps" if rounds else "steps"
         rows.append(f"{self.steps} {unit}, {self.switches} switches, {named(self.cf)} in use")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 AROUND_MODELS = ("_forward_module", "_orig_mod")
 """Attributes under which Fabric's module and torch.compile's hold the wrapped one, in the order to
@@ -44,7 +45,9 @@ def unwrap(model: Any, optimizer: Any) -> Unwrapped:
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = []
     for each in given if optimizer is not None else ():
-        while isinstance(inner := getattr(each, "optimizer", None), Optimizer):
+        while not isinstance(each, LRScheduler) and isinstance(
+            inner := getattr(each, "optimizer", None), Optimizer
+        ):
             by_framework = by_framework or _is_of_framework(each)
             scaler = scaler or getattr(each, "scaler", None)
             each = inner

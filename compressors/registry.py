@@ -14,6 +14,7 @@ from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, RedSync, Threshold
 from compressors.wire.values import value_names
+from policies import checks
 
 _sparsifiers = (TopK, DGC, Threshold, RedSync, RandomK)
 _quantizers = (FP16, BF16, Int8, Int4, QSGD, OneBit, SignSGD, TernGrad, TwoBit)
@@ -59,7 +60,9 @@ def make_compressor(base: str | Compressor) -> Compressor:
         raise TypeError(f"base must be a name or a Compressor object, got {base!r}")
     name, plus, values = base.partition("+")
     if name not in compressor_names():
-        raise ValueError(f"base must be one of {', '.join(compressor_names())}; got {base!r}")
+        names = compressor_names()
+        near = checks.nearest(name, names)
+        raise ValueError(f"base must be one of {', '.join(names)}; got {base!r}{near}")
     factory = load(CONTRIB[name]) if name in CONTRIB else _registry[name]
     if not plus:
         return factory()

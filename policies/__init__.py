@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, Literal
 
+from policies import checks
 from policies.accordion import Accordion
 from policies.base import DENSE, Context, GainKind, Measurement, Plan, Policy, StepReport
 from policies.goodput import Goodput
@@ -95,7 +96,9 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     if not isinstance(policy, str):
         raise TypeError(f"policy must be a name or a Policy object, got {policy!r}")
     if policy not in _registry:
-        raise ValueError(f"policy must be one of {', '.join(policy_names())}; got {policy!r}")
+        names = policy_names()
+        near = checks.nearest(policy, names)
+        raise ValueError(f"policy must be one of {', '.join(names)}; got {policy!r}{near}")
     factory = _registry[policy]
     accepted = signature(factory)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from math import inf, isfinite, nan
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -47,10 +48,18 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def nearest(given: str, names: Iterable[str]) -> str:
+    """ "; did you mean 'topk'?" for "top-k" or "TopK"; "" if no name is near."""
+    plain = {"".join(filter(str.isalnum, name.lower())): name for name in names}
+    found = get_close_matches("".join(filter(str.isalnum, given.lower())), plain, 1, 0.75)
+    return f"; did you mean {plain[found[0]]!r}?" if found else ""
+
+
 def one_of(name: str, value: Any, accepted: Iterable[Name]) -> Name:
     """`value` as one of the `accepted` names."""
     names = sorted(accepted)
-    _check(name, value, str, value in names, f"one of {', '.join(map(repr, names))}")
+    near = nearest(value, names) if isinstance(value, str) else ""
+    _check(name, value, str, value in names, f"one of {', '.join(map(repr, names))}{near}")
     named: Name = value
     return named
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from runs.interrupt import INTERRUPTED, raise_when_asked
 from runs.needs import check_installed, check_ours
-from runs.parser import UsageError, fail, read, split_command
+from runs.parser import UsageError, at_dashes, fail, read, split_command
 from runs.pipes import outlive_readers
 
 COMMANDS = {
@@ -51,6 +51,9 @@ commands:
 WITH_COMMAND = ("netlab", "doctor")
 """Commands whose options are followed by another command or a script."""
 
+WITH_SCRIPT = ("compare", "tune")
+"""Commands whose options may be followed by a script, behind a --."""
+
 SAY = 5.0
 """Seconds that the first worker under torchrun gets to say what is wrong."""
 
@@ -75,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
         module = import_module(COMMANDS[name][0])
         if name in WITH_COMMAND:
             own, behind = split_command(words[1:])
+            given = {**read(name, module.OPTIONS, module.HELP, own), "command": behind}
+        elif name in WITH_SCRIPT:
+            own, behind = at_dashes(words[1:])
             given = {**read(name, module.OPTIONS, module.HELP, own), "command": behind}
         else:
             given = read(name, module.OPTIONS, module.HELP, words[1:])

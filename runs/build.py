@@ -102,7 +102,16 @@ def build_compressor(
 
     ValueError or TypeError for settings out of range.
     """
-    assert config.base is not None, "policy off has no compressor"
+    clock = modelled_clock(config, numel)
+    arguments = compressor_arguments(config)
+    if clock is not None:  # it counts the link's time, too, which is not waited for
+        arguments["network"] = Network(clock=clock)
+    return AdaptiveCompressor(**arguments, timeline=list(timeline))
+
+
+def compressor_arguments(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of `AdaptiveCompressor` that a configuration names, made anew: a policy belongs
+    to one model. ValueError or TypeError for settings out of range."""
     policy = build_policy(config)
     _check_pieces(config, policy)
     given = {name: getattr(config, name) for name in (*_WRITTEN, "granularity", "dense_below")}
@@ -110,13 +119,11 @@ def build_compressor(
     settings |= {name: made_from(settings[name], name) for name in _WRITTEN if name in settings}
     if config.cf_range is not None or cf_range(config, policy) != CF_RANGE:
         settings["cf_range"] = cf_range(config, policy)
-    clock = modelled_clock(config, numel)
-    # A modelled clock counts the link's time, too, which is not waited for.
-    network = Network(config.link) if clock is None else Network(clock=clock)
-    base = made_from(config.base, "base")
-    return AdaptiveCompressor(
-        base, policy=policy, network=network, timeline=list(timeline), **settings
-    )
+    if config.link is not None:
+        settings["network"] = config.link
+    if config.base is not None:  # else that of the user's script
+        settings["base"] = made_from(config.base, "base")
+    return {**settings, "policy": policy}
 
 
 def synchronisation(config: TrainConfig) -> Synchronisation:
@@ -279,6 +286,5 @@ def _with_option(message: str) -> str:
     """The library names its argument first; on the command line that is an option."""
     word = re.match(r"\w*", message)
     name = word[0] if word else ""
-    if name not in {field.name for field in fields(TrainConfig)}:
-        return message
-    return option(name) + message[len(name) :]
+    known = {"network": "link", **{each.name: each.name for each in fields(TrainConfig)}}
+    return option(known[name]) + message[len(name) :] if name in known else message

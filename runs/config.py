@@ -8,12 +8,18 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
+from runs.expression import OFF
 from runs.fields import Fields, Limits
 from runs.files import read_json, write_json
 from runs.parser import words_of
-from runs.settings import Compressing, Keeping, Modelling, Optimizing, Training
+from runs.settings import Compressing, Keeping, Measuring, Modelling, Optimizing, Training
 
 CONFIG_FILE = "config.json"
+
+OWN = "own"
+"""The contender that is a user's script as it is."""
+
+_OF_CONTENDER = tuple(each.name for each in fields(Compressing) if each.name != "link")
 
 _COUNTS = ("workers", "steps", "threads", "batch_size")
 _FIELDS = Fields(
@@ -25,7 +31,7 @@ _FIELDS = Fields(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
+class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Training):
     """The settings of one run of `python -m runs train` or `simulate`; None takes the default of
     the task or library.
 
@@ -35,11 +41,16 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
     coding_by_cf: with fixed_clock, (CF, nanoseconds a gradient element) of compressing and
     decoding: `coding`, or what was measured on the machine (runs/coding.py).
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
+    script: of a script of the user's own in the task's place, its path and its arguments. It has
+    steps, an optimizer and a model of its own; base is None where it has its own, too, and policy
+    "off" leaves it as it is. digest: of the script's text.
     """
 
     simulated: bool = False
     netlab: tuple[str, ...] | None = None
     coding_by_cf: tuple[tuple[float, float], ...] = ()
+    script: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def folder(self) -> Path:
@@ -49,7 +60,22 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
     @property
     def program(self) -> str:
         """The command of `python -m runs` that trains."""
-        return "simulate" if self.simulated else "train"
+        return "compare" if self.script else "simulate" if self.simulated else "train"
+
+    @property
+    def contender(self) -> str:
+        """As `compare` takes it: what is not the script's own."""
+        if self.policy == OFF:
+            return OWN
+        given = {each.name: getattr(self, each.name) for each in fields(Compressing)}
+        keys = [
+            f"{name}={'/'.join(words_of(value))}"
+            for name, value in given.items()
+            if name not in ("policy", "link") and value not in (None, 0)
+        ]
+        if self.policy == "fixed" and self.base == "none":
+            return ":".join(["dense", ",".join(keys[1:])] if keys[1:] else ["dense"])
+        return ":".join([self.policy, ",".join(keys)] if keys else [self.policy])
 
     @property
     def command(self) -> str:
@@ -62,11 +88,15 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
                 self.simulated and option.name == "workers"
             )
             if usual or option.name in (
-                *("log_dir", "json", "simulated", "netlab", "coding_by_cf"),
+                *("log_dir", "json", "simulated", "netlab", "coding_by_cf", "script", "digest"),
             ):
+                continue
+            if self.script and option.name in (*_OF_CONTENDER, "seed"):
                 continue
             name = renamed.get(option.name, option.name)
             words += [f"--{name.replace('_', '-')}", *words_of(value)]
+        if self.script:
+            words += ["--contender", self.contender, "--", *self.script]
         return shlex.join(words)
 
     @property

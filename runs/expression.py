@@ -20,6 +20,7 @@ from typing import Any
 
 import policies
 from policies import Policy
+from policies.checks import nearest
 
 EXAMPLE = "Warmup(steps=50, then=GraVAC(window=20))"
 OFF = "off"
@@ -113,7 +114,7 @@ def policy_name(text: str) -> str:
         if text not in (*BY_NAME, OFF):
             raise ValueError(
                 f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got "
-                f"{_shown(text)}"
+                f"{_shown(text)}{nearest(text, (*BY_NAME, OFF))}"
             )
         return text
     head = _without_module(text.partition("(")[0].strip())

@@ -26,6 +26,9 @@ DIVERGED = 3
 UNSAVED = 4
 """The exit code of a run whose result, or last checkpoint, could not be written."""
 
+PRUNED = 5
+"""The exit code of a worker by which a trial has ended that fell behind others; and so of all."""
+
 GOES_ON = "interrupted; the same command goes on from here"
 """What a command says in the end that goes on by itself when it is given again."""
 

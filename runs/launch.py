@@ -25,7 +25,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runs.interrupt import ASKING, INTERRUPTED, STOPPING, give_signals_back, say, take_signals
+from runs.interrupt import (
+    ASKING,
+    INTERRUPTED,
+    PRUNED,
+    STOPPING,
+    give_signals_back,
+    say,
+    take_signals,
+)
 from runs.netlab.place import enter_lab
 from runs.parser import UsageError
 from runs.pipes import outlive_readers
@@ -42,7 +50,8 @@ def launch(
 ) -> int:
     """Run `work` in so many processes; returns the exit code of the whole.
 
-    0 if all returned 0; 130 if interrupted; 1 after printing what the first failing one said.
+    0 if all returned 0; 130 if interrupted; 1 after printing what the first failing one said;
+    PRUNED if that is what rank 0 returned, which the others then are ended for.
     UsageError if that is what a worker raised. failed: is told the cause in one line.
     """
     context = get_context("spawn")
@@ -89,6 +98,8 @@ def launch(
                 process.join()
             give_signals_back(before)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    if codes[0] == PRUNED:
+        return PRUNED
     if requests > 1 or (requests and -signal.SIGTERM in codes):  # its script has reset the handler
         return INTERRUPTED
     return _verdict(codes, [process.pid for process in processes], said, failed or (lambda _: None))

@@ -116,7 +116,8 @@ class Logbook(Timeline):
 
     def announce(self, text: str) -> None:
         """Tell whoever is watching of a switch or an evaluation."""
-        self.progress.say(text)
+        if not self.progress.quiet:
+            self.progress.say(text)
 
     def close(self) -> None:
         """Flush and close everything; also after an error, and twice."""

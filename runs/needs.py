@@ -4,6 +4,7 @@ packages under their names."""
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,8 +29,22 @@ def check_installed(extra: str, what: str = "") -> None:
         are = "which is" if len(missing) == 1 else "which are"
         told = f"{what}: " if what else ""
         raise UsageError(
-            f"{told}needs {' and '.join(missing)}, {are} not installed: pip install '.[{extra}]'"
+            f"{told}needs {' and '.join(missing)}, {are} not installed: {install(extra)}"
         )
+
+
+def installed() -> bool:
+    """Whether pip knows this library, and its extras by its name."""
+    try:
+        return bool(version("adaptive-compression"))
+    except PackageNotFoundError:  # a source tree
+        return False
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra, wherever it is given."""
+    name = "adaptive-compression" if installed() else Path(__file__).parents[1]
+    return f"pip install '{name}[{extra}]'"
 
 
 def check_ours() -> None:

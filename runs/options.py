@@ -3,6 +3,8 @@ others would be passed over in silence), and what follows from them."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from typing import Any
 
 from runs.config import TrainConfig
 from runs.expression import OFF, policy_from, policy_name, with_arguments
+from runs.metric import parse_metric
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, option, shown
 from runs.settings import WITH_BETAS, WITH_MOMENTUM, Compressing
@@ -27,6 +30,15 @@ HOOK_OPTIONS = (
 """What makes no sense without the library's hook."""
 
 
+_OF_SCRIPT = {
+    *(name for name in _OF_COMPRESSING if name != "ddp_hook"),
+    *("script", "digest", "metric", "better", "workers", "threads", "seed", "log_dir"),
+    *("one_worker_seconds", "netlab"),
+}
+"""Settings that a run of the user's own script has."""
+
+_PLACE = re.compile(r"\{(\w+)\}")
+
 ANY_CF = 10.0
 """Where a cost of coding stands that is the same at all CFs."""
 
@@ -34,6 +46,7 @@ ANY_CF = 10.0
 def make_config(given: Mapping[str, Any]) -> TrainConfig:
     """The configuration of a new run. What is no setting of a run is an argument of its policy.
     UsageError for settings that do not go together."""
+    given = of_script(given) if given.get("script") else given
     made = {name: value for name, value in given.items() if name in CONFIG_OPTIONS}
     arguments = {name: value for name, value in given.items() if name not in CONFIG_OPTIONS}
     policy = made.get("policy") or policy_for(given)
@@ -46,8 +59,8 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
         made["exchange"] = "all_reduce" if made.get("base") == "none" else "sharded"
     _check_together(name, {**arguments, **made})
     made = {**_of_policy(made["policy"]), **made}
-    if name == OFF:
-        made["base"] = None
+    if name == OFF or made.get("script"):
+        made.setdefault("base", None)
     for several in ("cf_range", "betas", "lr_drop"):
         if isinstance(made.get(several), list):
             made[several] = tuple(made[several])
@@ -66,6 +79,57 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**made)
     check_optimizer(config)
     return replace(config, coding_by_cf=_coding(config))
+
+
+def with_script(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the script that follows them, given["command"], and what it is known by.
+    UsageError if it is none, or cannot be run here."""
+    given = dict(given)
+    words = given.pop("command", ())
+    if not words:
+        return given
+    if "RANK" in os.environ:
+        raise UsageError(f"-- {words[0]}: is started on workers of its own; accepted: no torchrun")
+    try:
+        text = Path(words[0]).read_bytes()
+    except OSError as error:
+        raise UsageError(f"-- {words[0]}: {error.strerror}; accepted: a script") from error
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    return {**given, "script": tuple(words), "digest": digest}
+
+
+def check_measured(given: Mapping[str, Any]) -> None:
+    """UsageError for a metric that nothing reports, or that is none."""
+    if not given.get("script"):
+        for name in ("metric", "better"):
+            if name in given:
+                raise UsageError(
+                    f"{option(name)} {given[name]}: is of a script of your own; accepted: with one "
+                    f"behind a --, as in -- my_script.py"
+                )
+    elif "metric" in given:
+        parse_metric(given["metric"])
+
+
+def of_script(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of the user's own script. {name} in its words stands for the setting of
+    that name, {run} for the run's folder. UsageError for settings that are the script's own."""
+    values = {**given, "run": given.get("log_dir", "")}
+    named = {name for word in given["script"] for name in _PLACE.findall(word) if name in values}
+    kept = {name: value for name, value in given.items() if name in _OF_SCRIPT or name not in named}
+    for name in kept:
+        if name in CONFIG_OPTIONS and name not in _OF_SCRIPT:
+            raise UsageError(
+                f"{option(name)} {shown(given[name])}: is the script's own; accepted: as the "
+                f"script takes it, behind --, where {{{name}}} stands for a value that contenders "
+                f"or trials have of their own"
+            )
+
+    def filled(word: str) -> str:
+        return _PLACE.sub(lambda at: shown(values[at[1]]) if at[1] in named else at[0], word)
+
+    path, *words = given["script"]
+    return {**kept, "script": (path, *map(filled, words))}
 
 
 def _coding(config: TrainConfig) -> tuple[tuple[float, float], ...]:
@@ -113,6 +177,11 @@ def _check_together(policy: str, given: Mapping[str, Any]) -> None:
     def told(name: str) -> str:
         return f"{option(name)} {shown(given[name])}"
 
+    if policy == OFF and given.get("script") and "link" in given:
+        raise UsageError(
+            f"{told('link')}: is emulated by the library's hook, which a script that stays as it "
+            f"is need not have; accepted: netlab"
+        )
     if "ddp_hook" in given and policy != OFF:
         raise UsageError(f"{told('ddp_hook')} is for --policy off, got --policy {policy}")
     if "cf" in given and policy != "fixed":

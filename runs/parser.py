@@ -92,6 +92,12 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:end]), list(words[end + 1 if words[end : end + 1] == ["--"] else end :])
 
 
+def at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and behind the first --."""
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end + 1 :])
+
+
 def _parts(hint: Any) -> tuple[tuple[Any, ...], list[Any]]:
     """The types of a union, without None, and all that is annotated on it or on one of them."""
     if get_origin(hint) is Annotated:

@@ -19,9 +19,18 @@ class Progress:
     """A progress line of a training run, printed as the steps are done.
 
     total: steps in all. name: of the bar, or "". note: in brackets at the end of each line, or "".
+    quiet: no lines of steps, and no bar is left.
     """
 
-    def __init__(self, total: int, name: str, note: str = "", stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        name: str,
+        note: str = "",
+        stream: TextIO | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.quiet = quiet
         self._stream = sys.stderr if stream is None else stream
         self._total, self._name = total, name
         self._note = f"  ({note})" if note else ""
@@ -45,12 +54,13 @@ class Progress:
                 initial=step,
                 desc=self._name or "train",
                 unit=" steps",
+                leave=not self.quiet,
                 dynamic_ncols=True,
             )
         if self._bar is not None:
             self._bar.set_postfix(numbers, refresh=first)
             self._bar.update(0 if first else 1)
-        elif first or now - self._said >= SECONDS or step == self._total:
+        elif not self.quiet and (first or now - self._said >= SECONDS or step == self._total):
             self._said = now
             if isfinite(rate):
                 numbers["steps/s"] = number_text(rate, 3)
@@ -67,6 +77,17 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def time_left(seconds: float, done: float, to_do: float) -> str:
+    """ ", about 50 min left", if so much of it took so many seconds; "" before anything is done."""
+    if not (done > 0 and to_do > 0):
+        return ""
+    left = seconds / done * to_do
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if left >= 1.5 * size:
+            return f", about {left / size:.2g} {unit} left"
+    return f", about {max(1, round(left))} s left"
 
 
 def number_text(value: float, digits: int) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from textwrap import indent
 from typing import Any, TextIO
 
@@ -48,14 +50,14 @@ SHOWN = 12
 
 def title(config: TrainConfig) -> str:
     """The run in one line."""
-    model = config.model or TASKS[config.task].models[0]
-    how = f"{config.policy} over {config.base}"
+    how = f"{config.policy} over {config.base or 'its own base'}"
     if config.policy == OFF:
         hook = config.ddp_hook
         how = f"DDP with PyTorch's {hook} hook" if hook else "plain DDP, no hook"
+        how = "as it is" if config.script else how
     elif policy_name(config.policy) == "fixed":
         cf = getattr(policy_from(config.policy), "cf", None) or DEFAULT_CF
-        how = "dense" if sends_dense(config) else f"{config.base} at {named(cf)}"
+        how = "dense" if sends_dense(config) else f"{config.base or 'its base'} at {named(cf)}"
     if config.exchange is not None:
         how += f", {config.exchange} exchange"
     how += f", {config.sync}" if config.sync is not None else ""
@@ -63,13 +65,21 @@ def title(config: TrainConfig) -> str:
     link += f", {real_links(config.netlab)}" if config.netlab else ""
     kind = "simulated worker" if config.simulated else "worker"
     workers = f"{config.workers} {kind}{'s' if config.workers > 1 else ''}"
-    return f"{config.task} ({model}), {workers}, {how}{link}"
+    return f"{trained(config)}, {workers}, {how}{link}"
+
+
+def trained(config: TrainConfig) -> str:
+    """What a run trains: task and model, or the script."""
+    if config.script:
+        return shlex.join((Path(config.script[0]).name, *config.script[1:]))
+    return f"{config.task} ({config.model or TASKS[config.task].models[0]})"
 
 
 def is_dense(config: TrainConfig) -> bool:
     """Every step exchanges all of every gradient, and its mean moves the model: what compression is
     compared with. Not so gossip, local steps and delayed means, whatever they send."""
     alike = config.sync in (None, "EveryStep()") and config.ddp_hook is None
+    alike = alike and not (config.script and config.policy == OFF)  # that has its own
     return alike and sends_dense(config)
 
 
@@ -286,7 +296,7 @@ def _history(history: list[dict[str, Any]]) -> Table:
 
 def _summary(summary: Summary) -> dict[str, Any]:
     values = asdict(summary)
-    del values["gains"]
+    del values["gains"], values["rungs"]
     values["steps_at_cf"] = [[cf, steps] for cf, steps in summary.steps_at_cf.items()]
     values["mean_gain"] = [[cf, known(gain)] for cf, gain in summary.mean_gain.items()]
     pace = {name: known(getattr(summary.pace, name)) for name in _OF_PACE}

@@ -7,15 +7,19 @@ import runpy
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runs.interrupt import ASKING, INTERRUPTED, take_signals
 from runs.netlab.lab import Lab, address
 from runs.netlab.place import the_place, told
 from runs.parser import UsageError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,25 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
             raise
         return INTERRUPTED
     return code
+
+
+def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
+    """From now on, `do` this before each forward, in training, of each DDP model of this
+    process."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    build = DDP.__init__
+
+    def before_forward(model: DDP, *_: Any) -> None:
+        if torch.is_grad_enabled() and model.training:
+            do(model)
+
+    def built(model: DDP, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        model.register_forward_pre_hook(before_forward)
+
+    DDP.__init__ = built  # type: ignore[assignment, method-assign]
 
 
 def run_words(script: Script) -> int:

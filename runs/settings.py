@@ -169,6 +169,18 @@ class Keeping:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """With a script of your own in the task's place, behind a --: -- SCRIPT."""
+
+    metric: Annotated[str | None, metavar("M")] = None
+    """The quality, as the script reports it: what it prints, "val loss {}"; tensorboard:TAG, a
+    scalar that it logs; json:KEY, of lines of JSON that it prints; FILE.jsonl:KEY, of those that it
+    writes (none: bytes and seconds alone)."""
+    better: Literal["lower", "higher"] | None = None
+    """Which of two qualities is (by the metric's name: of an accuracy higher, of a loss lower)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resuming:
     """Going on with a run."""
 

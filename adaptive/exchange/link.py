@@ -58,10 +58,11 @@ class LinkSpec:
     def parse(cls, text: str) -> LinkSpec:
         """From "100mbit" or "1gbit,5ms". ValueError for anything else."""
         found = _LINK.fullmatch(text.strip())
-        if found is None or not float(found[1]):
+        if found is None or not float(found[1]) or "Bps" in text:
+            bits = "; a rate is in bits: '100MBps' is '800mbit'" if "B" in text else ""
             raise ValueError(
-                f"link must be a rate such as '100mbit' or '1gbit', optionally followed by a "
-                f"latency as in '100mbit,5ms', got {text!r}"
+                f"network must be a rate such as '100mbit' or '1gbit', optionally followed by a "
+                f"latency as in '100mbit,5ms'{bits}, got {text!r}"
             )
         rate, prefix, latency, unit = found.groups()
         seconds = float(latency) * _SECONDS[unit.lower()] if latency else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from runs.claim import claim
 from runs.compare.contender import Contender
 from runs.compare.options import HELP, OPTIONS, Comparison, make_comparison
 from runs.interrupt import GOES_ON, INTERRUPTED, UNSAVED
+from runs.options import with_script
 from runs.parser import UsageError, check_writable
 
 __all__ = ["HELP", "OPTIONS", "main"]
@@ -20,7 +22,7 @@ __all__ = ["HELP", "OPTIONS", "main"]
 def main(given: dict[str, Any]) -> int:
     """Run the comparison; returns the exit code."""
     try:
-        comparison = make_comparison(given)
+        comparison = make_comparison(with_script(given))
         _check(comparison)
         with claim(comparison.folder, f"--log-dir {comparison.folder}"):
             return _compare(comparison)
@@ -40,7 +42,7 @@ def _check(comparison: Comparison) -> None:
             check_compression(config)
         except UsageError as error:
             raise UsageError(f"--contender {contender.label}: {error}") from error
-        if i == 0:
+        if i == 0 and not config.script:
             check(config)  # reads the data, the same for all
     check_writable(comparison.folder)
     for contender, seed in product(comparison.contenders, comparison.seeds):
@@ -50,18 +52,36 @@ def _check(comparison: Comparison) -> None:
 def _compare(comparison: Comparison) -> int:
     from runs.compare.report import make_report
     from runs.compare.slice import steps_done, train_until
+    from runs.progress import time_left
     from runs.tables import show
 
     out = sys.stderr if comparison.json else sys.stdout
     code, all_turns = 0, turns(comparison)
+    configs = [comparison.config(turn.contender, turn.seed) for turn in all_turns]
+    # Of each turn, the steps that are still to be made; a script's turn counts as one.
+    size = comparison.slice
+    rest = [
+        max(0, turn.until - max(steps_done(config), (turn.until - 1) // size * size))
+        for turn, config in zip(all_turns, configs, strict=True)
+    ]
+    began, all_steps = time.monotonic(), sum(rest)
     for number, (contender, seed, until) in enumerate(all_turns, 1):
-        config = comparison.config(contender, seed)
+        config = configs[number - 1]
         done = steps_done(config)
         if done >= until:
             continue
-        told = f"{contender.label}, seed {seed}, steps {done + 1} to {until}"
+        to_do = sum(rest[number - 1 :])
+        told = f"{contender.label}, seed {seed}"
+        if not config.script:
+            told += f", steps {done + 1} to {until}"
+        told += time_left(time.monotonic() - began, all_steps - to_do, to_do)
         print(f"turn {number} of {len(all_turns)}: {told}", file=out, flush=True)
-        code = train_until(config, until)
+        if config.script:
+            from runs.script_run import run_whole
+
+            code = run_whole(config, shown=comparison.verbose)
+        else:
+            code = train_until(config, until, comparison.verbose)
         if code:
             break
     if code not in (0, INTERRUPTED):
@@ -71,7 +91,10 @@ def _compare(comparison: Comparison) -> int:
     except OSError as error:
         print(f"error: the report could not be written: {error}", file=sys.stderr)
         return UNSAVED
-    show(out, "", *parts)
+    if result["rows"]:
+        show(out, "", *parts)
+    else:
+        print(f"no run is finished; files in {comparison.folder}", file=out, flush=True)
     if code == INTERRUPTED:
         print(GOES_ON, file=out, flush=True)
     if comparison.json:

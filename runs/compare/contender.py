@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from runs.config import TrainConfig
+from policies.checks import nearest
+from runs.config import OWN, TrainConfig
 from runs.expression import BY_NAME, EXAMPLE, OFF, Typed, value_of
 from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, make_config
@@ -21,6 +22,7 @@ A contender is NAME[@CF][:key=value,...]. NAME is
                  writes it: "Warmup(steps=50, then=GraVAC(window=20))",
                  "Schedule({0: 1, 100: 10})" (CF 10 from step 100 on)
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
+  own            with a script of your own, as it is
   off            plain DDP without the hook (of its steps, only number and time are known);
                  off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
   diloco         local steps that are exchanged dense, as DiLoCo: every 50, outer learning rate 0.7,
@@ -104,6 +106,8 @@ def _meaning(name: str) -> dict[str, Any]:
         return {"policy": "fixed", "base": "none", "sync": sync}
     if name == "dense":
         return {"policy": "fixed", "base": "none"}
+    if name == OWN:
+        return {"policy": OFF}
     if name in (*BY_NAME, OFF):
         return {"policy": name}
     if "(" in name:
@@ -111,9 +115,9 @@ def _meaning(name: str) -> dict[str, Any]:
     if name.partition("+")[0] in COMPRESSORS:
         return {"policy": "fixed", "base": name}
     raise UsageError(
-        f"{name!r} is unknown; accepted: dense, a policy ({', '.join((*BY_NAME, OFF))}; with "
+        f"{name!r} is unknown; accepted: dense, own, a policy ({', '.join((*BY_NAME, OFF))}; with "
         f"settings as in {EXAMPLE}) or a compressor ({', '.join(COMPRESSORS)}; with coded values "
-        f"as in topk+bf16)"
+        f"as in topk+bf16){nearest(name, ('dense', OWN, *BY_NAME, OFF, *COMPRESSORS))}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
@@ -13,17 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import UseAppendAction
 
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
-from runs.config import TrainConfig
+from runs.config import OWN, TrainConfig
+from runs.expression import OFF
 from runs.netlab.lab import Lab
 from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
-from runs.options import check_modelled, check_sends
+from runs.options import check_measured, check_modelled, check_sends
 from runs.papers.suites import Plan, plan_from
-from runs.parser import UsageError, options
-from runs.settings import Keeping, Modelling, Optimizing, Training
+from runs.parser import UsageError, options, shown
+from runs.settings import Keeping, Measuring, Modelling, Optimizing, Training
 
 if TYPE_CHECKING:
     from adaptive import LinkSpec
 
+OF_SCRIPT = ("dense", "goodput")
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
 BANDWIDTHS = ("100mbit", "1gbit")
 EVALUATIONS = 10
@@ -43,6 +46,8 @@ examples:
   python -m runs compare --contender dense --contender "topk+bf16@50" \\
       --contender "gravac:epsilon=0.5,omega=0.1,base=dgc" --task cifar10 --data DIR
   python -m runs compare --contender dense --contender "accordion:cf_range=10/200,memory=residual"
+  python -m runs compare --metric "val loss {{}}" -- my_script.py --epochs 3
+      dense and goodput with a script of your own, which need not be changed
   python -m runs compare --suite gravac --data DIR --seeds 0 1
       the table of the GraVAC paper beside its figures, at 0.04 of its steps (--scale) and with a
       small model; --task words: its LSTM. Other options, and further contenders, as ever
@@ -52,6 +57,13 @@ machine slows all alike; with --fixed-clock each run is made in one go.
 Ctrl-C saves what was done (exit code 130); the same command goes on from
 there and repeats no run that is finished. More contenders, seeds and bandwidths can be added to a
 comparison in the same way.
+
+With a script behind -- the contenders' settings reach its AdaptiveCompressor, in place of the
+script's own; if it is plain DDP, the command attaches one to the DDP models that it trains, with
+their optimizers. The script is started as torchrun starts it, once for each contender and seed, and
+runs from its beginning to its end. In its arguments {{seed}} stands for the seed, {{run}} for a
+folder of each run's own, {{lr}} for a key lr= of the contenders. A script that goes on by itself
+from what it has saved needs {{run}}. --metric finds the quality in what rank 0 prints or logs.
 
 The modelled seconds of a step are compute + compression (both measured) + hops x latency + bytes x
 8 / rate, added up along the recorded steps; nothing overlaps. "all" is the whole run, "to target"
@@ -84,6 +96,7 @@ class Comparison:
     folder: Path
     common: dict[str, Any]
     json: bool
+    verbose: bool = False
     smooth: int = 1
     one_worker_seconds: float | None = None
     plan: Plan | None = None
@@ -94,8 +107,9 @@ class Comparison:
         return contender.config({**self.common, "seed": seed, "log_dir": str(folder)})
 
     def steps_of(self, contender: Contender) -> int:
-        """Of each of its runs."""
-        return int(contender.given.get("steps", self.steps))
+        """Of each of its runs; 1 of a script, whose steps are its own."""
+        own = {} if self.common.get("script") else contender.given
+        return int(own.get("steps", self.steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +137,8 @@ class Comparing:
     """Take the mean of the last N evaluations for the quality, everywhere."""
     slice: Whole | None = None
     """Steps to a turn; 0: whole runs (a 4th of the steps; 0 with --fixed-clock)."""
+    verbose: bool = False
+    """Show what the runs say while they train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +156,7 @@ OPTIONS = {
     "comparison": options(Comparing),
     "training": options(Training, without=("seed",)),
     "optimizer": options(Optimizing),
+    "script": options(Measuring),
     "conditions": options(Conditions),
     "modelling": options(
         Modelling,
@@ -163,9 +180,15 @@ OPTIONS = {
 def make_comparison(given: dict[str, Any]) -> Comparison:
     """UsageError names the option, its value and what is accepted."""
     given = dict(given)
-    plan = plan_from(given)
-    labels = given.pop("contender", CONTENDERS if plan is None else ())
-    contenders = tuple(map(parse_contender, labels))
+    check_measured(given)
+    words = given.get("script", ())
+    plan = None if words else plan_from(given)
+    usual = OF_SCRIPT if words else CONTENDERS if plan is None else ()
+    contenders = tuple(map(parse_contender, given.pop("contender", usual)))
+    for one in contenders:
+        if (one.given["policy"] == OFF) and one.label.startswith(OWN) != bool(words):
+            instead = "own, the script as it is, or dense" if words else "off, which is plain DDP"
+            raise UsageError(f"--contender {one.label}: accepted here: {instead}")
     if plan is not None:
         contenders = (*plan.contenders, *contenders)
         given = {**plan.options, **given}
@@ -175,8 +198,13 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     for i, contender in enumerate(contenders):
         if contender.folder in folders[:i]:
             raise UsageError(f"--contender {contender.label}: is given twice; accepted: once")
-    usual = (0,) if plan is None else plan.suite.seeds
-    seeds = tuple(dict.fromkeys(given.pop("seeds", usual)))
+    usual_seeds = (0,) if plan is None else plan.suite.seeds
+    seeds = tuple(dict.fromkeys(given.pop("seeds", usual_seeds)))
+    if words and seeds != (0,) and "{seed}" not in " ".join(words):
+        raise UsageError(
+            f"--seeds {shown(seeds)}: the script's seed is its own; accepted: {{seed}} among its "
+            f"arguments, as in -- my_script.py --seed {{seed}}"
+        )
     # What the runs take on the link that they have is in the table anyhow.
     others = [rate for rate in BANDWIDTHS if rate != given.get("link")]
     networks = _networks(given.pop("bandwidths", others))
@@ -190,13 +218,17 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
         given.pop("model_mb", None)
     turn_steps = given.pop("slice", None)
     smooth = given.pop("smooth", 1)
-    as_json = given.pop("json", False)
+    as_json, verbose = given.pop("json", False), given.pop("verbose", False)
     folder = given.pop("log_dir", None)
-    steps = given.setdefault("steps", TrainConfig.steps)
-    given.setdefault("eval_every", max(1, steps // EVALUATIONS))
-    longest = max(int(one.given.get("steps", steps)) for one in contenders)
-    if turn_steps is None:  # where step times are modelled no run slows another
-        turn_steps = 0 if "fixed_clock" in given else ceil(steps / SLICES)
+    steps = longest = 1  # a turn of a script is all of it
+    if not words:
+        steps = given.setdefault("steps", TrainConfig.steps)
+        given.setdefault("eval_every", max(1, steps // EVALUATIONS))
+        longest = max(int(one.given.get("steps", steps)) for one in contenders)
+        if turn_steps is None:  # where step times are modelled no run slows another
+            turn_steps = 0 if "fixed_clock" in given else ceil(steps / SLICES)
+    elif turn_steps:
+        raise UsageError(f"--slice {turn_steps}: a script runs from its beginning to its end")
     turn = turn_steps or longest
     for one in contenders:
         if one.given.get("ddp_hook") == "powersgd" and turn < longest:
@@ -205,7 +237,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
                 f"turn; accepted with {one.label}: --slice 0"
             )
     goal = given.pop("goal_step", None)
-    if goal is not None and not given["eval_every"] <= goal <= steps:
+    if goal is not None and not words and not given["eval_every"] <= goal <= steps:
         raise UsageError(
             f"--goal-step {goal}: must be from --eval-every, {given['eval_every']}, to --steps, "
             f"{steps}"
@@ -215,7 +247,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
         given["netlab"] = lab.options
     path = Path(folder) if folder is not None else _folder(given, plan)
     sizes = networks, model_mb, goal, turn, steps
-    return Comparison(contenders, seeds, *sizes, path, given, as_json, smooth, alone, plan)
+    return Comparison(contenders, seeds, *sizes, path, given, as_json, verbose, smooth, alone, plan)
 
 
 def _networks(texts: Iterable[str]) -> tuple[LinkSpec, ...]:
@@ -235,4 +267,7 @@ def _folder(common: dict[str, Any], plan: Plan | None) -> Path:
     """The same options find the same folder, so that the same command goes on."""
     digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
     what = "" if plan is None else f"{plan.suite.name}-"
-    return Path("logs", f"compare-{what}{common.get('task', TrainConfig.task)}-{digest[:8]}")
+    task = common.get("task", TrainConfig.task)
+    if common.get("script"):
+        task = re.sub(r"[^\w.-]+", "-", Path(common["script"][0]).stem)[:80]
+    return Path("logs", f"compare-{what}{task}-{digest[:8]}")

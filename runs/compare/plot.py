@@ -34,5 +34,7 @@ def draw_quality(rows: Sequence[Row], folder: Path, title: str, seconds: str) ->
                 axes.plot(*zip(*points[-1:], strict=True), "o", color=colour)
         log_axis(axes.yaxis, [q for row in rows for run in row.runs for _, q in run.evaluations])
         axes.set_xlim(left=0)
-        axes.set_ylabel(f"held-out {rows[0].run.quality_name} ({better(rows[0].run)} is better)")
+        run = rows[0].run
+        of = "" if run.config is not None and run.config.script else "held-out "
+        axes.set_ylabel(f"{of}{run.quality_name} ({better(run)} is better)")
         axes.legend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
@@ -20,23 +21,18 @@ from runs.netlab.lab import real_links
 from runs.papers.boxes import draw_boxes
 from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
-from runs.progress import cf_name
 from runs.report.cfs import draw_cfs
-from runs.report.rows import UNKNOWN, Row
+from runs.report.rows import Row, history
 from runs.report.run import Run
 from runs.report.source import read_folder
 from runs.report.table import columns, make_text, reading, row_as_json, shown
 from runs.report.verdict import headline_lines, headlines
-from runs.result import is_dense
+from runs.result import is_dense, trained
 from runs.tables import faint, strong, table, text_of
-from runs.tasks import TASKS
 from runs.times import model_bytes, modelled_seconds
 
 COMPARE_FILE = "compare.json"
 TABLE_FILE = "table.txt"
-
-SHOWN = 8
-"""Stretches of a CF history; the middle of a longer one is left out."""
 
 
 def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -68,7 +64,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
         suite = {"suite": suite_json(plan, rows)}
         above = [f"{plan.suite.name}: {speeds(first)}", "", suite_table(plan, rows), ""]
         notes = [*suite_notes(plan), *notes]
-    histories = [[row.label, _history(row)] for row in rows]
+    histories = [[row.label, history(row.run)] for row in rows]
     parts = [
         *above,
         strong(heading),
@@ -117,7 +113,7 @@ def read_rows(comparison: Comparison) -> tuple[list[Row], str | None]:
         runs = tuple(_read(comparison, config) for config in configs if is_finished(config))
         if runs:
             rows.append(Row(contender.label, runs))
-        if dense is None and is_dense(configs[0]):
+        if dense is None and (runs[0].is_dense if runs else is_dense(configs[0])):
             dense = contender.label
     return side_by_side(rows, dense, comparison.goal_step), dense
 
@@ -169,12 +165,14 @@ def _notes(
     seeds, goal = len(comparison.seeds), comparison.goal_step
     by = "measured" if first.fixed_clock is None else "by the modelled clock"
     after = "at its end" if goal is None else f"after {goal} steps"
+    turns = f"contenders took turns of {comparison.slice} steps, and who began went round"
+    apart = f"; evaluations are {first.eval_every} steps apart"
+    if first.script:
+        turns, apart = "each run was made from its beginning to its end, one after the other", ""
     notes = [
         f"± is the standard deviation over {seeds} seeds" if seeds > 1 else "one seed: no spread",
-        f"steps/s are {by}, {_network(first)}; contenders took turns of {comparison.slice} steps, "
-        f"and who began went round",
-        f"the target is the quality of {dense} {after}, same seed; evaluations are "
-        f"{first.eval_every} steps apart"
+        f"steps/s are {by}, {_network(first)}; {turns}",
+        f"the target is the quality of {dense} {after}, same seed{apart}"
         if dense
         else "to target: not known without a dense contender",
     ]
@@ -200,21 +198,13 @@ def _network(config: TrainConfig) -> str:
 
 
 def _title(comparison: Comparison, config: TrainConfig) -> str:
-    model = config.model or TASKS[config.task].models[0]
     link = f", {_network(config)}" if config.link or config.netlab else ""
     seeds = " ".join(map(str, comparison.seeds))
     lengths = sorted({comparison.steps_of(contender) for contender in comparison.contenders})
     steps = " or ".join(map(str, lengths))
+    if config.script:
+        return f"{shlex.join(comparison.common['script'])}, {config.workers} workers{link}"
     return (
-        f"{config.task} ({model}), {config.workers} workers, {steps} steps, "
+        f"{trained(config)}, {config.workers} workers, {steps} steps, "
         f"seed{'s' if len(comparison.seeds) > 1 else ''} {seeds}{link}"
     )
-
-
-def _history(row: Row) -> str:
-    """Of the first seed, as CF x steps: "dense x10, 10 x50"."""
-    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in row.run.history]
-    if len(parts) > SHOWN:
-        left_out = len(parts) - SHOWN + 1
-        parts[SHOWN // 2 : SHOWN // 2 + left_out] = [f"... {left_out} more ..."]
-    return ", ".join(parts) or UNKNOWN

@@ -17,8 +17,9 @@ from runs.config import TrainConfig, load_config
 from runs.files import write_text
 from runs.interrupt import INTERRUPTED, UNSAVED, Interrupt
 from runs.launch import launch
-from runs.logbook import Logbook
+from runs.logbook import Logbook, emulated
 from runs.parser import UsageError
+from runs.progress import Progress
 from runs.report.run import Slice
 from runs.report.source import SLICES_FILE, read_slices
 from runs.result import RESULT_FILE, save_result
@@ -27,8 +28,8 @@ from runs.tasks import Task
 from runs.train import Outcome, train
 from runs.worker import join
 
-_Part = tuple[TrainConfig, Checkpoint | None, int]
-"""A run, what it is at, and to how many steps it is to be brought."""
+_Part = tuple[TrainConfig, Checkpoint | None, int, bool]
+"""A run, what it is at, to how many steps it is to be brought, and whether it tells of them."""
 
 
 def steps_done(config: TrainConfig) -> int:
@@ -56,12 +57,12 @@ def is_finished(config: TrainConfig) -> bool:
     return (config.folder / RESULT_FILE).exists()
 
 
-def train_until(config: TrainConfig, until: int) -> int:
+def train_until(config: TrainConfig, until: int, verbose: bool = False) -> int:
     """Bring a run that got less far to `until` steps; returns the exit code."""
     checkpoint = _checkpoint(config)
     if checkpoint is None:  # perhaps killed in its first steps
         shutil.rmtree(config.folder, ignore_errors=True)
-    part = config, checkpoint, until
+    part = config, checkpoint, until, verbose
     with claim(config.folder, f"--log-dir: {config.folder}"):
         if config.simulated:
             code = simulate(config, partial(_work, part))
@@ -88,9 +89,10 @@ def _work(
     voters: dist.ProcessGroup | None = None,
 ) -> int:
     """One rank's training of this turn, in a group that is there; the exit code."""
-    config, checkpoint, until = part
+    config, checkpoint, until, verbose = part
     first = checkpoint.step if checkpoint is not None else 0
-    with closing(Logbook(config, first)) if rank == 0 else nullcontext() as logbook:
+    progress = Progress(config.steps, emulated(config), quiet=not verbose)
+    with closing(Logbook(config, first, progress)) if rank == 0 else nullcontext() as logbook:
         outcome = train(
             config,
             checkpoint=checkpoint,

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from runs.option_types import at_least, metavar, spec
 from runs.parser import UsageError, options
-from runs.script import Script, run_script, run_words
+from runs.script import Script, before_training, run_script, run_words
 
 if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
     from runs.doctor.doctor import Verdict
 
 HELP = """\
@@ -81,13 +83,11 @@ def _visit(
 def _watch(asked: DoctorOptions) -> Callable[[int], int]:
     """From now on, look at the first DDP model that is trained in this process. Returns a function
     that makes the command's exit code of the script's, and says if there was too little to see."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
     from adaptive import AdaptiveCompressor
     from runs.doctor.doctor import Doctor, look_at
 
     doctor: Doctor | None = None
-    attach, build = AdaptiveCompressor.attach, DDP.__init__
+    attach = AdaptiveCompressor.attach
 
     def attached(compressor: AdaptiveCompressor, *args: Any, **kwargs: Any) -> Any:
         nonlocal doctor
@@ -96,11 +96,7 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
             doctor = look_at(compressor, asked.steps, lambda verdict: _tell(verdict, asked.json))
         return result
 
-    def before_forward(model: DDP, *_: Any) -> None:
-        import torch
-
-        if not (torch.is_grad_enabled() and model.training):
-            return
+    def before_forward(model: DistributedDataParallel) -> None:
         if doctor is None:
             hooks = getattr(model, "_comm_hooks", ())
             if hooks:
@@ -111,10 +107,6 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
             AdaptiveCompressor().attach(model)
         elif doctor.verdict is not None:
             raise SystemExit(0)
-
-    def built(model: DDP, *args: Any, **kwargs: Any) -> None:
-        build(model, *args, **kwargs)
-        model.register_forward_pre_hook(before_forward)
 
     def ended(code: int) -> int:
         if code != 0 or (doctor is not None and doctor.verdict is not None):
@@ -130,7 +122,7 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
         return 1
 
     AdaptiveCompressor.attach = attached  # type: ignore[assignment, method-assign]
-    DDP.__init__ = built  # type: ignore[assignment, method-assign]
+    before_training(before_forward)
     return ended
 
 

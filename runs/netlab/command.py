@@ -10,7 +10,7 @@ from typing import Any
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, options
 
-INSIDE = ("train", "compare", "doctor")
+INSIDE = ("train", "compare", "tune", "doctor")
 """The commands of `python -m runs` that start workers, which then have their places in the lab."""
 
 HELP = """\

@@ -73,11 +73,11 @@ class Link:
     def parse(cls, option: str, text: str) -> Link:
         """From "100mbit" or "1gbit,5ms", as `--link` takes it (which needs torch: namespaces must
         be had before any library has threads). UsageError for anything else."""
-        found = _LINK.fullmatch("".join(text.split()).lower())
+        found = None if "Bps" in text else _LINK.fullmatch("".join(text.split()).lower())
         if found is None or not 1e3 <= float(found[1]) * _PREFIXES[found[2]] <= 1e11:
             raise UsageError(
                 f"{option} must be a rate from 1kbit to 100gbit, optionally followed by a delay, "
-                f"as in 100mbit or 1gbit,5ms, got {text!r}"
+                f"as in 100mbit or 1gbit,5ms (in bits: 100MBps is 800mbit), got {text!r}"
             )
         rate, prefix, delay, unit = found.groups()
         return cls(float(rate) * _PREFIXES[prefix], float(delay) * _SECONDS[unit] if delay else 0.0)

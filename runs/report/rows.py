@@ -9,10 +9,13 @@ from statistics import mean, stdev
 from typing import Any
 
 from runs.files import known
-from runs.progress import number_text
+from runs.progress import cf_name, number_text
 from runs.report.run import Run
 
 UNKNOWN, NEVER = "-", "never"
+
+SHOWN = 8
+"""Stretches of a CF history; the middle of a longer one is left out."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,12 @@ class Row:
     def of(self, value: Callable[[Run], float]) -> Spread:
         """A number of each run."""
         return Spread.of(map(value, self.runs))
+
+
+def history(run: Run) -> str:
+    """Its CFs, as CF x steps: "dense x10, 10 x50"."""
+    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in run.history]
+    if len(parts) > SHOWN:
+        left_out = len(parts) - SHOWN + 1
+        parts[SHOWN // 2 : SHOWN // 2 + left_out] = [f"... {left_out} more ..."]
+    return ", ".join(parts) or UNKNOWN

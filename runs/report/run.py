@@ -28,7 +28,7 @@ from runs.records import (
     stretches,
 )
 from runs.result import is_dense, title
-from runs.tasks import TASKS
+from runs.tasks import quality_of
 from runs.times import one_worker_seconds, scaling_efficiency, step_seconds
 
 _IN_TITLE = ("base", "link", "exchange", "sync")
@@ -113,6 +113,8 @@ class Run:
     @property
     def task(self) -> str:
         """Runs of one task have comparable quality; "" if it is not known."""
+        if self.config is not None and self.config.script:
+            return Path(self.config.script[0]).name
         return self.config.task if self.config is not None else ""
 
     @property
@@ -121,11 +123,11 @@ class Run:
 
     @property
     def quality_name(self) -> str:
-        return TASKS[self.task].quality_name if self.task else "quality"
+        return "quality" if self.config is None else quality_of(self.config)[0]
 
     @property
     def higher_is_better(self) -> bool:
-        return TASKS[self.task].higher_is_better if self.task else False
+        return self.config is not None and quality_of(self.config)[1]
 
     @property
     def is_dense(self) -> bool:
@@ -133,12 +135,16 @@ class Run:
         header = self.recorded.header
         if self.config is None:
             return header is not None and header.settings.get("send") == DENSE
-        return is_dense(self.config)
+        # A script that stays as it is may have a compressor of its own, which keeps a record.
+        own = self.config.script and self.config.policy == OFF
+        return not self.records if own else is_dense(self.config)
 
     @property
     def finished(self) -> bool:
         """It made all of its steps; also if nothing tells how many those are."""
         early = self.ending.best_step > 0
+        if self.config is not None and self.config.script:
+            return self.ending.steps > 0
         return self.config is None or early or self.trained >= self.config.steps
 
     # -- quality ---------------------------------------------------------------------------------
@@ -296,8 +302,9 @@ class Run:
         if config is None:
             return [*notes, "no config.json: its command and quality are not known"]
         if not self.finished:
-            notes.append(f"not finished: {self.trained} of {config.steps} steps")
-        if config.policy == OFF:
+            of = "" if config.script else f" of {config.steps}"
+            notes.append(f"not finished: {self.trained}{of} steps")
+        if config.policy == OFF and not self.records:
             notes.append("plain DDP: bytes and seconds are spread evenly over the steps")
         elif not self.records:
             notes.append("no timeline: CFs, gains and step times are not known")

@@ -17,6 +17,7 @@ from runs.parser import UsageError
 from runs.records import METRICS_FILE, TIMELINE_FILE, Recorded, make, read_metrics, read_records
 from runs.report.run import Ending, Run, Slice
 from runs.result import RESULT_FILE, title
+from runs.tasks import quality_of
 
 RUNS = "runs"
 SLICES_FILE = "slices.jsonl"
@@ -172,6 +173,7 @@ def _config(folder: Path) -> TrainConfig | None:
     if config is not None:
         try:
             title(config)  # knows the task and the link
+            quality_of(config)
             gain_kind(config)  # and this the policy
         except UntrustedPolicyError:
             pass  # is not needed to tell what happened; the report says what it does not know

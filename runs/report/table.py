@@ -119,11 +119,16 @@ def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if (header := row.run.recorded.header) is not None:
             sizes.setdefault(header.numel, []).append(row.label)
-    better = {row.run.quality_name: row.run.higher_is_better for row in rows if row.run.task}
+    scripts = {row.run.name for row in rows if row.run.config and row.run.config.script}
+    runs = [row.run for row in rows if row.run.task]
+    runs = [run for run in runs if run.evaluations or run.name not in scripts]
+    better = {run.quality_name: run.higher_is_better for run in runs}
+    script = any(run.name in scripts for run in runs)
+    of = "as the script reports it" if script else "held-out"
     heads = [f"{column.group} {column.name}" for column in found]
     return [
         *(
-            f"{name}: held-out, at the end; {'higher' if higher else 'lower'} is better"
+            f"{name}: {of}, at the end; {'higher' if higher else 'lower'} is better"
             for name, higher in better.items()
         ),
         *(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runs.config import TrainConfig
+from runs.metric import higher_is_better, parse_metric
 from runs.papers.images import Cifar10Task, Cifar100Task, FashionMnistTask
 from runs.papers.words import WordsTask
 from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
@@ -19,6 +21,15 @@ TASKS: dict[str, type[Task]] = {
 DEFAULT_TASK = "text"
 
 
+def quality_of(config: TrainConfig) -> tuple[str, bool]:
+    """The name of what a run is judged by, and whether more of it is better. UsageError for a
+    metric of a script that is none."""
+    if not config.script:
+        return TASKS[config.task].quality_name, TASKS[config.task].higher_is_better
+    name = "quality" if config.metric is None else parse_metric(config.metric).name
+    return name, config.better == "higher" if config.better else higher_is_better(name)
+
+
 def make_task(task: str = DEFAULT_TASK, **arguments: Any) -> Task:
     """Build a task; `arguments` are those of `Task`. Raises ValueError naming the argument for an
     unknown task or model and for values out of range, DataNotFoundError when the data set is not
@@ -28,4 +39,13 @@ def make_task(task: str = DEFAULT_TASK, **arguments: Any) -> Task:
     return TASKS[task](**arguments)
 
 
-__all__ = ["DEFAULT_TASK", "TASKS", "Batch", "DataNotFoundError", "Task", "make_task", "trainable"]
+__all__ = [
+    "DEFAULT_TASK",
+    "TASKS",
+    "Batch",
+    "DataNotFoundError",
+    "Task",
+    "make_task",
+    "quality_of",
+    "trainable",
+]

@@ -9,8 +9,17 @@ from typing import Annotated, Any, Literal
 from runs.interrupt import GOES_ON, INTERRUPTED
 from runs.needs import check_installed
 from runs.option_types import Count, Texts, metavar
+from runs.options import with_script
 from runs.parser import options
-from runs.settings import Compressing, Keeping, Modelling, Optimizing, PolicyArguments, Training
+from runs.settings import (
+    Compressing,
+    Keeping,
+    Measuring,
+    Modelling,
+    Optimizing,
+    PolicyArguments,
+    Training,
+)
 
 HELP = """\
 Search for the settings that train best, with Optuna. Every trial is a real run of all workers.
@@ -25,9 +34,18 @@ examples:
   python -m runs tune --base topk --cf 50 --objective quality --search lr clip_grad --sampler random
       Harris's procedure (2020): a random search for one compression setting
 
+  python -m runs tune --metric "val loss {}" --trials 20 -- my_script.py --epochs 3
+      GraVAC's epsilon and omega on a script of your own, which need not be changed; trials that
+      fall behind are pruned with --objective quality
+  python -m runs tune --metric "val loss {}" --search epsilon lr=0.01..1 -- my_script.py --lr {lr}
+
 What is searched is written NAME, NAME=LOW..HIGH or NAME=A,B,C. NAME is an argument of the policy or
 an option of train. A name alone takes the usual range, which epsilon, omega, eta, cf, margin,
 power, lr and clip_grad have.
+
+With a script behind -- a trial is the whole script, whose AdaptiveCompressor gets the trial's
+settings; a DDP model without one gets one, as by compare (python -m runs compare --help). --metric
+finds the quality in what rank 0 prints or logs; the last value counts.
 
 The first trial runs with the policy's own defaults. If its dense steps hardly wait for the network,
 tune says so and ends: there is nothing to tune for. --anyway goes on.
@@ -36,7 +54,8 @@ The same command goes on where it was interrupted (Ctrl-C, exit code 130). Sever
 share a study by --storage. With one objective Optuna's median pruner stops trials that fall behind.
 Failed trials are recorded, and do not stop the study; the exit code is 1 if all of them failed.
 
-To look at a study: optuna-dashboard sqlite:///LOGDIR/study.db, or optuna.visualization."""
+To look at a study: optuna-dashboard sqlite:///LOGDIR/study.db (pip install optuna-dashboard, which
+the extra "tune" has), or optuna.visualization."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +74,13 @@ class Searching:
     """Optuna's, e.g. postgresql+psycopg2://HOST/NAME (sqlite:///LOGDIR/study.db)."""
     anyway: bool = False
     """Go on although there is nothing to tune for."""
+    verbose: bool = False
+    """Show what the trials say while they train."""
 
 
 OPTIONS = {
     "search": options(Searching),
+    "script": options(Measuring),
     "training": options(Training),
     "optimizer": options(Optimizing),
     "compression": options(Compressing),
@@ -82,7 +104,7 @@ def main(given: dict[str, Any]) -> int:
     from runs.tune.study import tune
 
     try:
-        return tune(given)
+        return tune(with_script(given))
     except KeyboardInterrupt:
         print(GOES_ON, file=sys.stderr)
         return INTERRUPTED

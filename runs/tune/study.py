@@ -5,28 +5,37 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from math import isfinite
 from statistics import median
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.pruners import MedianPruner, NopPruner
+from optuna.pruners import BasePruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.study import MaxTrialsCallback, Study
 from optuna.trial import FrozenTrial, TrialState
 
 from policies import DENSE
 from runs.build import build_policy, check, check_compression
-from runs.interrupt import DIVERGED, GOES_ON, INTERRUPTED
+from runs.config import TrainConfig
+from runs.expression import is_name
+from runs.interrupt import DIVERGED, GOES_ON, INTERRUPTED, PRUNED
 from runs.launch import launch
 from runs.parser import UsageError, check_writable, option
+from runs.progress import time_left
+from runs.report.rows import history
 from runs.report.source import read_folder
 from runs.result import title
+from runs.script_run import run_whole
+from runs.settings import Compressing
 from runs.tables import table, text_of
-from runs.tune.trial import TrialJob, run_trial
+from runs.tune.trial import Reports, TrialJob, run_trial
 from runs.tune.tuning import BY_POLICY, Tuning, make_tuning, rounded, space_text
 
 STARTUP = 5
@@ -34,6 +43,9 @@ STARTUP = 5
 
 LEAST_WAIT = 0.05
 """Where a dense step waits for the network for a smaller share of its time, no CF is faster."""
+
+WINDOWS = 4
+"""Of a policy, that a trial needs for it to move."""
 
 SHOWN = 10
 """Best trials in the table."""
@@ -85,13 +97,15 @@ def tune(given: dict[str, Any]) -> int:
     given = dict(given)
     trials, anyway = given.pop("trials", 30), given.pop("anyway", False)
     storage, sampler = given.pop("storage", None), given.pop("sampler", "tpe")
-    tuning = make_tuning(given)
+    verbose = given.pop("verbose", False)
+    tuning = replace(make_tuning(given), verbose=verbose)
     config = tuning.config({})
-    check(config)
+    if not config.script:
+        check(config)
     check_writable(tuning.folder)
     study = open_study(tuning, storage, sampler)
     begun = f", {_done(study)} of them done already" if _done(study) else ""
-    print(f"{title(config)}, {config.steps} steps")
+    print(title(config) + ("" if config.script else f", {config.steps} steps"))
     print(f"searching {space_text(tuning.space)} for {' and '.join(tuning.labels)}")
     print(f"{trials} trials{begun}, files in {tuning.folder}", flush=True)
     code, why = 0, ""
@@ -124,7 +138,6 @@ def open_study(
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     if storage is None:
         tuning.folder.mkdir(parents=True, exist_ok=True)
-    pruner = MedianPruner(STARTUP, n_warmup_steps=tuning.config({}).steps // 4)
     try:
         study = optuna.create_study(
             study_name=tuning.folder.name,
@@ -134,7 +147,7 @@ def open_study(
             sampler=_Random()
             if sampler == "random"
             else _TPE(n_startup_trials=STARTUP, multivariate=True, constant_liar=True),
-            pruner=pruner if len(tuning.names) == 1 else NopPruner(),
+            pruner=_pruner(tuning),
             load_if_exists=True,
         )
     except Exception as error:  # each database has its own; the text may hold the URL's password
@@ -156,6 +169,20 @@ def open_study(
                 f"accepted: the same options, or another --log-dir"
             )
     return study
+
+
+def _pruner(tuning: Tuning, study: optuna.Study | None = None) -> BasePruner:
+    """Of one objective, from the fourth part of a trial on. How long a script is, the trials tell
+    that have come to their end."""
+    if len(tuning.names) > 1:
+        return NopPruner()
+    config, steps = tuning.config({}), 0
+    if not config.script:
+        steps = config.steps
+    elif study is not None:
+        complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        steps = max((trial.last_step or 0 for trial in complete), default=0)
+    return MedianPruner(STARTUP, n_warmup_steps=steps // 4)
 
 
 def _defaults(tuning: Tuning) -> dict[str, Any]:
@@ -198,9 +225,17 @@ def _optimize(study: optuna.Study, tuning: Tuning, count: int, trials: int) -> N
         text = _outcome(tuning, trial)
         print(f"trial {trial.number}: {text}; {_settings(tuning, trial)}", flush=True)
 
+    began, before = time.monotonic(), _done(study)
+
+    def values(trial: optuna.Trial) -> list[float]:
+        done = _done(study)
+        left = time_left(time.monotonic() - began, done - before, trials - done)
+        print(f"trial {trial.number}: {done + 1} of {trials}{left}", flush=True)
+        return _values(tuning, study, trial)
+
     if count > 0:
         study.optimize(
-            lambda trial: _values(tuning, study, trial),
+            values,
             n_trials=count,
             callbacks=[told, MaxTrialsCallback(trials, states=DONE)],
             catch=(TrialFailedError,),
@@ -230,18 +265,24 @@ def _trained(
 ) -> list[float]:
     config = tuning.config(tuning.chosen(params), trial.number)
     check_compression(config)
-    job = TrialJob(config, (study, trial._trial_id) if len(tuning.names) == 1 else None)
+    pruned_by = (study, trial._trial_id) if len(tuning.names) == 1 else None
     causes: list[str] = []
-    code = launch(run_trial, job, config.workers, causes.append)
+    if config.script:
+        study.pruner = _pruner(tuning, study)
+        reports = None if pruned_by is None else Reports(pruned_by)
+        code = run_whole(config, tuning.verbose, reports, causes.append)
+    else:
+        job = TrialJob(config, pruned_by, tuning.verbose)
+        code = launch(run_trial, job, config.workers, causes.append)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
-    if code not in (0, DIVERGED):
+    if code not in (0, DIVERGED, PRUNED):
         raise ValueError(causes[0] if causes else f"exit code {code}")
     run = read_folder(config.folder, "--log-dir")
     if code == DIVERGED:
         raise ValueError(f"diverged: {run.ending.diverged}")
     values = tuning.values(run)
-    if run.trained < config.steps:
+    if code == PRUNED or (run.trained < config.steps and not config.script):
         quality = f"{run.quality_name} {run.quality:.4g}"
         raise optuna.TrialPruned(f"pruned: {quality} after {run.trained} steps")
     if not all(map(isfinite, values)):
@@ -272,12 +313,15 @@ def findings(tuning: Tuning, study: optuna.Study, why: str) -> list[str]:
     upward = tuning.directions[0] == "maximize"
     front = sorted(study.best_trials, key=lambda trial: trial.values[0], reverse=upward)
     best = front[0]
-    command = tuning.config(tuning.chosen(best.params), best.number).command
-    more = [f"trials: {count}", f"the command: {command}"]
+    config = tuning.config(tuning.chosen(best.params), best.number)
+    more = [f"trials: {count}", f"the command: {config.command}"]
+    if config.script:
+        more.append(f"in the script: {written(config)}")
     if why:
         return [why, *more]
     if len(complete) > 1 and len({tuple(trial.values) for trial in complete}) == 1:
-        return [f"the settings made no difference: {tuning.told(best.values)} in all", *more]
+        told = f"the settings made no difference: {tuning.told(best.values)} in all"
+        return [told + _why_none(tuning, complete), *more]
     rows = [
         [f"{t.number}", *(f"{value:.4g}" for value in t.values), _settings(tuning, t)]
         for t in front[:SHOWN]
@@ -289,6 +333,37 @@ def findings(tuning: Tuning, study: optuna.Study, why: str) -> list[str]:
         text_of(table(heads, rows, left=(len(heads) - 1,), indent=2)),
         *more,
     ]
+
+
+def _why_none(tuning: Tuning, trials: Sequence[FrozenTrial]) -> str:
+    """Why settings made no difference, as far as the runs' records tell."""
+    found = {tuning.config({}, trial.number).folder for trial in trials}
+    runs = [read_folder(folder, "--log-dir") for folder in found if folder.is_dir()]
+    histories = {tuple((part.last, part.cf) for part in run.history) for run in runs}
+    if len(histories) != 1 or not all(run.records for run in runs):
+        return ""
+    sent = history(runs[0])
+    policy, steps = build_policy(tuning.config(tuning.chosen(trials[0].params))), runs[0].trained
+    window = getattr(policy, "window", None)
+    few = ""
+    if isinstance(window, int) and steps < WINDOWS * window:
+        few = (
+            f"; {policy.name} decides once in window={window} steps, and a trial has {steps}: "
+            f"accepted: more steps, or --search window=5,10,20"
+        )
+    return f", since all trials sent the same ({sent}){few}"
+
+
+def written(config: TrainConfig) -> str:
+    """The settings of a run as Python writes them."""
+    names = (each.name for each in fields(Compressing) if each.name not in ("ddp_hook", "link"))
+    given = {name: getattr(config, name) for name in names}
+    arguments = []
+    for name, value in given.items():
+        call = isinstance(value, str) and not is_name(value.replace("+", ""))
+        if value is not None:
+            arguments.append(f"{name}={value if call else repr(value)}")
+    return f"AdaptiveCompressor({', '.join(arguments)})"
 
 
 def _outcome(tuning: Tuning, trial: FrozenTrial) -> str:

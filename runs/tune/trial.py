@@ -21,10 +21,11 @@ from runs.worker import join
 @dataclass(frozen=True)
 class TrialJob:
     """A run for a trial. pruned_by: the study, and the trial's id in its storage; None: no pruner
-    is asked."""
+    is asked. verbose: the run tells of its steps."""
 
     config: TrainConfig
     pruned_by: tuple[optuna.Study, int] | None
+    verbose: bool = False
 
 
 def run_trial(job: TrialJob, rank: int, world_size: int, init_method: str) -> int:
@@ -48,13 +49,32 @@ def run_trial(job: TrialJob, rank: int, world_size: int, init_method: str) -> in
     return DIVERGED if outcome.diverged else UNSAVED if unsaved else 0
 
 
+@dataclass
+class Reports:
+    """Where a script's values go, and whether the trial is pruned by them. trial: see
+    `TrialJob.pruned_by`."""
+
+    trial: tuple[optuna.Study, int]
+    last: int = -1
+
+    def __call__(self, done: int, value: float) -> bool:
+        if done <= self.last:
+            return False  # a step has one value
+        self.last = done
+        trial = optuna.Trial(*self.trial)
+        trial.report(value, done)
+        return trial.should_prune()
+
+
 class TrialLogbook(Logbook):
     """A run's logbook that asks the run to stop when it is pruned, or when the user does. The vote
     carries it to all ranks with the next step's loss."""
 
     def __init__(self, job: TrialJob, user: Interrupt) -> None:
         name = job.config.folder.name
-        super().__init__(job.config, 0, Progress(job.config.steps, name, note=name))
+        super().__init__(
+            job.config, 0, Progress(job.config.steps, name, name, quiet=not job.verbose)
+        )
         self._user, self._pruned = user, False
         self._trial = None if job.pruned_by is None else optuna.Trial(*job.pruned_by)
 

@@ -19,11 +19,11 @@ from optuna.distributions import (
 from runs.build import check_compression, learning_rate
 from runs.config import TrainConfig
 from runs.expression import policy_name, value_of
-from runs.options import CONFIG_OPTIONS, make_config, policy_for
+from runs.options import CONFIG_OPTIONS, check_measured, make_config, policy_for
 from runs.parser import UsageError, option, options, read
 from runs.report.run import Run
 from runs.settings import Compressing, Optimizing, Training
-from runs.tasks import TASKS
+from runs.tasks import TASKS, quality_of
 
 EVALUATIONS = 10
 """In a trial, unless --eval-every says otherwise."""
@@ -57,6 +57,7 @@ class Tuning:
     names: tuple[str, ...]
     space: dict[str, BaseDistribution]
     folder: Path
+    verbose: bool = False
 
     def config(self, settings: Mapping[str, Any], number: int = 0) -> TrainConfig:
         """A trial's run. UsageError if its settings do not go together."""
@@ -76,14 +77,16 @@ class Tuning:
     @property
     def directions(self) -> list[Literal["minimize", "maximize"]]:
         """In Optuna's words."""
-        up = TASKS[self.config({}).task].higher_is_better
+        _, up = quality_of(self.config({}))
         return ["maximize" if up and name == "quality" else "minimize" for name in self.names]
 
     @property
     def labels(self) -> list[str]:
         """The objectives' names, with units."""
-        quality = TASKS[self.config({}).task].quality_name
-        return [OBJECTIVES[name].format(quality) for name in self.names]
+        config = self.config({})
+        quality = quality_of(config)[0]
+        told = OBJECTIVES | ({"quality": "{}"} if config.script else {})
+        return [told[name].format(quality) for name in self.names]
 
     def values(self, run: Run) -> list[float]:
         """Of a run that is over; nan for what is not known."""
@@ -103,6 +106,9 @@ class Tuning:
 def make_tuning(given: dict[str, Any]) -> Tuning:
     """UsageError names the option, its value and what is accepted."""
     given = dict(given)
+    check_measured(given)
+    if "script" in given and "metric" not in given:
+        raise UsageError("--metric: needed with a script: how it reports its quality")
     folder, specs = given.pop("log_dir", None), given.pop("search", None)
     names = tuple(given.pop("objective", ("quality", "bytes")))
     if "quality" not in names or set(names) - set(OBJECTIVES) or len({*names}) < len(names):
@@ -114,8 +120,9 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
         raise UsageError(f"--task {task!r} is unknown; accepted: {', '.join(TASKS)}")
     fixed = policy_for(given) if "cf" in given or given.get("base") == "none" else "gravac"
     given.setdefault("policy", fixed)
-    steps = given.setdefault("steps", TrainConfig.steps)
-    given.setdefault("eval_every", max(1, steps // EVALUATIONS))
+    if "script" not in given:
+        steps = given.setdefault("steps", TrainConfig.steps)
+        given.setdefault("eval_every", max(1, steps // EVALUATIONS))
     config = make_config({**given, "log_dir": "."})
     if specs is None:
         own = () if config.base == "none" else BY_POLICY.get(policy_name(config.policy), ())
@@ -123,12 +130,16 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
     lr = learning_rate(config)
     if lr is None:
         lr = TASKS[task].learning_rates.get(config.model or TASKS[task].models[0], 1.0)
-    space = make_space(specs, usual(lr), given)
+    known = usual(lr)
+    if config.script:  # its learning rate is not known
+        known = {name: one for name, one in known.items() if name not in ("lr", "clip_grad")}
+    space = make_space(specs, known, given)
     if not space:
         raise UsageError(f"--policy {config.policy}: --search says what is searched; e.g. lr")
     if folder is None:
         what = json.dumps([sorted(given.items()), names, space_text(space)], default=str)
-        folder = f"logs/tune-{config.task}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+        task = Path(config.script[0]).stem if config.script else config.task
+        folder = f"logs/tune-{task}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
     tuning = Tuning(given, names, space, Path(folder))
     for name, one in space.items():  # also what only a trial would find out
         for value in getattr(one, "choices", None) or (one.low, one.high):  # type: ignore[attr-defined]

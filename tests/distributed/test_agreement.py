@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from adaptive import (
     Network,
     RandomK,
     Timeline,
+    agreement,
 )
 from adaptive.timeline.records import StepRecord
 from compressors import TopK
@@ -228,3 +231,41 @@ def test_a_world_of_one_works_and_sends_nothing() -> None:
     assert result["summary"].bytes_sent == 0
     assert result["summary"].wire_factor == 1
     assert result["factors"] == [1, 1, 1]
+
+
+def _on_one_rank_alone(rank: int, what: str, over: str) -> str:
+    """What rank 0 is told if it alone attaches, or asks for a gathered state. over: a file by which
+    it says that it has been."""
+    agreement.PATIENCE = timedelta(seconds=1)
+    model = DDP(small_net(torch.float32))
+    compressor = AdaptiveCompressor(policy=Fixed(10))
+    if what == "state":
+        compressor.attach(model)
+    told = ""
+    if rank == 0:
+        try:
+            if what == "state":
+                compressor.state_dict(checkpoint="gathered")
+            else:
+                compressor.attach(model)
+        except RuntimeError as error:
+            told = str(error)
+        Path(over).touch()
+    while not Path(over).exists():  # as a rank that does something else
+        time.sleep(0.05)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ("attach", "attach() must be called on every rank"),
+        ("state", "a gathered state_dict() must be asked for on every rank"),
+    ],
+)
+def test_what_one_rank_does_alone_is_told_in_a_sentence(
+    what: str, wanted: str, tmp_path: Path
+) -> None:
+    told, _ = run_ranks(2, _on_one_rank_alone, what, str(tmp_path / "over"))
+    assert told.startswith(wanted)
+    assert "rank 1" in told.lower() or "ranks 1" in told.lower()

@@ -4,11 +4,15 @@ DDP."""
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import optuna
 import pytest
 import torch
 import torch.distributed as dist
@@ -236,6 +240,44 @@ def _accumulated_both(rank: int) -> list[Tensor]:
 def test_gradients_are_accumulated_under_no_sync() -> None:
     for plain, ours in run_ranks(2, _accumulated_both):
         torch.testing.assert_close(ours, plain)
+
+
+class _PrunesSecond(optuna.pruners.BasePruner):
+    """Ends the second trial at its second report."""
+
+    def prune(self, study: Any, trial: Any) -> bool:
+        return trial.number == 1 and len(trial.intermediate_values) > 1
+
+
+def _tuned(rank: int, folder: str) -> tuple[int, list[tuple[str, float | None, dict[str, float]]]]:
+    """How many models were trained; and on rank 0 of each trial its state, value and parameters."""
+    os.chdir(folder)  # of study.db
+    made: list[Any] = []
+
+    def model_and_optimizer() -> tuple[Any, Any]:
+        made.append(DDP(_net()))
+        return made[-1], AdamW(made[-1].parameters(), lr=0.01)
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    pruners = SimpleNamespace(MedianPruner=_PrunesSecond)
+    names: dict[str, Any] = {"model_and_optimizer": model_and_optimizer, "loss_of": _square}
+    names |= {"loader": lambda: _batches(rank), "every": 2, "trials": 3}
+    names["validate"] = lambda model: Ended(model, [], 0).loss
+    names["optuna"] = SimpleNamespace(**{**vars(optuna), "pruners": pruners})
+    study = recipe("Settings by Optuna, in your own script", names).get("study")
+    trials = [] if study is None else study.trials
+    return len(made), [(each.state.name, each.value, each.params) for each in trials]
+
+
+def test_optuna_finds_settings_in_ones_own_script(tmp_path: Path) -> None:
+    """All ranks train each trial, and end it together where it is pruned."""
+    (many, trials), (others, none) = run_ranks(2, _tuned, str(tmp_path))
+    assert many == others == 3
+    assert none == []
+    states, values, parameters = zip(*trials, strict=True)
+    assert states == ("COMPLETE", "PRUNED", "COMPLETE")
+    assert all(isfinite(value) for value in values if value is not None)
+    assert len({tuple(each.items()) for each in parameters}) == 3
 
 
 class _Sizes:

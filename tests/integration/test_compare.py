@@ -21,9 +21,9 @@ from runs.__main__ import main
 from runs.compare.command import turns
 from runs.compare.contender import parse_contender
 from runs.compare.options import make_comparison
-from runs.compare.report import _history, side_by_side
+from runs.compare.report import side_by_side
 from runs.records import read_records
-from runs.report.rows import Row, Spread
+from runs.report.rows import Row, Spread, history
 from runs.report.run import Ending, Run
 from runs.report.table import columns, make_text, row_as_json, shown
 from runs.tables import text_of
@@ -275,8 +275,8 @@ def test_the_table_of_hand_made_runs() -> None:
     assert "11.00 ± 1.4" in table[9]
     assert table[10].split()[1:3] == ["1.000", "0.5000"]
     assert "2.000 2.000 (1 of 2 never)" in " ".join(table[11].split())
-    assert _history(placed[0]) == "dense x10"
-    assert _history(placed[1]) == "dense x4, 10 x6"
+    assert history(placed[0].run) == "dense x10"
+    assert history(placed[1].run) == "dense x4, 10 x6"
 
     unknown = _numbers(side_by_side(rows, None, None))
     assert unknown[0]["to_target"]["steps"]["values"] == [None, None]
@@ -295,7 +295,7 @@ def test_small_things() -> None:
     assert plain.steps_per_second == 7.0
     many = made(records=[record(i, 10.0 + i) for i in range(20)])
     told = "10 x1, 11 x1, 12 x1, 13 x1, ... 13 more ..., 27 x1, 28 x1, 29 x1"
-    assert _history(Row("many", (many,))) == told
+    assert history(many) == told
 
 
 def test_settings_that_differ_from_those_of_a_run_in_the_folder_are_refused(

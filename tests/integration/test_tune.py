@@ -45,7 +45,7 @@ def test_a_study_goes_on_after_failures_and_after_ctrl_c(
     study = open_study(make_tuning(made))
     for lr in (1.0, 1e30, 0.5):
         study.enqueue_trial({"lr": lr})
-    first = begin(*python_m("tune"), *_words(folder, **given))
+    first = begin(*python_m("tune"), "--verbose", *_words(folder, **given))
     first.until(lambda: "(trial0)" in first.err)
     os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does it
     assert first.end() == INTERRUPTED, first.err

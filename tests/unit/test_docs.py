@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runs.__main__ import COMMANDS, WITH_COMMAND
+from runs.__main__ import COMMANDS, WITH_COMMAND, WITH_SCRIPT
 from runs.compare.contender import parse_contender
 from runs.options import make_config
-from runs.parser import read, split_command
+from runs.parser import at_dashes, read, split_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,6 +73,8 @@ def test_commands_that_are_shown_are_understood(page: Path | str) -> None:
             continue
         if command in WITH_COMMAND:
             words = split_command(words)[0]
+        elif command in WITH_SCRIPT:
+            words = at_dashes(words)[0]
         given = read(command, import_module(COMMANDS[command][0]).OPTIONS, "", words)
         for contender in given.get("contender", ()):
             parse_contender(contender).config({"log_dir": "x"})

@@ -31,7 +31,7 @@ def test_parse(text: str, bits: float, latency: float, shown: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "100", "mbit", "0mbit", "-1mbit", "1mbit,", "1.2.3mbit"])
 def test_what_is_not_a_link_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="link must be a rate"):
+    with pytest.raises(ValueError, match="network must be a rate"):
         LinkSpec.parse(text)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from adaptive.beside import NAMES
 from runs.__main__ import COMMANDS, main
-from runs.needs import EXTRAS, OURS
+from runs.needs import EXTRAS, OURS, install
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -73,8 +74,7 @@ def test_every_command_without_each_package_says_so_before_it_begins(tmp_path: P
     ]
     assert done.stdout.splitlines() == [f"{command} {name} 2" for command, name, _ in expected]
     assert done.stderr.splitlines() == [
-        f"python -m runs {command}: error: needs {name}, which is not installed: "
-        f"pip install '.[{extra}]'"
+        f"python -m runs {command}: error: needs {name}, which is not installed: {install(extra)}"
         for command, name, extra in expected
     ]
     assert list(tmp_path.iterdir()) == []
@@ -85,16 +85,15 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch, ca
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["train"]) == 2
     said = capfd.readouterr().err
-    assert said.endswith(
-        "needs pydantic and rich, which are not installed: pip install '.[runs]'\n"
-    )
+    assert said.endswith(f"needs pydantic and rich, which are not installed: {install('runs')}\n")
 
 
 def test_what_is_looked_for_is_what_the_extras_install() -> None:
     for extra, names in EXTRAS.items():
         listed = PROJECT["project"]["optional-dependencies"][extra]
         packages = [re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in listed]
-        assert sorted(names) == sorted(set(packages) - {"adaptive_compression"})
+        looked_at = {"optuna_dashboard"}  # by people: no command imports it
+        assert sorted(names) == sorted(set(packages) - looked_at - {"adaptive_compression"})
 
 
 def test_nothing_else_is_imported_by_commands() -> None:
@@ -134,4 +133,29 @@ def test_a_file_in_the_present_folder_that_is_in_the_way_is_named(
         f"python -m runs train: error: {path} is in the way: it would be imported in place of this "
         f"library's package {name!r}; accepted: another folder to start in, or another name for "
         f"that file\n"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("before", ["", "import {}\n"])
+def test_a_projects_own_package_is_named_where_a_script_imports_ours(
+    name: str, before: str, tmp_path: Path
+) -> None:
+    """A script lies beside a package of that name, and has imported it, or not."""
+    path = tmp_path / name / "__init__.py"
+    path.parent.mkdir()
+    path.write_text("MINE = 1\n", encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(f"{before.format(name)}import adaptive\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {path} is in the way: adaptive imports a package {name!r} of its own, "
+        f"{ROOT / name}; give yours another name, or put it into a package"
     )

@@ -91,8 +91,8 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
         ({"dense_below": -1}, ["dense_below", "-1", ">= 0"]),
         ({"base": "fp16", "dense_below": 10}, ["dense_below", "10", "0", "'fp16'"]),
         ({"granularity": "tensor"}, ["granularity", "'tensor'", "'bucket'", "'layer'"]),
-        ({"network": "fast"}, ["link", "'fast'", "100mbit"]),
-        ({"network": "100mbit,slow"}, ["link", "100mbit,slow", "latency"]),
+        ({"network": "fast"}, ["network", "'fast'", "100mbit"]),
+        ({"network": "100mbit,slow"}, ["network", "100mbit,slow", "latency"]),
         (
             {"base": RandomK(unbiased=True), "memory": "residual"},
             ["memory", "unbiased", "'residual'"],

@@ -90,6 +90,7 @@ ALLOWED = {
     "collections",
     "copy",
     "dataclasses",
+    "difflib",
     "enum",
     "functools",
     "inspect",

@@ -169,3 +169,10 @@ def test_the_summary_prints_a_table() -> None:
     again = Summary(cf=10.0, verdict=summary.verdict)
     again.load_state_dict(summary.state_dict())
     assert again == summary
+
+
+def test_a_rung_has_its_name_and_its_gain_is_assumed() -> None:
+    summary = Summary(steps=2, local_steps=2, steps_at_cf={8.0: 2}, rungs={8.0: "int4"})
+    summary.add_gain(8.0, 0.95)
+    assert "int4 (CF 8)        2  100.0%    assumed" in summary.table()
+    assert "0.95" not in summary.table()

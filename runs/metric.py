@@ -1,0 +1,194 @@
+"""The metric of a user's own script: a number that it prints, or logs, as it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from runs.parser import UsageError
+
+ACCEPTED = (
+    'what the script prints, "val loss {}"; tensorboard:TAG, a scalar that it logs; json:KEY, of '
+    "lines of JSON that it prints; FILE.jsonl:KEY, of those that it writes"
+)
+
+HIGHER = ("acc", "auc", "bleu", "f1", "iou", "psnr", "recall", "precision", "reward", "rouge")
+"""In the name of a metric of which more is better, unless the command says otherwise."""
+
+_NUMBER = r"([-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?))"
+
+Hear = Callable[[float], None]
+"""Called with each value, in the moment that the script reports it."""
+
+
+class Metric(ABC):
+    """Where the values of a metric are found. name: of it, in tables."""
+
+    name: str
+
+    @abstractmethod
+    def listen(self, hear: Hear) -> Callable[[], None]:
+        """From now on, `hear` what this process reports. Returns a function that takes in what has
+        been reported by other ways than calls; it is called after each step, and in the end."""
+
+
+def parse_metric(text: str) -> Metric:
+    """The metric that --metric names. UsageError says what is accepted."""
+    where, colon, key = text.rpartition(":")
+    if text.startswith("tensorboard:") and text != "tensorboard:":
+        return Scalar(text.removeprefix("tensorboard:"))
+    if colon and key and where == "json":
+        return Line(key)
+    if colon and key and where.endswith((".jsonl", ".json", ".ndjson")):
+        return FileLine(Path(where), key)
+    if text.count("{}") == 1 and text != "{}":
+        return Printed(text)
+    raise UsageError(f"--metric {text!r}: accepted: {ACCEPTED}")
+
+
+def higher_is_better(name: str) -> bool:
+    """By the metric's name alone."""
+    return any(part in name.lower() for part in HIGHER)
+
+
+class Printed(Metric):
+    """A number among words that the script prints, on stdout or stderr: "val loss {}"."""
+
+    def __init__(self, text: str) -> None:
+        before, after = text.split("{}")
+        self.name = (before.strip(" :=,([") or after.strip(" :=,)]")).strip()
+        spaced = [r"\s+".join(map(re.escape, part.split(" "))) for part in (before, after)]
+        self._pattern = re.compile(_NUMBER.join(spaced))
+
+    def listen(self, hear: Hear) -> Callable[[], None]:
+        return _every_line(lambda line: self._look(line, hear))
+
+    def _look(self, line: str, hear: Hear) -> None:
+        found = self._pattern.search(line)
+        if found is not None:
+            hear(float(found[1].replace("_", "")))
+
+
+class Line(Metric):
+    """A number in lines of JSON that the script prints. key: of it; a.b is inside a."""
+
+    def __init__(self, key: str) -> None:
+        self.name, self._key = key, key
+
+    def listen(self, hear: Hear) -> Callable[[], None]:
+        return _every_line(lambda line: self.look(line, hear))
+
+    def look(self, line: str, hear: Hear) -> None:
+        start = line.find("{")
+        try:
+            value: Any = json.loads(line[start:]) if start >= 0 else None
+        except ValueError:
+            return
+        if isinstance(value, dict) and self._key in value:
+            value = value[self._key]
+        else:
+            for part in self._key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            hear(float(value))
+
+
+class FileLine(Line):
+    """The same in a file that the script writes while it runs. What was in it before is not its."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        super().__init__(key)
+        self._path = path.absolute()  # the script may go elsewhere
+        self._read, self._rest = 0, b""
+
+    def listen(self, hear: Hear) -> Callable[[], None]:
+        self._read = self._size()
+        return lambda: self._more(hear)
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except OSError:
+            return 0
+
+    def _more(self, hear: Hear) -> None:
+        size = self._size()
+        if size < self._read:  # it was begun anew
+            self._read, self._rest = 0, b""
+        if size <= self._read:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            content = file.read()
+        self._read += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        for line in lines:
+            self.look(line.decode("utf-8", "replace"), hear)
+
+
+class Scalar(Metric):
+    """A scalar that the script logs by torch's `SummaryWriter`."""
+
+    def __init__(self, tag: str) -> None:
+        self.name = self._tag = tag
+
+    def listen(self, hear: Hear) -> Callable[[], None]:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError(
+                f"--metric tensorboard:{self._tag}: needs tensorboard, which is not installed: "
+                f"pip install tensorboard"
+            ) from None
+        add = SummaryWriter.add_scalar
+
+        def added(writer: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
+            add(writer, tag, scalar_value, *args, **kwargs)
+            if tag == self._tag:
+                hear(_float(scalar_value))
+
+        SummaryWriter.add_scalar = added  # type: ignore[assignment, method-assign]
+        return lambda: None
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):  # a writer takes text, too
+        return nan
+
+
+def _every_line(look: Callable[[str], None]) -> Callable[[], None]:
+    """Have `look` see each line that this process prints, also one that a progress bar writes
+    over."""
+    sys.stdout, sys.stderr = (_Heard(stream, look) for stream in (sys.stdout, sys.stderr))
+    return lambda: None
+
+
+class _Heard:
+    """A text stream whose lines somebody looks at."""
+
+    def __init__(self, stream: Any, look: Callable[[str], None]) -> None:
+        self._stream, self._look = stream, look
+        self._begun = ""  # of a line, until it ends
+
+    def write(self, text: str) -> int:
+        count: int = self._stream.write(text)
+        *lines, self._begun = re.split(r"[\r\n]", self._begun + text)
+        for line in lines:
+            self._look(line)
+        return count
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

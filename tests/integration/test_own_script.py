@@ -1,0 +1,204 @@
+"""`compare` and `tune` with scripts of a user's own, which are not changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from runs.__main__ import main
+from runs.interrupt import INTERRUPTED
+from runs.options import with_script
+from runs.records import read_records
+from runs.tune.study import open_study
+from runs.tune.tuning import make_tuning
+from tests.integration.commands import Start, python_m
+
+SCRIPT = """
+import json
+import sys
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+how, steps, wanted = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(60, 40))
+if how == "attached":
+    from adaptive import AdaptiveCompressor
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compressor = AdaptiveCompressor("topk", (20, 100)).attach(model, optimizer=optimizer)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(steps):
+    loss = model(torch.randn(4, 60)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 5 == 4 and rank == 0:
+        print(json.dumps({"step": step, "val": {"loss": wanted * loss.item()}}))
+        print(f"loss {loss.item():.4f}", flush=True)
+if how == "fails" and rank == 1:
+    raise ValueError("the script's own fault")
+if how == "attached":
+    compressor.close()
+dist.destroy_process_group()
+time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def compared(folder: Path, *words: object, capfd: Any) -> dict[str, Any]:
+    """What a comparison has found."""
+    code = main(["compare", *map(str, words), "--json"])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert found["log_dir"] == str(folder)
+    return found
+
+
+def test_a_plain_script_is_compared(script: Path, tmp_path: Path, capfd: Any) -> None:
+    """The settings reach it by a compressor of the command's, with its optimizer. What it prints is
+    out of the way, and the same command repeats nothing."""
+    folder = tmp_path / "comparison"
+    words = ("--log-dir", folder, "--metric", "loss {}", "--contender", "topk@20")
+    words += ("--contender", "dense", "--", script, "plain", 20, 1)
+    found = compared(folder, *words, capfd=capfd)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert [*rows] == ["topk@20", "dense"]
+    for row in rows.values():
+        (run,) = row["runs"]
+        assert [step for step, _ in run["evaluations"]] == [5, 10, 15, 20]
+        assert row["quality"]["mean"] == run["evaluations"][-1][1]
+        assert run["quality_name"] == "loss"
+    assert rows["topk@20"]["wire_factor"]["mean"] > 3 * rows["dense"]["wire_factor"]["mean"]
+    assert found["dense"] == "dense"
+    assert "loss" in found["headlines"]["topk@20"]
+    recorded = read_records(folder / "runs" / "topk@20-seed0" / "timeline.jsonl")
+    assert len(recorded.steps) == 20
+    assert recorded.header is not None
+    assert recorded.header.memory == "updates"  # the optimizer was found
+    assert "loss " in (folder / "runs" / "dense-seed0" / "output.txt").read_text()
+    before = (folder / "runs" / "dense-seed0" / "result.json").stat().st_mtime_ns
+    assert main(["compare", *map(str, words)]) == 0
+    assert "turn 1" not in capfd.readouterr().out
+    assert (folder / "runs" / "dense-seed0" / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.long
+def test_settings_reach_the_scripts_own_compressor(
+    script: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """In place of its own, and only those that the contender names."""
+    folder = tmp_path / "comparison"
+    words = ["--log-dir", folder, "--metric", "json:val.loss", "--better", "higher"]
+    for label in ("own", "dense", "gravac:epsilon=0.25"):
+        words += ["--contender", label]
+    found = compared(folder, *words, "--", script, "attached", 20, 2, capfd=capfd)
+    assert found["dense"] == "dense"
+    headers = {}
+    for row in found["rows"]:
+        (run,) = row["runs"]
+        assert run["higher_is_better"]
+        recorded = read_records(Path(run["folder"]) / "timeline.jsonl")
+        assert len(recorded.steps) == 20
+        headers[row["name"]] = recorded.header
+    own, dense, gravac = headers.values()
+    assert own.policy == "goodput"
+    assert dense.base == "none"
+    assert gravac.policy == "gravac"
+    assert gravac.settings["epsilon"] == 0.25
+    assert own.cf_range == gravac.cf_range == [20, 100]
+
+
+@pytest.mark.long
+def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capfd: Any) -> None:
+    folder = tmp_path / "comparison"
+    words = ("compare", "--log-dir", folder, "--contender", "dense", "--", script, "fails", 5, 1)
+    assert main([*map(str, words)]) == 1
+    err = capfd.readouterr().err
+    assert "the script's own fault" in err
+    assert "output.txt" in err
+    assert not list(folder.glob("runs/*/result.json"))
+    words = ("compare", "--log-dir", folder, "--metric", "nothing {}", "--", script, "plain", 5, 1)
+    assert main([*map(str, words)]) == 2
+    assert "has reported none in 5 steps" in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_ctrl_c_keeps_what_is_finished(script: Path, tmp_path: Path, start: Start) -> None:
+    folder = tmp_path / "comparison"
+    words = ("--log-dir", folder, "--contender", "dense", "--verbose", "--", script, "plain")
+    run = start(*python_m("compare"), *words, 10**9, 1)
+    run.until(lambda: "loss " in run.err)
+    run.interrupt()
+    assert run.end() == INTERRUPTED, run.err
+    assert "Traceback" not in run.err
+    assert "no run is finished" in run.out
+    assert "steps/s" not in run.out  # no empty table
+    assert "the same command goes on" in run.out
+
+
+@pytest.mark.long
+def test_a_script_is_tuned_and_pruned(script: Path, tmp_path: Path, capfd: Any) -> None:
+    """A trial that falls behind ends where its script reports, on all ranks."""
+    folder = tmp_path / "study"
+    script.write_text(SCRIPT.replace("for step in range(steps)", "for step in range(60)"))
+    given = {"metric": "json:val.loss", "search": ["wanted=1,1000", "epsilon"]}
+    given |= {"objective": ["quality"], "log_dir": str(folder)}
+    behind = ["--", str(script), "attached", "0", "{wanted}"]
+    study = open_study(make_tuning(with_script({**given, "command": behind[1:]})))
+    spaces = {
+        "wanted": optuna.distributions.CategoricalDistribution((1, 1000)),
+        "epsilon": optuna.distributions.FloatDistribution(0.05, 0.9),
+    }
+    for _ in range(5):  # those that a pruner has seen before
+        study.add_trial(
+            optuna.trial.create_trial(
+                value=50.0,
+                params={"wanted": 1, "epsilon": 0.5},
+                distributions=spaces,
+                intermediate_values=dict.fromkeys(range(5, 61, 5), 50.0),
+            )
+        )
+    study.enqueue_trial({"wanted": 1000, "epsilon": 0.25})
+    words: list[str] = ["tune", "--anyway", "--trials", "6"]
+    for name, value in given.items():
+        several = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        words += ["--" + name.replace("_", "-"), *several]
+    assert main([*words, *behind]) == 0
+    out = capfd.readouterr().out
+    trial = optuna.load_study(
+        study_name=folder.name, storage=f"sqlite:///{folder}/study.db"
+    ).trials[-1]
+    assert trial.state.name == "PRUNED"
+    assert 15 <= max(trial.intermediate_values) < 60
+    assert "trial 5: 6 of 6" in out
+    saved = json.loads((folder / "runs" / "trial5" / "config.json").read_text())
+    assert saved["script"][-1] == "1000"
+    assert "epsilon=0.25" in saved["policy"]
+
+
+@pytest.mark.long
+def test_over_real_links(script: Path, tmp_path: Path, start: Start) -> None:
+    folder = tmp_path / "comparison"
+    words = ("--log-dir", folder, "--contender", "own", "--json", "--", script, "plain", 20, 1)
+    run = start(*python_m("netlab"), "--rate", "50mbit", "--", "compare", *words)
+    assert run.end() == 0, run.err
+    (row,) = json.loads(run.out)["rows"]
+    assert row["interface_bytes"]["mean"] > 20 * 4 * 60 * 40 / 2
+    assert row["runs"][0]["link"].startswith("network of real links of 50mbit")

@@ -1,0 +1,91 @@
+"""What a mistake in a name or a value is answered with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptive import AdaptiveCompressor, Fixed, LinkSpec, Schedule, Warmup
+from adaptive.own_log import Fallback
+from adaptive.wrappers import unwrap
+from runs.compare.contender import parse_contender
+from runs.needs import install
+from runs.netlab.lab import Link
+from runs.parser import UsageError
+
+
+@pytest.mark.parametrize("name", ["top-k", "TopK", "top_k", "topkk"])
+def test_a_name_that_is_nearly_right_is_told(name: str) -> None:
+    with pytest.raises(ValueError, match=r"; did you mean 'topk'\?"):
+        AdaptiveCompressor(name)
+    with pytest.raises(UsageError, match=r"; did you mean 'topk'\?"):
+        parse_contender(f"{name}@20")
+
+
+def test_policies_and_ways_are_told_too() -> None:
+    with pytest.raises(ValueError, match=r"got 'GraVAC'; did you mean 'gravac'\?"):
+        AdaptiveCompressor(policy="GraVAC")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"did you mean 'layer'\?"):
+        AdaptiveCompressor(granularity="layers")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got 'nonsense'$"):
+        AdaptiveCompressor("nonsense")
+
+
+@pytest.mark.parametrize("text", ["100MBps", "1 GBps"])
+def test_bytes_a_second_are_not_bits(text: str) -> None:
+    with pytest.raises(ValueError, match="a rate is in bits: '100MBps' is '800mbit'"):
+        LinkSpec.parse(text)
+    with pytest.raises(UsageError, match="in bits: 100MBps is 800mbit"):
+        Link.parse("--rate", text)
+    as_bits = text.replace("B", "b")
+    assert LinkSpec.parse(as_bits).bits_per_second == Link.parse("--rate", as_bits).rate
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Fixed(5), Schedule({0: 10, 9: 2000}), Warmup(then=Fixed(5)), Fixed(2000)],
+)
+def test_a_cf_outside_its_range_is_refused_where_it_is_written(policy: object) -> None:
+    with pytest.raises(ValueError, match=r"must be 1 \(dense\) or inside cf_range \(10, 1000\)"):
+        AdaptiveCompressor(policy=policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [Fixed(10), Fixed(1), Schedule({0: 1, 5: 1000}), Fixed()])
+def test_a_cf_inside_its_range_is_not(policy: Fixed) -> None:
+    AdaptiveCompressor(policy=policy)
+    AdaptiveCompressor("none", (1, 1), policy=policy)
+    AdaptiveCompressor("int8", policy=Fixed(4))
+
+
+def test_a_scheduler_is_not_taken_for_its_optimizer() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    assert unwrap(None, [scheduler]).optimizers == (scheduler,)
+
+
+def test_advice_to_install_works_where_the_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a wheel there is no folder to install from."""
+    monkeypatch.setattr("runs.needs.installed", lambda: True)
+    assert install("tune") == "pip install 'adaptive-compression[tune]'"
+    monkeypatch.setattr("runs.needs.installed", lambda: False)
+    assert install("tune") == f"pip install '{Path(__file__).parents[2]}[tune]'"
+
+
+def test_warnings_bear_the_librarys_name_unless_somebody_else_has_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger, above = logging.Logger("adaptive"), logging.Logger("root")
+    logger.parent = above
+    logger.addHandler(Fallback(logger))
+    logger.warning("gradients are %s", "not finite")
+    logger.info("nobody asks for this")
+    assert capsys.readouterr().err == "adaptive: gradients are not finite\n"
+    above.addHandler(logging.NullHandler())
+    logger.warning("this is the script's")
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+    logger.warning("and this")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,109 @@
+"""What a script of a user's own prints or logs is found by its metric."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from math import inf, isnan
+from pathlib import Path
+
+import pytest
+
+from runs.metric import higher_is_better, parse_metric
+from runs.parser import UsageError
+
+
+def heard(text: str, do: Callable[[], object]) -> list[float]:
+    """What is heard of a metric while something is done."""
+    found: list[float] = []
+    before = sys.stdout, sys.stderr
+    try:
+        take_in = parse_metric(text).listen(found.append)
+        do()
+        take_in()
+    finally:
+        sys.stdout, sys.stderr = before
+    return found
+
+
+@pytest.mark.parametrize(
+    ("metric", "line", "values"),
+    [
+        ("loss {}", "step 3  loss 2.5", [2.5]),
+        ("val loss: {} ", "train loss: 3.5 val  loss: -1.25e-3 end", [-1.25e-3]),
+        ("acc={}%", "acc=71.25% of 10", [71.25]),
+        ("loss {}", "loss inf", [inf]),
+        ("loss {}", "a loss of nothing", []),
+        ("json:loss", 'INFO {"step": 3, "loss": 0.5}', [0.5]),
+        ("json:val.loss", '{"val": {"loss": 4}}', [4.0]),
+        ("json:val.loss", '{"val.loss": 4}', [4.0]),
+        ("json:loss", '{"loss": "high", broken', []),
+        ("json:loss", '{"loss": true}', []),
+    ],
+)
+def test_a_printed_metric_is_heard(
+    metric: str, line: str, values: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stdout and stderr, in lines that end as progress bars' do, and in pieces."""
+
+    def do() -> None:
+        print(line)
+        print(line, file=sys.stderr, end="\r")
+        sys.stdout.writelines([line[:4], line[4:], "\n"])
+
+    assert heard(metric, do) == 3 * values
+    assert capsys.readouterr().out == f"{line}\n{line}\n"
+
+
+def test_nan_is_a_value() -> None:
+    (value,) = heard("loss {}", lambda: print("loss nan"))
+    assert isnan(value)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_lines_of_a_file_count_from_the_start_of_the_run(anew: bool, tmp_path: Path) -> None:
+    """What an earlier run has written there does not, whether the script begins the file anew."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"loss": 9.0, "more": "x" * 99}) + "\n")
+    found: list[float] = []
+    take_in = parse_metric(f"{path}:loss").listen(found.append)
+    with path.open("w" if anew else "a") as file:
+        for loss in (3.0, 2.0):
+            line = json.dumps({"loss": loss})
+            file.write(line[:5])
+            file.flush()
+            take_in()  # half of a line is none
+            file.write(line[5:] + "\n")
+            file.flush()
+            take_in()
+    take_in()
+    assert found == [3.0, 2.0]
+
+
+def test_scalars_of_tensorboard_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    monkeypatch.setattr(
+        tensorboard.SummaryWriter, "add_scalar", tensorboard.SummaryWriter.add_scalar
+    )
+
+    def do() -> None:
+        with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+            writer.add_scalar("val/loss", 0.5, 3)
+            writer.add_scalar("train/loss", 7.0, 4)
+            writer.add_scalar("val/loss", 0.25, global_step=5)
+
+    assert heard("tensorboard:val/loss", do) == [0.5, 0.25]
+    assert list(tmp_path.iterdir())  # and are written
+
+
+@pytest.mark.parametrize("text", ["loss", "{}", "a {} b {}", "tensorboard:", "json:", "x.txt:a"])
+def test_what_is_no_metric_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"accepted: what the script prints"):
+        parse_metric(text)
+
+
+def test_a_metric_has_a_name_and_a_better_side() -> None:
+    names = {text: parse_metric(text).name for text in ("val loss: {}", "{} top1-acc", "json:f1")}
+    assert list(names.values()) == ["val loss", "top1-acc", "f1"]
+    assert [higher_is_better(name) for name in names.values()] == [False, True, True]
