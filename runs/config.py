@@ -34,10 +34,12 @@ class TrainConfig(Modelling, Keeping, Compressing, Optimizing, Training):
     simulated: by `simulate`, all workers in one process.
     coding_by_cf: with fixed_clock, (CF, nanoseconds a gradient element) of compressing and
     decoding: `coding`, or what was measured on the machine (runs/coding.py).
+    device: on which `simulate` computes.
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     """
 
     simulated: bool = False
+    device: str = "cpu"
     netlab: tuple[str, ...] | None = None
     coding_by_cf: tuple[tuple[float, float], ...] = ()
 
