@@ -40,6 +40,7 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
     simulated: by `simulate`, all workers in one process.
     coding_by_cf: with fixed_clock, (CF, nanoseconds a gradient element) of compressing and
     decoding: `coding`, or what was measured on the machine (runs/coding.py).
+    device: on which `simulate` computes.
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     script: of a script of the user's own in the task's place, its path and its arguments. It has
     steps, an optimizer and a model of its own; base is None where it has its own, too, and policy
@@ -47,6 +48,7 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
     """
 
     simulated: bool = False
+    device: str = "cpu"
     netlab: tuple[str, ...] | None = None
     coding_by_cf: tuple[tuple[float, float], ...] = ()
     script: tuple[str, ...] = ()

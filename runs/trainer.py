@@ -59,7 +59,10 @@ class Trainer:
         self.step = 0
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
-        model = self.task.build_model()
+        device = torch.device(config.device)
+        if device.type == "cuda":  # of this thread
+            torch.cuda.set_device(device)
+        model = self.task.build_model().to(device)
         self._power: PowerSGDState | None = None
         if config.ddp_hook == "powersgd":
             self._power = PowerSGDState(

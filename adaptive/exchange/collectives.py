@@ -258,7 +258,8 @@ class Exchange:
 
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
-        it back as the link would."""
+        it back as the link would. done: theirs, as any future of this group's."""
+        done = known_there(done, self.group, tensor.device)
         self._traffic.by_others = True
         self.count_floats(tensor.numel() / cf)
         nbytes = round(torch.float32.itemsize * tensor.numel() / cf)
@@ -346,8 +347,11 @@ def future_of(work: dist.Work, group: dist.ProcessGroup, tensor: Tensor) -> Futu
     gloo's futures know no device. Only one stream waits until gloo has copied what has arrived to a
     GPU: the default stream, on a thread of gloo's. So there a future that knows the device is
     completed on that stream. Whatever waits for it, or follows it, is then behind the copy."""
-    future: Future[Any] = work.get_future()
-    device = tensor.device
+    return known_there(work.get_future(), group, tensor.device)
+
+
+def known_there(future: Future[Any], group: dist.ProcessGroup, device: torch.device) -> Future[Any]:
+    """A future of collectives of the group that knows the device, on which what they bring lies."""
     if device.type != "cuda" or not _is_gloo(group, device):
         return future
     done: Future[Any] = new_future(device)

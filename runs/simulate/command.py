@@ -53,6 +53,15 @@ class StepTime:
     """Of forward, backward and optimizer on a worker; --link's seconds come on top."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the workers compute."""
+
+    device: Annotated[str, metavar("DEVICE")] = "cpu"
+    """Of all workers: cpu, cuda or cuda:1 (cpu). A GPU's run that was resumed draws other random
+    numbers there (dropout) than one that was not."""
+
+
 OPTIONS = {
     "training": options(Training, told={"workers": "simulated in turn (8)"}),
     "optimizer": options(Optimizing),
@@ -67,6 +76,7 @@ OPTIONS = {
     "output": options(Keeping),
     "resume": options(Resuming),
     "step_time": options(StepTime),
+    "place": options(Place),
     "modelling": options(Modelling, without=("fixed_clock", "one_worker_seconds")),
 }
 
@@ -78,7 +88,9 @@ def main(given: dict[str, Any]) -> int:
     from runs.simulate.ranks import simulate
     from runs.worker import run_rank
 
-    with claimed(make_job(_with_defaults(given), None, simulated=True)) as job:
+    job = make_job(_with_defaults(given), None, simulated=True)
+    _check_device(job.config.device)
+    with claimed(job) as job:
         return simulate(job.config, lambda rank, *own: run_rank(job, rank, *own))
 
 
@@ -94,3 +106,15 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     if "resume" in given:
         return given
     return {"workers": WORKERS, "fixed_clock": STEP_SECONDS, **given}
+
+
+def _check_device(device: str) -> None:
+    """UsageError unless the workers can compute there."""
+    import torch
+
+    there = ["cpu"]
+    if torch.cuda.is_available():
+        there += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if device not in there:
+        none = "" if len(there) > 1 else " (torch finds no CUDA device here)"
+        raise UsageError(f"--device must be one of {', '.join(there)}{none}, got {device!r}")

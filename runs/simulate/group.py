@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.exchange.link import new_future
 from runs.simulate.turns import Turns
+
+T = TypeVar("T")
 
 BACKEND = "simulated"
 SEGMENT = 1 << 20
@@ -24,6 +28,9 @@ class SimulatedGroup(dist.ProcessGroup):
     A collective returns when it is done, so all that comes after it in its rank's thread, the
     callbacks of its future too, finds it done. (Of torch's overloads those are here that
     `torch.distributed` and DDP call.)
+
+    On a GPU it returns when it is queued: on the stream of the rank that comes last, behind what
+    the other ranks' streams had to do until they came; and their streams go on behind it.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -45,13 +52,33 @@ class SimulatedGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self.turns.ranks
 
+    def _meet(
+        self, what: str, tensors: Sequence[Tensor], mine: T, together: Callable[[list[T]], None]
+    ) -> None:
+        """`Turns.meet`, with the ranks' streams in order. tensors: of this rank's."""
+        device = device_with_streams(tensors)
+        if device is None:
+            self.turns.meet(what, mine, together)
+            return
+        ended: list[torch.cuda.Event] = []
+
+        def in_order(ranks: list[tuple[torch.cuda.Event, list[torch.cuda.Event], T]]) -> None:
+            for came, _, _ in ranks:
+                torch.cuda.current_stream(device).wait_event(came)
+            together([brought for _, _, brought in ranks])
+            for _, told, _ in ranks:
+                told.append(_passed(device))
+
+        self.turns.meet(what, (_passed(device), ended, mine), in_order)
+        torch.cuda.current_stream(device).wait_event(ended[0])
+
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
             raise ValueError(f"op must be SUM in a simulated group, got {opts.reduceOp}")
         for tensor in tensors:
-            self.turns.meet(f"an all-reduce of {_described(tensor)}", tensor, ring_sum)
+            self._meet(f"an all-reduce of {_described(tensor)}", [tensor], tensor, ring_sum)
         return _Done(tensors)
 
     def broadcast(  # type: ignore[override]
@@ -67,7 +94,7 @@ class SimulatedGroup(dist.ProcessGroup):
                         tensor.copy_(sent)
 
         what = f"a broadcast of {_described(*tensors)} from {source}"
-        self.turns.meet(what, tensors, copy)
+        self._meet(what, tensors, tensors, copy)
         return _Done(tensors)
 
     def allgather(  # type: ignore[override]
@@ -79,7 +106,8 @@ class SimulatedGroup(dist.ProcessGroup):
                     place.copy_(sent)
 
         for received, sent in zip(outputs, inputs, strict=True):
-            self.turns.meet(f"an all-gather of {_described(sent)}", (received, sent), copy)
+            what = f"an all-gather of {_described(sent)}"
+            self._meet(what, [sent], (received, sent), copy)
         return _Done(outputs[0])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -106,11 +134,12 @@ class SimulatedGroup(dist.ProcessGroup):
                     place.copy_(sent[i])
 
         mine = (parts(output, output_sizes), parts(input, input_sizes))
-        self.turns.meet(f"an all-to-all of {_described(input)}", mine, copy)
+        self._meet(f"an all-to-all of {_described(input)}", [input], mine, copy)
         return _Done([output])
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> dist.Work:
-        self.turns.send(receiver, tag, [tensor.clone() for tensor in tensors])
+        device, sent = device_with_streams(tensors), [tensor.clone() for tensor in tensors]
+        self.turns.send(receiver, tag, (sent, device and _passed(device)))
         return _Done(tensors)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> dist.Work:
@@ -130,10 +159,14 @@ class _Done(dist.Work):
 
     def __init__(self, result: list[Tensor]) -> None:
         super().__init__()
-        self._future: Future[list[Tensor]] = Future()
-        self._future.set_result(result)
+        device = device_with_streams(result)
+        # One that knows the device: whoever waits for it does so on the stream that is current.
+        future: Any = Future() if device is None else new_future(device)
+        future.set_result(result)
+        self._future: Future[list[Tensor]] = future
 
     def wait(self, timeout: Any = None) -> bool:
+        self._future.wait()  # on a GPU the stream waits that is current now
         return True
 
     def get_future(self) -> Future[list[Tensor]]:
@@ -151,16 +184,33 @@ class _Receiving(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         tensors, self._tensors = self._tensors, None
-        for tensor, sent in zip(tensors, self._receive(), strict=True) if tensors else ():
+        if not tensors:
+            return True
+        message, passed = self._receive()
+        if passed is not None:
+            torch.cuda.current_stream(tensors[0].device).wait_event(passed)
+        for tensor, sent in zip(tensors, message, strict=True):
             tensor.copy_(sent)
         return True
+
+
+def device_with_streams(tensors: Sequence[Tensor]) -> torch.device | None:
+    """The GPU that the tensors are on; None if they are on the host."""
+    return tensors[0].device if tensors and tensors[0].is_cuda else None
+
+
+def _passed(device: torch.device) -> torch.cuda.Event:
+    """Of what the current stream has to do until now."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @contextmanager
 def simulated_group(ranks: int) -> Iterator[SimulatedGroup]:
     """As long as it lasts, the default process group is a simulated one."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
         group = dist.group.WORLD

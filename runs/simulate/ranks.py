@@ -45,7 +45,10 @@ def run_ranks(
         def live(rank: int) -> None:
             try:
                 group.turns.begin(rank)
-                results[rank] = work(rank, group)
+                # Torch has one thread a GPU for the backwards of all ranks: a rank that waits there
+                # for the others would wait for ever, and nobody would know which one it is.
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = work(rank, group)
                 group.turns.end()
             except BaseException as error:  # whatever it is, the others must not wait for it
                 group.turns.fail(error)

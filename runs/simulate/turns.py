@@ -40,7 +40,7 @@ class Turns:
         self._expected: Counter[tuple[int, ...]] = Counter()
         self._mail: dict[tuple[int, ...], Any] = {}  # by these, and their number
         self._in_vain = 0  # looks for messages in a row since the last was sent
-        self._random: list[Tensor] = [torch.get_rng_state()] * ranks
+        self._random: list[list[Tensor]] = [random_state()] * ranks
 
     @property
     def rank(self) -> int:
@@ -77,7 +77,7 @@ class Turns:
         with self._lock:
             self._met[rank] = (what, mine)
             if len(self._met) < self.ranks:
-                self._random[rank] = torch.get_rng_state()
+                self._random[rank] = random_state()
                 self._check_gone()
                 self._call_next()
                 self._wait(rank)
@@ -115,7 +115,7 @@ class Turns:
                     raise RuntimeError(
                         f"waits for a message from worker {message[0]}, who sends none"
                     )
-                self._random[rank] = torch.get_rng_state()
+                self._random[rank] = random_state()
                 self._line.append(rank)
                 self._call_next()
                 self._wait(rank)
@@ -126,7 +126,10 @@ class Turns:
             self._called[rank].wait()
         if self.failure is not None:
             raise EndedError(f"worker {self.failure[0]} has failed")
-        torch.set_rng_state(self._random[rank])
+        for state, load in zip(
+            self._random[rank], (torch.set_rng_state, torch.cuda.set_rng_state), strict=False
+        ):
+            load(state)
 
     def _call_next(self) -> None:
         self._running = self._line.popleft() if self._line else None
@@ -144,6 +147,12 @@ class Turns:
         self.failure = self.failure or (rank, error)
         for called in self._called:
             called.notify()
+
+
+def random_state() -> list[Tensor]:
+    """Of torch's global random numbers on the host, and on the GPU once that is in use."""
+    own = torch.get_rng_state()
+    return [own, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [own]
 
 
 def _check_alike(reasons: list[str]) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import adaptive
 from adaptive import AdaptiveCompressor, Fixed, chunks
 from adaptive.exchange import collectives
-from adaptive.exchange.collectives import future_of
+from adaptive.exchange.collectives import Exchange, future_of
 from adaptive.exchange.pipeline import HookStream, done_with
 from adaptive.sync.own_step import UNDER_WAY
 from tests.unit.device_path import device_path
@@ -291,8 +291,12 @@ class _Completed:
 def _taken(future: Future[Any]) -> Any:
     work: Any = SimpleNamespace(get_future=lambda: future)
     tensor: Any = SimpleNamespace(device=CUDA)
+    return future_of(work, _world(), tensor)
+
+
+def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
-    return future_of(work, dist.group.WORLD, tensor)
+    return dist.group.WORLD
 
 
 @pytest.mark.usefixtures("gloo", "log")
@@ -312,6 +316,18 @@ def test_of_gloo_a_future_is_completed_on_the_stream_that_waits_for_its_copy(
     fails: Future[list[Tensor]] = Future()
     fails.set_exception(OSError("connection reset"))  # type: ignore[arg-type]
     assert "connection reset" in _taken(fails).error
+
+
+@pytest.mark.usefixtures("gloo", "log")
+def test_a_foreign_hooks_future_is_completed_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "new_future", lambda device: _Completed())
+    exchange = Exchange(_world())
+    theirs: Future[Any] = Future()
+    tensor: Any = SimpleNamespace(numel=lambda: 100, device=CUDA)
+    done: Any = exchange.count_reduced(theirs, tensor, 2.0)
+    theirs.set_result([torch.ones(1)])
+    assert (done.on, done.value) == ("default", [torch.ones(1)])
+    assert exchange.take_traffic().floats == 50
 
 
 @pytest.mark.usefixtures("two_ranks")
