@@ -65,7 +65,7 @@ class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
     lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
-    memory_empty: the error memory of every rank is. numbers: the numbers of local steps that a policy may
+    memory_empty: that of every rank is. numbers: the numbers of local steps that a policy may
     plan. local_steps: the number between two exchanges now. skipped: backward passes since the last
     exchange. lag: decisions always lag one step; with a delay this many more. agreed: the
     statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
