@@ -121,8 +121,8 @@ class Averager:
                 "a payload that no compressor can have sent has arrived on some rank: its "
                 "bytes were changed on the way (a device finds this out some steps late)"
             )
-        if not controller.carrying:
-            memory.emptied()
+        if controller.memory_empty:
+            memory.clear()
         if of_gradients:
             may_rest = not (controller.agreed.nonfinite > 0 or controller.cfs.measured)
             cf = controller.plan.send if self.compresses else None

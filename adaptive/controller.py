@@ -65,7 +65,7 @@ class Controller(saved.Stateful):
     """Owns the policy, and what is known of the run so far.
 
     lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
-    carrying: the residual may hold something. numbers: the numbers of local steps that a policy may
+    memory_empty: that of every rank is. numbers: the numbers of local steps that a policy may
     plan. local_steps: the number between two exchanges now. skipped: backward passes since the last
     exchange. lag: decisions always lag one step; with a delay this many more. agreed: the
     statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
@@ -94,7 +94,7 @@ class Controller(saved.Stateful):
     tally: Tally = field(default_factory=Tally)
     forced_dense: bool = False
     too_small: bool = False
-    carrying: bool = saved.saved(False)
+    memory_empty: bool = saved.saved(True)
     local_steps: int = saved.saved(1)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
@@ -113,7 +113,7 @@ class Controller(saved.Stateful):
             pending.summed.fetch()
         plan = self._next_plan()
         if not self.is_dense(plan.send):
-            self.carrying, self._compressed_last = True, self.step
+            self.memory_empty, self._compressed_last = False, self.step
         switches = plan.send != self.cf and self.step > 0
         if switches:
             self._totals.switches += 1
@@ -356,7 +356,7 @@ class Controller(saved.Stateful):
                 requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
             empties = self.is_dense(report.cf) and not agreed.nonfinite
             if empties and step > self._compressed_last:
-                self.carrying = False
+                self.memory_empty = True
             ranks = self.exchange.ranks
             of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read
             norms = {layer.name: norm / ranks for layer, norm in of_layers}

@@ -254,9 +254,9 @@ class ModelMemory:
         plain = Residual if self.now.keeps else NoMemory
         self.now = plain(self._parameters.maybe_unused)
 
-    def emptied(self) -> None:
-        """The ranks have agreed that a dense step has sent all that residuals held: news on a
-        device only, and where no parameter may have kept its own to itself."""
+    def clear(self) -> None:
+        """Residuals become empty: the ranks have agreed that a dense step has sent all of them. The
+        host knows already, and a parameter that may go unused may have kept its own."""
         if is_host(self._parameters.device) or self._parameters.maybe_unused():
             return
         for parameter in self._parameters.values():
