@@ -1,65 +1,90 @@
 """The gains of GraVAC's ladder by model size: the experiment of docs/papers.md.
 
-    python -m docs.studies.gains --data DIR
-    python -m docs.studies.gains --data DIR --model resnet101 --steps 30 --batch-size 4
+    python -m docs.studies.gains --data DIR [--model resnet101] [--steps 100] [--batch-size 32]
 
-Two workers send CF 10 in all steps, top-k with values of 32 bits, tensor by tensor, with plain
-error feedback, and measure the gains of GraVAC's ladder besides. Each gain is a ratio of sums over
-the second half of the steps. DIR holds cifar-10-batches-py and wikitext-2. What is not named in
---help goes on to `python -m runs train`.
+One worker trains each model by SGD with momentum on what top-k keeps at CF 10, tensor by tensor,
+with plain error feedback. The gains of the whole ladder are measured besides. Each gain is a ratio
+of sums over the last half of the steps; of the first step the residual is empty, so that its gain
+is that of the gradient alone. DIR holds cifar-10-batches-py and wikitext-2.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
 
-from adaptive import StepReport
-from docs.studies.common import columns, train, write
-from policies.base import GainKind
-from runs.models import MODELS
-from runs.records import TIMELINE_FILE, read_records
+import torch
+from torch import Tensor
+
+from docs.studies.common import columns, write
+from runs.papers.images import Cifar10Task
+from runs.papers.words import WordsTask
+from runs.tasks import Task
 
 LADDER = (10.0, 20.0, 40.0, 160.0, 1000.0)
-"""GraVAC's exponential scaling, of which every run sends the first."""
+"""GraVAC's exponential scaling, of which the first is sent."""
 
-MODELS_OF_PAPERS = (
-    *("resnet8", "resnet18", "vgg11", "vgg16", "resnet50", "resnet101"),
-    "lstm-2x1500",
-)
+MODELS = ("resnet8", "resnet18", "vgg11", "vgg16", "resnet50", "resnet101", "lstm-2x1500")
 
-KINDS: dict[str, GainKind] = {
-    "paper: ||g_c||²/||a||²": "error_fed",
-    "code: ||g_c||/||g||": "raw",
-    "of the gradient": "gradient",
-}
-"""The gains of the tables, and their names in `GainKind`."""
-
-LR = {"lstm-2x1500": "0.1"}
+LR = {"lstm-2x1500": 0.1}
 """Learning rates, where they are not --lr."""
 
 
-def gains(reports: Sequence[StepReport], kind: GainKind) -> dict[float, float]:
-    """By CF of the ladder: the ratio of the sums of these steps, in which it was measured."""
-    found = {}
-    for cf in LADDER:
-        terms = [r.measurements[cf].terms(kind) for r in reports if cf in r.measurements]
-        top, bottom = (sum(part) for part in zip(*terms, strict=True)) if terms else (nan, nan)
-        found[cf] = top / bottom if bottom else nan
+class Energies:
+    """Sums over tensors of one step: total, ||a||^2, and kept, ||c||^2 at each CF of the ladder;
+    the norms ||g|| and ||c||, for the gain of GraVAC's released code."""
+
+    def __init__(self) -> None:
+        self.total, self.norms = 0.0, 0.0
+        self.kept, self.kept_norms = [0.0] * len(LADDER), [0.0] * len(LADDER)
+
+    def add(self, a: Tensor, g: Tensor) -> Tensor:
+        """Count a tensor; returns the places of what is kept at the first CF. a, g: (elements,)."""
+        numel = a.numel()
+        largest = a.abs().topk(max(1, int(numel / LADDER[0])))  # descending
+        energies = largest.values.double().square().cumsum(0)
+        self.total += float(a.double().square().sum())
+        self.norms += float(g.norm())
+        for i, cf in enumerate(LADDER):
+            kept = float(energies[max(1, int(numel / cf)) - 1])
+            self.kept[i] += kept
+            self.kept_norms[i] += kept**0.5
+        return largest.indices
+
+
+def trained(task: Task, steps: int) -> list[Energies]:
+    """Of each step."""
+    model = task.build_model().train()
+    optimizer = task.optimizer(model)
+    residuals = [torch.zeros(p.numel()) for p in model.parameters()]
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, 0, 1)).backward()
+        energies = Energies()
+        for p, residual in zip(model.parameters(), residuals, strict=True):
+            if p.grad is None:
+                continue
+            g = p.grad.flatten()
+            residual += g  # the error-fed gradient a
+            kept = energies.add(residual, g)
+            sent = torch.zeros_like(residual).index_copy_(0, kept, residual[kept])
+            residual -= sent
+            p.grad.copy_(sent.view_as(p.grad))
+        optimizer.step()
+        found.append(energies)
     return found
 
 
-def trained(model: str, words: Sequence[str], folder: Path, data: Path) -> None:
-    """One run, unless its records are there."""
-    words_task = model.startswith("lstm")
-    probe = f"({', '.join(f'{cf:g}' for cf in LADDER[1:])},)"
-    how = ["--policy", f"Fixed({LADDER[0]:g}, probe={probe})", "--base", "topk+fp32"]
-    how += ["--granularity", "layer", "--memory", "residual", "--model", model]
-    how += ["--task", "words" if words_task else "cifar10"]
-    how += ["--data", str(data / "wikitext-2" if words_task else data)]
-    train("train", [*how, *words], folder)
+def gains(steps: Sequence[Energies]) -> tuple[list[float], list[float]]:
+    """By CF of the ladder: the paper's gain, ||c||^2 / ||a||^2, and its released code's, ||c|| over
+    ||g||, each summed over tensors."""
+    total, norms = sum(e.total for e in steps), sum(e.norms for e in steps)
+    paper = [sum(e.kept[i] for e in steps) / total for i in range(len(LADDER))]
+    code = [sum(e.kept_norms[i] for e in steps) / norms for i in range(len(LADDER))]
+    return paper, code
 
 
 def main(words: list[str] | None = None) -> None:
@@ -68,27 +93,32 @@ def main(words: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--data", type=Path, required=True)
-    add("--model", nargs="+", default=MODELS_OF_PAPERS, choices=sorted(MODELS), metavar="MODEL")
+    add("--model", nargs="+", default=MODELS, choices=MODELS, metavar="MODEL")
     add("--steps", type=int, default=100)
-    add("--batch-size", type=int, default=8)
-    add("--lr", default="0.002", help="of image models: small, as batches are")
+    add("--batch-size", type=int, default=32)
+    add("--lr", type=float, default=0.01, help="of image models")
     add("--log-dir", type=Path, default=Path("logs/study-gains"))
-    given, rest = parser.parse_known_args(words)
-    rows: list[Sequence[str]] = [
-        ("model", "steps", "gain", *(f"CF {cf:g}" for cf in LADDER)),
-    ]
-    for model in given.model:
-        folder = given.log_dir / model
-        if not (folder / TIMELINE_FILE).exists():
-            how = ["--steps", f"{given.steps}", "--batch-size", f"{given.batch_size}"]
-            how += ["--lr", LR.get(model, given.lr)]
-            trained(model, [*how, *rest], folder, given.data)
-        reports = [record.report for record in read_records(folder / TIMELINE_FILE).steps]
-        late = reports[len(reports) // 2 :]
-        for name, kind in KINDS.items():
-            found = gains(late, kind)
-            shown = [f"{found[cf]:.3f}" for cf in LADDER]
-            rows.append((model, f"{len(reports)}", name, *shown))
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    rows: list[Sequence[str]] = [("model", "M", "gain", "steps", *(f"CF {cf:g}" for cf in LADDER))]
+    for name in given.model:
+        kind, data = (Cifar10Task, given.data)
+        if name in WordsTask.models:
+            kind, data = WordsTask, given.data / "wikitext-2"  # type: ignore[assignment]
+        lr = LR.get(name, given.lr)
+        task = kind(model=name, data=data, batch_size=given.batch_size, lr=lr)
+        size = sum(p.numel() for p in task.build_model().parameters()) / 1e6
+        began = time.process_time()
+        steps = trained(task, given.steps)
+        late = steps[len(steps) // 2 :]
+        numbers = f"{given.steps - len(late)} to {given.steps - 1}"
+        paper, code = gains(late)
+        parts = (("paper", "0", gains(steps[:1])[0]), ("paper", numbers, paper))
+        for told, which, values in (*parts, ("code", numbers, code)):
+            cells = [f"{value:.3f}" for value in values]
+            rows.append((name, f"{size:.3g}", told, which, *cells))
+            print(*rows[-1], flush=True)
+        print(f"{name}: {time.process_time() - began:.0f} s of processor time", flush=True)
     write(columns(rows), given.log_dir)
 
 

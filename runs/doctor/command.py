@@ -132,7 +132,8 @@ def _tell(verdict: Verdict, report: str | None) -> None:
     if report is not None:
         from runs.files import known, write_json
 
-        values = asdict(verdict) | {"expected": list(verdict.expected.items())}
+        values = asdict(verdict)
+        values |= {name: list(values[name].items()) for name in ("expected", "progress")}
         values["link"]["beta"] = known(verdict.link.beta)
         try:
             write_json(Path(report), values)

@@ -59,6 +59,8 @@ CF, and at FAR times that."""
 
 FAR = 10.0
 
+PROGRESS = "of a dense step's progress in each step"
+
 WORTH = 1.05
 """A speed-up below this is no reason to compress."""
 
@@ -84,11 +86,11 @@ class Verdict:
 
     cf, name: what to compress by, 1 and "dense" if nothing is worth it; best and best_name: the
     best of what was rehearsed, and expected by CF: seconds of a step at it. rehearsed: the CFs that
-    were. speedup: of `best` over dense, in all likelihood from `low` to `high`. worth: the progress
-    of a step at `best`, of a dense step's. compute, waits: the parts of a dense step that are work,
-    and waiting for the network. link: seconds a message and bytes a second, measured by itself, or
-    as dense steps have shown it if that is faster. noise: by how much steps of one kind differ, as
-    a share.
+    were. speedup: of `best` over dense, in all likelihood from `low` to `high`. progress: of a
+    step at each CF rehearsed, of a dense step's. compute, waits: the parts of a dense step that are
+    work, and waiting for the network. link: seconds a message and bytes a second, measured by
+    itself, or as dense steps have shown it if that is faster. noise: by how much steps of one kind
+    differ, as a share.
     """
 
     cf: float
@@ -100,7 +102,7 @@ class Verdict:
     speedup: float
     low: float
     high: float
-    worth: float
+    progress: dict[float, float]
     compute: float
     waits: float
     ranks: int
@@ -122,7 +124,7 @@ class Verdict:
         if self.cf == DENSE:
             first = f"dense is right: {self.best_name} would bring {interval}"
             if self.speedup >= WORTH:
-                first += f", with {self.worth:.2f} of a dense step's progress in each step"
+                first += f", with {self.progress[self.best]:.2f} {PROGRESS}"
         elif not self.name.startswith("CF"):
             first = f"{self.name}: {interval}"
         else:
@@ -132,6 +134,12 @@ class Verdict:
         for cf, seconds in self.expected.items():
             if cf != DENSE:
                 told[cf in self.rehearsed] += f", CF {cf:g} {seconds:.3g}"
+        fastest = min(self.rehearsed, key=self.expected.__getitem__)
+        faster = (
+            f"  CF {fastest:g} is faster, with {self.progress[fastest]:.2f} {PROGRESS}: "
+            f"{self.best_name} promises more ({self.progress[self.best]:.2f})"
+        )
+        is_faster = self.expected[self.best] > WORTH * self.expected[fastest]
         between = f"; expected after these{told[False][1:]}" if told[False] else ""
         busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
@@ -140,6 +148,7 @@ class Verdict:
                 f"  dense {self.dense_seconds:.3g} s a step: {self.compute:.3g} of work, "
                 f"{self.waits:.3g} waiting for the network",
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
+                *([faster] if is_faster else []),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
                 *([busy] if self.noise > BUSY else []),
@@ -242,10 +251,11 @@ def conclude(
     rehearsed = sorted({*times.by_cf} - {DENSE})
     best = most_progress(times, progress, rehearsed)
     expected = {cf: times.seconds(cf) for cf in sorted({DENSE, *candidates, *rehearsed})}
-    dense, at_best, worth = times.by_cf[DENSE], times.by_cf[best], progress(best)
+    dense, at_best = times.by_cf[DENSE], times.by_cf[best]
+    worth = {cf: progress(cf) for cf in rehearsed}
     speedup = expected[DENSE] / expected[best]
     doubt = LEVEL * hypot(_error(dense), _error(at_best), DOUBT)
-    pays = speedup >= WORTH and worth * speedup > 1
+    pays = speedup >= WORTH and worth[best] * speedup > 1
     return Verdict(
         cf=best if pays else DENSE,
         name=name(best) if pays else "dense",
@@ -256,7 +266,7 @@ def conclude(
         speedup=speedup,
         low=speedup * exp(-doubt),
         high=speedup * exp(doubt),
-        worth=worth,
+        progress=worth,
         compute=times.work,
         waits=times.waits,
         ranks=ranks,

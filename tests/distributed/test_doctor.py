@@ -140,7 +140,7 @@ def test_a_verdict_says_what_to_do() -> None:
         speedup=2.5,
         low=2.2,
         high=2.8,
-        worth=0.9,
+        progress={40.0: 0.9, 2.0: 0.99},
         compute=0.1,
         waits=0.9,
         ranks=2,
@@ -156,7 +156,10 @@ def test_a_verdict_says_what_to_do() -> None:
     dense = replace(half, cf=DENSE, name="dense", speedup=0.9, low=0.8, high=1.0)
     assert str(dense).startswith("dense is right: bf16 would bring 0.90x [0.80, 1.00]\n")
     assert dense.seconds == dense.dense_seconds == 1.0
-    slow = replace(dense, speedup=1.2, worth=0.5)
+    assert "faster" not in str(compress)
+    why = "with 0.90 of a dense step's progress in each step: bf16 promises more (0.99)"
+    assert f"  CF 40 is faster, {why}" in str(half).splitlines()
+    slow = replace(dense, speedup=1.2, progress={2.0: 0.5, 40.0: 0.1})
     told = "bf16 would bring 1.20x [0.80, 1.00], with 0.50 of a dense step's progress in each step"
     assert str(slow).splitlines()[0] == f"dense is right: {told}"
     assert "rehearsed CF 40 0.4; expected after these CF 2 0.55" in str(slow)
