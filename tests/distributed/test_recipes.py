@@ -4,7 +4,6 @@ DDP."""
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from math import isfinite
@@ -249,9 +248,8 @@ class _PrunesSecond(optuna.pruners.BasePruner):
         return trial.number == 1 and len(trial.intermediate_values) > 1
 
 
-def _tuned(rank: int, folder: str) -> tuple[int, list[tuple[str, float | None, dict[str, float]]]]:
+def _tuned(rank: int) -> tuple[int, list[tuple[str, float | None, dict[str, float]]]]:
     """How many models were trained; and on rank 0 of each trial its state, value and parameters."""
-    os.chdir(folder)  # of study.db
     made: list[Any] = []
 
     def model_and_optimizer() -> tuple[Any, Any]:
@@ -263,15 +261,16 @@ def _tuned(rank: int, folder: str) -> tuple[int, list[tuple[str, float | None, d
     names: dict[str, Any] = {"model_and_optimizer": model_and_optimizer, "loss_of": _square}
     names |= {"loader": lambda: _batches(rank), "every": 2, "trials": 3}
     names["validate"] = lambda model: Ended(model, [], 0).loss
-    names["optuna"] = SimpleNamespace(**{**vars(optuna), "pruners": pruners})
+    in_memory = {"create_study": lambda storage, pruner: optuna.create_study(pruner=pruner)}
+    names["optuna"] = SimpleNamespace(**{**vars(optuna), **in_memory, "pruners": pruners})
     study = recipe("Settings by Optuna, in your own script", names).get("study")
     trials = [] if study is None else study.trials
     return len(made), [(each.state.name, each.value, each.params) for each in trials]
 
 
-def test_optuna_finds_settings_in_ones_own_script(tmp_path: Path) -> None:
+def test_optuna_finds_settings_in_ones_own_script() -> None:
     """All ranks train each trial, and end it together where it is pruned."""
-    (many, trials), (others, none) = run_ranks(2, _tuned, str(tmp_path))
+    (many, trials), (others, none) = run_ranks(2, _tuned)
     assert many == others == 3
     assert none == []
     states, values, parameters = zip(*trials, strict=True)
