@@ -7,8 +7,10 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from adaptive.compressor import AdaptiveCompressor
-from adaptive.exchange.choice import ParameterServer
+from adaptive.exchange.choice import ParameterServer, register_exchange
+from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkSpec, Network, StepClock
+from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.hook import HookRung
 from adaptive.memory.options import Momentum, Residual, Updates
@@ -28,6 +30,7 @@ __all__ = [
     "Delayed",
     "Event",
     "EveryStep",
+    "Exchange",
     "Fixed",
     "Goodput",
     "Gossip",
@@ -43,15 +46,20 @@ __all__ = [
     "Momentum",
     "Network",
     "NoCompression",
+    "Outgoing",
     "ParameterServer",
+    "Piece",
     "Plan",
     "Policy",
     "RandomK",
+    "Received",
     "Residual",
+    "Rounds",
     "Schedule",
     "StepClock",
     "StepRecord",
     "StepReport",
+    "Strategy",
     "Summary",
     "TensorBoardTimeline",
     "Timeline",
@@ -60,6 +68,7 @@ __all__ = [
     "Updates",
     "Warmup",
     "__version__",
+    "register_exchange",
     "reshard_states",
 ]
 

@@ -29,6 +29,7 @@ from adaptive.config import (
 )
 from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
+from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.hook import DDPHook, HookRung, check_hooks
 from adaptive.memory.model_memory import MemoryChoice
@@ -83,7 +84,8 @@ class AdaptiveCompressor:
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
         with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
         the indices for all). "auto": the fastest by a cost model of the network, which is measured
-        when there is a choice. `TwoLevel()`: dense inside a node, and one of these between nodes;
+        when there is a choice. A registered name, or a `Strategy`: one of your own
+        (docs/own_exchange.md). `TwoLevel()`: dense inside a node, and one of these between nodes;
         "auto" takes it where torchrun has started several nodes of several ranks each.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. None or "auto": "bucket" for a
@@ -111,7 +113,7 @@ class AdaptiveCompressor:
         policy: PolicyName | Policy | None = None,
         sync: Synchronisation | None = None,
         memory: MemoryName | Memory | None = None,
-        exchange: ExchangeName | ParameterServer | TwoLevel = "auto",
+        exchange: ExchangeName | str | Strategy | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
         dense_below: int = 0,
         hooks: Mapping[float, HookRung | DDPHook] | None = None,

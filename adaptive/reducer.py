@@ -46,10 +46,9 @@ from adaptive.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.exchange.choice import Strategy
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import Outgoing, Received
+from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
@@ -154,8 +153,9 @@ class Reducer:
             fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
             return _written_back(bucket, buffer)
 
-        rounds = strategy.start(self.exchange, outgoing)  # 4
-        return self.pipeline.run(rounds, strategy.collectives, finish, buffer.device)
+        rounds = strategy.rounds(self.exchange, outgoing)  # 4
+        collectives = strategy.collectives(self.exchange.world_size)
+        return self.pipeline.run(rounds, collectives, finish, buffer.device)
 
     def dense(
         self,

@@ -187,6 +187,8 @@ class Session:
         context = start_policy(settings, self._sizes, self._memory.now, self._means)
         if self._means is not None:
             self._means.start(context)
+        largest = self._sizes.supported(settings.cf_range[1])
+        self._choice.check_own(largest, self.exchange.rank, settings.sync.one_collective)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         not_shadowed = {DENSE, *settings.hooks, *base.known_gains}
