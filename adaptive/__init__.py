@@ -13,7 +13,8 @@ from adaptive.exchange.link import LinkSpec, Network, StepClock
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.hook import HookRung
-from adaptive.memory.options import Momentum, Residual, Updates
+from adaptive.memory.options import Momentum, Residual, Updates, register_memory
+from adaptive.memory.rule import Kept, MemoryRule
 from adaptive.state import reshard_states
 from adaptive.summary import Summary
 from adaptive.sync.options import Delayed, EveryStep, Gossip, LocalSteps
@@ -38,10 +39,12 @@ __all__ = [
     "Header",
     "HookRung",
     "JSONLTimeline",
+    "Kept",
     "Ladder",
     "LinkSpec",
     "LocalSteps",
     "LogTimeline",
+    "MemoryRule",
     "MemoryTimeline",
     "Momentum",
     "Network",
@@ -69,6 +72,7 @@ __all__ = [
     "Warmup",
     "__version__",
     "register_exchange",
+    "register_memory",
     "reshard_states",
 ]
 

@@ -77,7 +77,8 @@ class AdaptiveCompressor:
     memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
         correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer
         has done is fed back and sent, with any optimizers that `attach` is handed. "none": it is
-        lost. Or with settings a `Residual`, `Momentum` or `Updates`. None or "auto": "none" for an
+        lost. Or with settings a `Residual`, `Momentum` or `Updates`. A registered name, or a
+        `MemoryRule`: one of your own (docs/own_memory.md). None or "auto": "none" for an
         unbiased compressor; else by what `attach` is handed "momentum" for torch's SGD with
         momentum, "residual" for one without or nothing, and "updates" for others.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
@@ -112,7 +113,7 @@ class AdaptiveCompressor:
         *,
         policy: PolicyName | Policy | None = None,
         sync: Synchronisation | None = None,
-        memory: MemoryName | Memory | None = None,
+        memory: MemoryName | str | Memory | None = None,
         exchange: ExchangeName | str | Strategy | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
         dense_below: int = 0,

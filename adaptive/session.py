@@ -572,7 +572,7 @@ class Session:
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
             "synchronisation": repr(self.settings.sync),
-            "tied_to_ranks": self.settings.sync.tied_to_ranks,
+            "tied_to_ranks": self.settings.sync.tied_to_ranks or self.settings.memory.tied_to_ranks,
             "parameters": {p.name: list(p.local.shape) for p in self._parameters.values()},
             # Which part of the model is here, if it is not all of it.
             **({} if shards == 1 else {"shard": f"{self.exchange.place % shards} of {shards}"}),
