@@ -11,9 +11,10 @@ from compressors.base import (
     check_cf,
     kept,
 )
+from compressors.kernels.blocks import Selected
 from compressors.ladder import Ladder
 from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Natural, Quantizer
 from compressors.randomk import RandomK
 from compressors.registry import compressor_names, make_compressor, register
 from compressors.rounds import RoundsCompressor
@@ -21,7 +22,7 @@ from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sketch import Sketch
 from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, AdaComp, RedSync, SIDCo, Threshold
-from compressors.wire.values import ValueFormat
+from compressors.wire.values import Levels, ValueFormat
 
 __all__ = [
     "BF16",
@@ -35,15 +36,18 @@ __all__ = [
     "InvalidPayload",
     "Key",
     "Ladder",
+    "Levels",
     "Natural",
     "NoCompression",
     "OneBit",
     "Payload",
     "PowerSGD",
+    "Quantizer",
     "RandomK",
     "RedSync",
     "RoundsCompressor",
     "SIDCo",
+    "Selected",
     "SignSGD",
     "Sketch",
     "Sparsifier",

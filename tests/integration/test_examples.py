@@ -72,8 +72,9 @@ def test_a_compressor_of_graces_trains() -> None:
     assert _wire_factor(output) > 5
 
 
-def test_an_exchange_and_memories_of_ones_own_train() -> None:
-    for words in (["ring_exchange.py"], ["own_memory.py"], ["own_memory.py", "--memory", "ef21"]):
+def test_an_exchange_memories_and_a_sparsifier_of_ones_own_train() -> None:
+    scripts = ["ring_exchange.py"], ["own_memory.py"], ["own_memory.py", "--memory", "ef21"]
+    for words in (*scripts, ["own_sparsifier.py"]):
         output = _run(*words)
         assert float(re.findall(r"loss ([0-9.]+)", output)[0]) < 1.5  # log(10) = 2.3 knows nothing
         assert _wire_factor(output) > 5
