@@ -10,6 +10,7 @@ import pytest
 from adaptive import (
     AdaptiveCompressor,
     Delayed,
+    Fixed,
     Gossip,
     LocalSteps,
     MemoryRule,
@@ -17,8 +18,9 @@ from adaptive import (
     register_memory,
 )
 from adaptive.memory.options import memory_from
-from compressors import QSGD
+from compressors import QSGD, Levels
 from examples.own_memory import EF21, Decayed
+from examples.own_sparsifier import ChunkedTopK
 
 
 def test_a_name_is_registered_once_and_stands_for_a_class_that_is_whole() -> None:
@@ -64,6 +66,9 @@ def test_what_does_not_go_together_is_refused_when_it_is_made() -> None:
     for sync in (Delayed(2), Gossip("ring"), LocalSteps("auto")):
         with pytest.raises(ValueError, match=r"memory must be .* with sync=.*; got 'EF21'"):
             AdaptiveCompressor(memory=EF21(), sync=sync)
+    base = ChunkedTopK(values=Levels("int2", 2, 64))
+    sparse_loco = {"sync": LocalSteps(15, overlap=0), "memory": Decayed(0.95)}
+    assert AdaptiveCompressor(base, policy=Fixed(64), **sparse_loco).memory == "Decayed"
     # Differences go with compressors whose errors are not fed back, too.
     assert AdaptiveCompressor(QSGD(), memory=EF21(), policy="fixed").memory == "EF21"
 
