@@ -12,10 +12,13 @@ from adaptive import beside as _beside  # noqa: F401 - first: it refuses what is
 from adaptive import contrib as _contrib
 from adaptive import own_log as _own_log  # noqa: F401
 from adaptive.compressor import AdaptiveCompressor
-from adaptive.exchange.choice import ParameterServer
+from adaptive.exchange.choice import ParameterServer, register_exchange
+from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkSpec, Network, StepClock
+from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from adaptive.exchange.two_level import TwoLevel
-from adaptive.memory.options import Momentum, Residual, Updates
+from adaptive.memory.options import Momentum, Residual, Updates, register_memory
+from adaptive.memory.rule import Kept, MemoryRule
 from adaptive.state import reshard_states
 from adaptive.summary import Summary
 from adaptive.sync.options import Delayed, EveryStep, LocalSteps
@@ -36,6 +39,7 @@ __all__ = [
     "Delayed",
     "Event",
     "EveryStep",
+    "Exchange",
     "Fixed",
     "Goodput",
     "Gossip",
@@ -43,23 +47,30 @@ __all__ = [
     "Header",
     "HookRung",
     "JSONLTimeline",
+    "Kept",
     "Ladder",
     "LinkSpec",
     "LocalSteps",
     "LogTimeline",
+    "MemoryRule",
     "MemoryTimeline",
     "Momentum",
     "Network",
     "NoCompression",
+    "Outgoing",
     "ParameterServer",
+    "Piece",
     "Plan",
     "Policy",
     "RandomK",
+    "Received",
     "Residual",
+    "Rounds",
     "Schedule",
     "StepClock",
     "StepRecord",
     "StepReport",
+    "Strategy",
     "Summary",
     "TensorBoardTimeline",
     "Timeline",
@@ -68,6 +79,8 @@ __all__ = [
     "Updates",
     "Warmup",
     "__version__",
+    "register_exchange",
+    "register_memory",
     "reshard_states",
 ]
 

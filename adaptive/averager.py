@@ -26,9 +26,10 @@ from adaptive.agreement import compare_replicas
 from adaptive.bucket import Granularity
 from adaptive.config import Settings
 from adaptive.controller import Controller
-from adaptive.exchange.choice import ExchangeChoice, Strategy
+from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.pipeline import Pipeline
+from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.reducer import OnGradient, Reducer, SendsItself, Step

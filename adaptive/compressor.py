@@ -30,6 +30,7 @@ from adaptive.config import (
 )
 from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
 from adaptive.exchange.link import LinkSpec, Network, network_from
+from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import Memory, MemoryName, memory_from
@@ -76,14 +77,16 @@ class AdaptiveCompressor:
     memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
         correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer
         has done is fed back and sent, with any optimizers that `attach` is handed. "none": it is
-        lost. Or with settings a `Residual`, `Momentum` or `Updates`. None or "auto": "none" for an
+        lost. Or with settings a `Residual`, `Momentum` or `Updates`. A registered name, or a
+        `MemoryRule`: one of your own (docs/own_memory.md). None or "auto": "none" for an
         unbiased compressor; else by what `attach` is handed "momentum" for torch's SGD with
         momentum, "residual" for one without or nothing, and "updates" for others.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
         with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
         the indices for all). "auto": the fastest by a cost model of the network, which is measured
-        when there is a choice. `TwoLevel()`: dense inside a node, and one of these between nodes;
+        when there is a choice. A registered name, or a `Strategy`: one of your own
+        (docs/own_exchange.md). `TwoLevel()`: dense inside a node, and one of these between nodes;
         "auto" takes it where torchrun has started several nodes of several ranks each.
     granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
         DDP bucket as one, once DDP has cut its buckets for good. None or "auto": "bucket" for a
@@ -111,8 +114,8 @@ class AdaptiveCompressor:
         *,
         policy: PolicyName | Policy | None = None,
         sync: Synchronisation | None = None,
-        memory: MemoryName | Memory | None = None,
-        exchange: ExchangeName | ParameterServer | TwoLevel = "auto",
+        memory: MemoryName | str | Memory | None = None,
+        exchange: ExchangeName | str | Strategy | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
         dense_below: int = 0,
         hooks: Mapping[float, Any] | None = None,

@@ -16,6 +16,7 @@ import torch
 
 from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
+from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.sync.options import LocalSteps, Synchronisation
@@ -69,14 +70,14 @@ def default_policy(base: Compressor, hooks: object = None) -> str:
 
 
 def with_ladder(
-    base: Compressor, policy: Policy, exchange: str, memory: str, low: float
+    base: Compressor, policy: Policy, exchange: str | Strategy, memory: str, low: float
 ) -> Compressor:
     """`base`, or the `Ladder` of RUNGS below `low`, the smallest CF of cf_range, and `base` above.
 
     Policy "goodput" gets that ladder with a sparsifier whose errors stay in the residual: payloads
     must not be summed on the wire. ValueError for a ladder of the user's that does not go with the
     other arguments."""
-    sends_payloads = exchange in ("auto", "all_gather", "sharded", "voted_indices")
+    sends_payloads = exchange != "all_reduce"
     fits = isinstance(base.at(inf), Sparsifier) and not policy.layerwise and sends_payloads
     fits = fits and memory != "none"
     if not isinstance(base, Ladder):
@@ -85,9 +86,8 @@ def with_ladder(
     if not fits:
         raise ValueError(
             f"base={base!r}: a ladder needs a sparsifier above, a policy that gives no layers CFs "
-            f"of their own, a memory, and exchange 'auto', 'all_gather', 'sharded' or "
-            f"'voted_indices'; got policy {policy.name!r}, memory {memory!r}, exchange "
-            f"{exchange!r}"
+            f"of their own, a memory, and another exchange than 'all_reduce'; got policy "
+            f"{policy.name!r}, memory {memory!r}, exchange {exchange!r}"
         )
     for cf in base.rungs:
         if cf >= low:
@@ -154,7 +154,7 @@ class Settings:
     base: Compressor
     granularity: str
     dense_below: int
-    exchange: str
+    exchange: str | Strategy
     server: ParameterServer
     levels: TwoLevel | None
     hooks: Mapping[float, Any]

@@ -233,7 +233,7 @@ def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[
     first, sizes = parameters[0], [parameter.numel for parameter in parameters]
     flat = {}
     for name in names:
-        held: list[Tensor | None] = [getattr(parameter, name) for parameter in parameters]
+        held: list[Tensor | None] = [getattr(parameter, name, None) for parameter in parameters]
         whole = _as_one(held)
         if whole is None:
             # Zeros that nobody has written yet take no memory on a CPU.

@@ -48,10 +48,9 @@ from adaptive.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.exchange.choice import Strategy
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.pipeline import Pipeline
-from adaptive.exchange.strategies import Outgoing, Received
+from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.parameters import ModelParameter
@@ -60,6 +59,7 @@ from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if, lasting
+from policies import DENSE
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
 """Is told a gradient of a parameter, flat, and whether it is to be passed over as not finite."""
@@ -164,12 +164,15 @@ class Reducer:
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange, to)  # 6
+                if to is None:  # else updates, to which no rule of a user's is put
+                    memory.received(received.nonfinite)
                 _tell(step.on_mean, parameters, bucket.work, received.nonfinite)
             fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
             return _written_back(bucket, buffer)
 
-        rounds = strategy.start(self.exchange, outgoing)  # 4
-        return self.pipeline.run(rounds, strategy.collectives, finish, buffer.device)
+        rounds = strategy.rounds(self.exchange, outgoing)  # 4
+        collectives = strategy.collectives(self.exchange.world_size)
+        return self.pipeline.run(rounds, collectives, finish, buffer.device)
 
     def dense(
         self,
@@ -186,6 +189,7 @@ class Reducer:
         narrow: the precision in which it is summed; what this rounds away is lost.
         """
         sending: Sequence[Part] = ()
+        parts: Sequence[Part] = ()
         not_finite: Flag = False  # gradients of this rank
         tally, memory = step.tally, self.memory
         looked_at = tally.cfs or tally.ladder or step.on_local or send
@@ -195,7 +199,7 @@ class Reducer:
             tally.at("grad").add_(torch.as_tensor(known, device=tally.vector.device))
         else:
             bucket = self._open(step, buffer, parameters, {})
-            not_finite = bucket.nonfinite
+            not_finite, parts = bucket.nonfinite, bucket.parts
             if not_finite is not True:
                 sending = [part for part in bucket.parts if part.skipped is not True]
                 self._fold(step, bucket, sending)
@@ -207,12 +211,15 @@ class Reducer:
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
-            if not sending and step.on_mean is None:
+            if not parts and step.on_mean is None:
                 return mean
             with self.pipeline.callback_of(life):
                 nonfinite = all_finite(mean) ^ True
                 for part in sending:
                     part.parameter.end_dense(either(nonfinite, part.skipped))
+                for part in parts if nonfinite is not True else ():
+                    of_part = mean[part.start : part.stop]
+                    memory.received(part.parameter, of_part, DENSE, nonfinite)
                 if sending:  # what was folded in is not to be taken for sent
                     fill_if(nonfinite, mean, nan)
                 _tell(step.on_mean, parameters, mean, nonfinite)

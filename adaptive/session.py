@@ -177,6 +177,8 @@ class Session:
         self._memory.choose(optimizers, settings.sync)
         self._choice.messages = settings.sync.messages(self.exchange.world_size)
         self._policy, context = start_policy(settings, self._sizes, self._memory.now)
+        largest = self._sizes.supported(settings.cf_range[1])
+        self._choice.check_own(largest, self.exchange.rank, settings.sync.one_collective)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *base.rungs}
@@ -549,7 +551,7 @@ class Session:
             "policy": self.settings.policy.name,
             "memory_kind": self._memory.now.name,
             "synchronisation": repr(self.settings.sync),
-            "tied_to_ranks": self.settings.sync.tied_to_ranks,
+            "tied_to_ranks": self.settings.sync.tied_to_ranks or self.settings.memory.tied_to_ranks,
             "parameters": {p.name: list(p.local.shape) for p in self._parameters.values()},
             # Which part of the model is here, if it is not all of it.
             **({} if shards == 1 else {"shard": f"{self.exchange.place % shards} of {shards}"}),

@@ -14,9 +14,10 @@ from compressors.base import (
     check_cf,
     kept,
 )
+from compressors.kernels.blocks import Selected
 from compressors.ladder import Ladder
 from compressors.powersgd import PowerSGD
-from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8
+from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Quantizer
 from compressors.randomk import RandomK
 from compressors.registry import compressor_names, make_compressor, register
 from compressors.registry import load as _load
@@ -24,7 +25,7 @@ from compressors.rounds import RoundsCompressor
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, RedSync, Threshold
-from compressors.wire.values import ValueFormat
+from compressors.wire.values import Levels, ValueFormat
 
 if _TYPE_CHECKING:
     from compressors.contrib.adacomp import AdaComp
@@ -44,15 +45,18 @@ __all__ = [
     "InvalidPayload",
     "Key",
     "Ladder",
+    "Levels",
     "Natural",
     "NoCompression",
     "OneBit",
     "Payload",
     "PowerSGD",
+    "Quantizer",
     "RandomK",
     "RedSync",
     "RoundsCompressor",
     "SIDCo",
+    "Selected",
     "SignSGD",
     "Sketch",
     "Sparsifier",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
 from typing import Any, Literal, get_args
@@ -11,22 +11,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
+from adaptive.exchange.collectives import gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.means_policy import MeansPolicy, another
+from adaptive.exchange.rehearsal import rehearse
 from adaptive.exchange.strategies import (
+    Gathered,
+    InRounds,
     Means,
-    Outgoing,
     Piece,
-    Rounds,
-    gathered,
-    gathered_bytes,
-    in_rounds,
-    reduced_bytes,
-    sharded,
-    summed,
+    ShardedMeans,
+    Strategy,
+    Summed,
 )
-from adaptive.exchange.votes import voted_bytes, voted_indices
+from adaptive.exchange.votes import Voted
 from adaptive.state import SavedPart
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
@@ -38,35 +36,35 @@ WORTH = 0.9
 """Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """A strategy is one way in which payloads become the mean.
-
-    start: begins the exchange of one bucket. wire_bytes: bytes that a rank puts on the wire for
-    these pieces among so many ranks. collectives: that it issues a bucket. takes_sums: it
-    compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
-    shards. seats: so many ranks hold the same bucket and share it, so that units must not cross
-    borders, and this rank compresses those of its `seat`. votes: payloads hold the values at any
-    number of indices, in full.
-    """
-
-    name: str
-    start: Callable[[Exchange, Outgoing], Rounds]
-    wire_bytes: Callable[[Sequence[Piece], int], float]
-    collectives: int
-    takes_sums: bool = False
-    sharded: bool = False
-    votes: bool = False
-    seats: int = 1
-    seat: int = 0
-
-
-GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1)
-SUMMED = Strategy("all_reduce", summed, reduced_bytes, 1)
-SHARDED = Strategy("sharded", partial(sharded, back=Means()), reduced_bytes, 2, sharded=True)
+GATHERED, SUMMED, SHARDED = Gathered(), Summed(), ShardedMeans(Means())
 
 ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_indices"]
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
+
+_registered: dict[str, type[Strategy]] = {}
+"""Classes of strategies of users' own, by name."""
+
+
+def register_exchange(name: str, cls: type[Strategy]) -> None:
+    """Make `name` usable as `AdaptiveCompressor(exchange=name)` for every base that makes payloads
+    (docs/own_exchange.md). "auto" never takes it.
+
+    cls: a `Strategy`, made without arguments; an object with settings, exchange=Ring(hops=2), needs
+        no name. ValueError if the name is taken, TypeError if `cls` is no strategy, or lacks
+        methods."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a text, got {name!r}")
+    if name in EXCHANGES or name in _registered:
+        raise ValueError(f"name must not be registered yet, got {name!r}")
+    if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+        raise TypeError(f"cls must be a class that inherits from adaptive.Strategy, got {cls!r}")
+    if missing := ", ".join(sorted(cls.__abstractmethods__)):
+        raise TypeError(f"cls must define {missing}, got {cls!r}")
+    try:
+        cls()
+    except TypeError as error:
+        raise TypeError(f"cls must be made without arguments, got {cls!r}: {error}") from None
+    _registered[name] = cls
 
 
 @dataclass(frozen=True)
@@ -102,44 +100,55 @@ SAME = ParameterServer()
 def strategies(base: Compressor) -> list[Strategy]:
     """The strategies that a compressor allows, the one that suits it on any network first."""
     if isinstance(base, RoundsCompressor):
-        start = partial(in_rounds, compressor=base)
-        return [Strategy("all_reduce", start, reduced_bytes, base.rounds_count, takes_sums=True)]
+        return [InRounds(base)]
     if base.sums:
         return [SUMMED, GATHERED, SHARDED] if base.feeds_back else [SUMMED, GATHERED]
     if isinstance(above := base.at(inf), Sparsifier):
-        start = partial(voted_indices, values=above.values)
-        voted = Strategy("voted_indices", start, voted_bytes, 3, takes_sums=True, votes=True)
-        return [GATHERED, SHARDED, voted]
+        return [GATHERED, SHARDED, Voted(above.values)]
     return [GATHERED, SHARDED]
 
 
-def check_exchange(exchange: Any, base: Compressor) -> str:
-    """The name of an `exchange`, "auto" or one that `base` allows. ValueError otherwise, TypeError
-    for anything else."""
+def check_exchange(exchange: Any, base: Compressor) -> str | Strategy:
+    """The name of an `exchange`, "auto" or one that `base` allows; or a strategy of the user's,
+    which serves every base that makes payloads. ValueError otherwise, TypeError for anything else.
+    """
     if isinstance(exchange, ParameterServer):
         exchange = SHARDED.name
-    if not isinstance(exchange, str):
-        accepted = "a name, a ParameterServer or TwoLevel(...)"
+    own = isinstance(exchange, Strategy)
+    if not own and not isinstance(exchange, str):
+        accepted = "a name, a Strategy, a ParameterServer or TwoLevel(...)"
         raise TypeError(f"exchange must be {accepted}, got {exchange!r}")
+    makes_payloads = not isinstance(base, RoundsCompressor)
+    if own or (exchange in _registered and makes_payloads):
+        if not makes_payloads:
+            raise ValueError(
+                f"exchange must be 'auto' or 'all_reduce' for base {base.name!r}, which makes no "
+                f"payloads but sums in rounds of its own; got {exchange!r}"
+            )
+        return exchange if own else _registered[exchange]()
     names = ["auto", *(strategy.name for strategy in strategies(base))]
+    names += _registered if makes_payloads else ()
     if exchange not in names:
         told = f"exchange must be one of {', '.join(names)} for base {base.name!r}"
         raise ValueError(f"{told}; got {exchange!r}")
     return exchange
 
 
-def in_one_collective(exchange: str, base: Compressor) -> str:
+def in_one_collective(exchange: str | Strategy, base: Compressor, ranks: int = 2) -> str | Strategy:
     """`exchange`, or for "auto" the first that `base` allows, where that is of a single collective:
     before a second one is begun, backward waits for the first. ValueError for others."""
     allowed = strategies(base)
-    wanted = next((each for each in allowed if each.name == exchange), allowed[0])
-    if wanted.collectives == 1:
-        return wanted.name
-    single = [each.name for each in allowed if each.collectives == 1]
+    if isinstance(exchange, Strategy):
+        wanted = exchange
+    else:
+        wanted = next((each for each in allowed if each.name == exchange), allowed[0])
+    if wanted.collectives(ranks) == 1:
+        return exchange if wanted is exchange else wanted.name
+    single = [each.name for each in allowed if each.collectives(ranks) == 1]
     if not single:
         raise ValueError(
             f"base must be sent in one collective with a delay, got {base.name!r}, which takes "
-            f"{wanted.collectives}"
+            f"{wanted.collectives(ranks)}"
         )
     raise ValueError(
         f"exchange must be of one collective with a delay, {' or '.join(single)}, since backward "
@@ -160,7 +169,7 @@ class ExchangeChoice:
     def __init__(
         self,
         base: Compressor,
-        exchange: str,
+        exchange: str | Strategy,
         world_size: int,
         server: ParameterServer = SAME,
         through: Callable[[Strategy, bool], Strategy] = lambda strategy, _: strategy,
@@ -169,17 +178,29 @@ class ExchangeChoice:
         cuts = SHARDED in allowed
         self._base, self._through = base, lambda strategy: through(strategy, cuts)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
+        # Among one rank there is nothing to exchange.
+        self._own = exchange if isinstance(exchange, Strategy) and world_size > 1 else None
+        if isinstance(exchange, Strategy):
+            self._fixed = self._own or allowed[0]
         self.messages: float | None = None
         self._chooses = server.down_cf == "auto" and base.name != "none"
         down_cf = None if server.down_cf == "auto" else server.down_cf
         self.means = Means(down_cf, memory={} if server.own_memory else None)
         if server != SAME:
-            self._fixed = replace(SHARDED, start=partial(sharded, back=self.means))
+            self._fixed = ShardedMeans(self.means)
         self._many = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]
         self._world_size = world_size
         self.link = LinkCost()
+
+    def check_own(self, cf: float, rank: int, one_collective: bool) -> None:
+        """ValueError or TypeError for a strategy of the user's that does not keep its contract,
+        with this number of ranks and payloads at `cf`. one_collective: it may have no more."""
+        if self._own is not None:
+            rehearse(self._own, self._base, cf, rank, self._world_size)
+            if one_collective:
+                in_one_collective(self._own, self._base, self._world_size)
 
     def parts(self, device: torch.device, resharded: bool) -> dict[str, SavedPart]:
         """What is saved: the cost of the link, and the server's memory, which is on `device`.
@@ -264,7 +285,7 @@ class ExchangeChoice:
         if self.messages is not None:
             return self.messages * sum(piece.nbytes for piece in pieces)
         strategy = self._pick(bucket_nbytes, cf)
-        both = strategy.wire_bytes(pieces, self._world_size)
-        if means is None or not strategy.sharded:
+        both = strategy.nbytes(pieces, self._world_size)
+        if means is None or not isinstance(strategy, ShardedMeans):
             return both
-        return (both + strategy.wire_bytes(means, self._world_size)) / 2
+        return (both + strategy.nbytes(means, self._world_size)) / 2

@@ -228,6 +228,20 @@ class Exchange:
         self._round_the_ring()
         return self._receive(work, payload.nbytes, wire, out.view(n, size))
 
+    def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
+        """Send `payload` (uint8, n elements) to rank `to`, and receive as much (n,) from rank
+        `source`. Every rank must be the `to` of one rank and the `source` of another."""
+        return self._pass(payload, to, source, payload.numel())
+
+    def _pass(self, own: Tensor, to: int, source: int, nbytes: int) -> Future[Tensor]:
+        """nbytes: of all that the node sends."""
+        out = fresh(own.numel(), own.dtype, own.device)
+        ranks = range(self.world_size)
+        received, sent = ([own.numel() * (i == at) for i in ranks] for at in (source, to))
+        work = dist.all_to_all_single(out, own, received, sent, self.group, async_op=True)
+        self._traffic.hops += 1
+        return self._receive(work, nbytes, nbytes, out)
+
     def to_neighbours(
         self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int]
     ) -> Arriving:

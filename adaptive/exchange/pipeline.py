@@ -184,7 +184,10 @@ class Pipeline:
     def _issue(self, running: _Running, before: Tensor | None) -> None:
         """Issue the next collective, given what the one `before` has brought; decode what the last
         one brings."""
-        running.issued = running.rounds.send(before)
+        try:
+            running.issued = running.rounds.send(before)
+        except StopIteration:
+            raise RuntimeError("the exchange issued fewer collectives than announced") from None
         running.left -= 1
         if running.left == 0:
             self._queue.remove(running)

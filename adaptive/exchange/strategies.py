@@ -1,13 +1,14 @@
-"""How the payloads of all ranks become the mean gradient: one function for each strategy.
+"""How the payloads of all ranks become the mean gradient: the contract of a strategy, and ours.
 
 A strategy is handed what a rank has to send for one bucket (`Outgoing`) and hands back what has
-arrived (`Received`). It knows no memory and no statistics. It is a generator, since a collective
-may only be issued in the body of a hook call (`adaptive.exchange.pipeline`): it yields the future
-of each collective that it has issued, and is sent its value.
+arrived (`Received`). It knows no memory and no statistics. Its rounds are a generator, since a
+collective may only be issued in the body of a hook call (`adaptive.exchange.pipeline`).
+docs/own_exchange.md says how to add one.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -41,8 +42,10 @@ FP32 = 4
 
 @dataclass
 class Outgoing:
-    """What a rank has to send for one bucket.
+    """What a rank has to send for one bucket of gradients.
 
+    index: of the bucket in its step. units: what of the bucket is compressed as one tensor, each
+    with its `compressor`, `spec` and `numel`; the same on every rank.
     payloads: one a unit that this rank compresses. For a strategy that `takes_sums` its only part
     is the error-fed gradient. If the bucket is nonfinite so are payloads, but error-fed gradients
     are zero. report: is told, still in the hook's body, which payloads the strategy has made
@@ -61,12 +64,22 @@ class Outgoing:
     def dtype(self) -> torch.dtype:
         return self.bucket.work.dtype
 
+    def pack(self) -> Tensor:
+        """This rank's payloads as one tensor (bytes,), uint8: as long on every rank. ValueError if
+        a compressor has made another number of bytes than it announced."""
+        return pack(self, self.units, self.payloads)
+
+    def received(self, rows: Tensor) -> Received:
+        """What `rows` (ranks, bytes; uint8) bring: row r is what rank r has packed."""
+        return as_received(unpack(self.units, rows), len(rows))
+
 
 @dataclass
 class Received:
     """What has arrived for one bucket. The mean of a unit is `scale` times the sum of its payloads.
 
-    payloads: for each unit. nonfinite: some rank's gradients were not finite, so they mean nothing.
+    payloads: for each unit, the same in the same order on every rank, or their parameters part.
+    nonfinite: some rank's gradients were not finite, so payloads mean nothing.
     own: what this rank has sent of each unit; None: it is among the payloads, at this rank's place.
     lost: of units of which this rank has compressed the mean, what that has lost of it (flat).
     compressors: of each unit, by which the payloads are decoded; None: the unit's own.
@@ -101,17 +114,140 @@ class Piece(NamedTuple):
         return self.compressor.nbytes(Spec.shaped(self.shape, self.cf))
 
 
-def gathered_bytes(pieces: Sequence[Piece], ranks: int) -> float:
-    """Bytes that a rank puts on the wire in `gathered`."""
-    return gather_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
+class Strategy(ABC):
+    """A strategy is one way in which the payloads of all ranks become their mean.
+
+    An object serves all buckets of one model, several of which may be under way at a time: what
+    belongs to a bucket is a local variable of `rounds`. All ranks must do the same.
+
+    name: for errors; that of the class, if it gives none.
+    Of ours only. takes_sums: it compresses error-fed gradients itself. sharded: no unit crosses the
+    border between the shards of two ranks. votes: payloads hold the values at any number
+    of indices, in full. seats: so many ranks hold the same bucket and share it, so that units must
+    not cross borders, and this rank compresses those of its `seat`.
+    """
+
+    name: str = ""
+    takes_sums: bool = False
+    sharded: bool = False
+    votes: bool = False
+    seats: int = 1
+    seat: int = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = cls.name or cls.__name__
+
+    @abstractmethod
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        """The exchange of one bucket, as a generator. It yields the future of each collective as
+        soon as that is issued, is sent the collective's value, and returns what has arrived.
+
+        exchange: has this rank (`rank`), the number of ranks (`world_size`, 2 or more) and the
+            collectives: `all_gather`, `all_reduce`, `all_to_all`, `pass_on`. Only these are
+            counted, emulated, and go through two levels.
+        outgoing: what this rank has to send. It may be empty, on all ranks alike.
+
+        Number and sizes of collectives depend on what is alike on all ranks only. What follows the
+        last one runs on another thread, where nothing may be issued."""
+
+    @abstractmethod
+    def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
+        """Bytes that one rank puts on the wire to exchange these pieces among so many ranks. What
+        policies decide by. The largest number of any rank, if ranks differ.
+
+        pieces: the tensors of a step; `piece.nbytes` is the size of a payload."""
+
+    def collectives(self, ranks: int) -> int:
+        """How many futures `rounds` yields among so many ranks, 1 or more."""
+        return 1
+
+    def __repr__(self) -> str:
+        """Its class and its settings: what must be alike on all ranks."""
+        known = sorted(vars(self).items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in known if name[:1] != "_")
+        return f"{type(self).__name__}({settings})"
+
+
+class Wrapped(Strategy):
+    """Another strategy, to be changed in part."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self.inner, self.name = inner, inner.name
+        self.takes_sums, self.sharded, self.votes = inner.takes_sums, inner.sharded, inner.votes
+        self.seats, self.seat = inner.seats, inner.seat
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return self.inner.rounds(exchange, outgoing)
+
+    def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
+        return self.inner.nbytes(pieces, ranks)
+
+    def collectives(self, ranks: int) -> int:
+        return self.inner.collectives(ranks)
+
+
+class Gathered(Strategy):
+    """Every rank sends its payloads to every other."""
+
+    name = "all_gather"
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return gathered(exchange, outgoing)
+
+    def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
+        return gather_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
+
+
+class Summed(Strategy):
+    """Payloads are summed on the wire."""
+
+    name = "all_reduce"
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return summed(exchange, outgoing)
+
+    def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
+        return reduce_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
+
+
+class InRounds(Summed):
+    """A compressor that needs what other ranks sent compresses error-fed gradients in rounds."""
+
+    takes_sums = True
+
+    def __init__(self, compressor: RoundsCompressor) -> None:
+        self.compressor = compressor
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return in_rounds(exchange, outgoing, self.compressor)
+
+    def collectives(self, ranks: int) -> int:
+        return self.compressor.rounds_count
+
+
+class ShardedMeans(Summed):
+    """Each rank averages one shard, and sends the compressed mean to all. back: how."""
+
+    name = "sharded"
+    sharded = True
+
+    def __init__(self, back: Means) -> None:
+        self.back = back
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return sharded(exchange, outgoing, self.back)
+
+    def collectives(self, ranks: int) -> int:
+        return 2
 
 
 def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
     """Every rank sends its payloads to every other. Bytes a rank sends: (N-1) payloads."""
-    wire = pack(out, out.units, out.payloads)
+    wire = out.pack()
     out.payloads = ()  # our own comes back, too
     rows = yield exchange.all_gather(wire)
-    return as_received(unpack(out.units, rows), exchange.world_size)
+    return out.received(rows)
 
 
 def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
@@ -122,15 +258,10 @@ def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
     return Received(chain([first] if first else [], payloads), nonfinite, 1 / ranks)
 
 
-def reduced_bytes(pieces: Sequence[Piece], ranks: int) -> float:
-    """Bytes that a rank puts on the wire in `summed`, and in `in_rounds`."""
-    return reduce_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
-
-
 def summed(exchange: Exchange, out: Outgoing) -> Rounds:
     """The sum of the payloads is that of the sum (`Compressor.sums`), also of a
     nonfinite one. Bytes a rank sends: 2(N-1)/N payloads."""
-    wire = pack(out, out.units, out.payloads)
+    wire = out.pack()
     dtype = out.units[0].compressor.sum_dtype if out.units else None
     total = yield exchange.all_reduce(wire.view(dtype or out.dtype))
     sums = list(unpack(out.units, total.view(torch.uint8)[None]))

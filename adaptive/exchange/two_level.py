@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.bucket import by_shards
-from adaptive.exchange.choice import ExchangeName, ParameterServer, Strategy
+from adaptive.exchange.choice import ExchangeName, ParameterServer
 from adaptive.exchange.collectives import (
     Exchange,
     PendingSum,
@@ -45,10 +45,12 @@ from adaptive.exchange.collectives import (
 from adaptive.exchange.link import EmulatedLink, new_future
 from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import (
+    Gathered,
     Outgoing,
     Rounds,
+    Strategy,
+    Wrapped,
     as_received,
-    gathered,
     pack,
     payload_sizes,
     unpack,
@@ -76,7 +78,7 @@ class TwoLevel:
     ValueError or TypeError for a value that is not accepted."""
 
     node: int | dist.ProcessGroup | None = None
-    between: ExchangeName | ParameterServer = "auto"
+    between: ExchangeName | str | Strategy | ParameterServer = "auto"
 
     def __post_init__(self) -> None:
         if self.node is not None and not isinstance(self.node, dist.ProcessGroup):
@@ -218,16 +220,11 @@ class NodeExchange(Exchange):
     def through(self, strategy: Strategy, cuts: bool) -> Strategy:
         """The strategy, with a second collective after each of its own. cuts: units may be cut
         anywhere."""
-        if cuts and strategy.start is gathered:
-            seats, seat = self.node_size, self._seat
-            return replace(strategy, start=self._parts, collectives=2, seats=seats, seat=seat)
+        if cuts and isinstance(strategy, Gathered):
+            return _InParts(strategy, self, self.node_size, self._seat)
+        return _InTwo(strategy, self)
 
-        def start(exchange: Exchange, out: Outgoing) -> Rounds:
-            return self._in_two(strategy.start(exchange, out))
-
-        return replace(strategy, start=start, collectives=2 * strategy.collectives)
-
-    def _parts(self, _: Exchange, out: Outgoing) -> Rounds:
+    def in_parts(self, out: Outgoing) -> Rounds:
         """`gathered`, where each rank of the node has compressed its part of the bucket."""
         units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
         sizes = [sum(payload_sizes(of_seat)) for of_seat in units]
@@ -242,9 +239,10 @@ class NodeExchange(Exchange):
         received = (unpack(each, row[:, :size]) for each, row, size in of_seats)
         return as_received(chain.from_iterable(received), n)
 
-    def _in_two(
+    def in_two(
         self, rounds: Generator[Future[Tensor], Any, R]
     ) -> Generator[Future[Tensor], Any, R]:
+        """The rounds, with a second collective after each of theirs."""
         issued = next(rounds)
         while True:
             whole = self._whole
@@ -308,6 +306,13 @@ class NodeExchange(Exchange):
         self._round_the_ring()
         return self._receive(work, payload.nbytes, wire, out.view(n, parts[self.rank]))
 
+    def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
+        """This rank's part of what another node has passed on; then (n,), as of ranks."""
+        numel, size = payload.numel(), self._part(payload.numel())
+        self._whole = lambda part: self._gather(part, lambda whole: whole[:numel])
+        own = _padded(payload[self._seat * size : (self._seat + 1) * size], size)
+        return self._pass(own, to, source, numel)
+
     def _gather_rows(self, numel: int, part: Tensor) -> Future[Tensor]:
         """part: (nodes, bytes of this rank's part). A future of (nodes, numel)."""
         n = self.world_size
@@ -337,7 +342,7 @@ class NodeExchange(Exchange):
         def rounds() -> Generator[Future[Tensor], Any, Tensor]:
             return (yield self.all_reduce(tensor))
 
-        return pipeline.run(self._in_two(rounds()), 2, lambda total: total, tensor.device)
+        return pipeline.run(self.in_two(rounds()), 2, lambda total: total, tensor.device)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
         """In one collective of all ranks. A node's ranks have the same, which is counted once."""
@@ -366,6 +371,31 @@ class NodeExchange(Exchange):
         work = dist.all_reduce(gradients, group=self._inside, async_op=True)
         done = future_of(work, self._inside, gradients)
         return done.then(lambda future: after(future, gradients))
+
+
+class _InTwo(Wrapped):
+    """A strategy, with a second collective after each of its own."""
+
+    def __init__(self, inner: Strategy, nodes: NodeExchange) -> None:
+        super().__init__(inner)
+        self._nodes = nodes
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return self._nodes.in_two(self.inner.rounds(exchange, outgoing))
+
+    def collectives(self, ranks: int) -> int:
+        return 2 * self.inner.collectives(ranks)
+
+
+class _InParts(_InTwo):
+    """`Gathered`, where each rank of a node compresses its part of the bucket."""
+
+    def __init__(self, inner: Strategy, nodes: NodeExchange, seats: int, seat: int) -> None:
+        super().__init__(inner, nodes)
+        self.seats, self.seat = seats, seat
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return self._nodes.in_parts(outgoing)
 
 
 def _padded(part: Tensor, size: int) -> Tensor:

@@ -12,13 +12,33 @@ from torch import Tensor
 
 from adaptive.bucket import shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds
+from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from compressors.base import Key, Payload, Spec, kept, split_rows
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, fresh
 from compressors.sparsifier import Sparsifier
 from compressors.wire.values import Full, ValueFormat
 from policies import DENSE
+
+
+class Voted(Strategy):
+    """The ranks vote on indices, and send their values at all of them, coded as `values` says."""
+
+    name = "voted_indices"
+    takes_sums = True
+    votes = True
+
+    def __init__(self, values: ValueFormat) -> None:
+        self.values = values
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        return voted_indices(exchange, outgoing, self.values)
+
+    def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
+        return voted_bytes(pieces, ranks)
+
+    def collectives(self, ranks: int) -> int:
+        return 3
 
 
 def voted_bytes(pieces: Sequence[Piece], ranks: int) -> float:

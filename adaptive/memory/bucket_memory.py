@@ -60,6 +60,7 @@ class BucketMemory:
     def __init__(self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit]) -> None:
         self._memory = memory
         self._bucket = bucket
+        self._units = units
         parts = {part: u.cf for u in units if memory.keeps for part, *_ in u.ranges}
         parameters = [part.parameter for part in parts]
         self._flat = lay_out(parameters, memory.keeps) if bucket.whole and parts else {}
@@ -126,6 +127,12 @@ class BucketMemory:
         fill_if(nonfinite, sent, False)
         _fill_skipped(unit, sent)
         self._kept("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
+
+    def received(self, nonfinite: Flag) -> None:
+        """Turn the mean, which has taken the gradients' place, into what the optimizer gets."""
+        cfs = {part: unit.cf for unit in self._units for part, *_ in unit.ranges}
+        for run in dict.fromkeys(self._runs.values()):
+            self._memory.received(run.kept, run.grads, cfs[run.parts[0]], nonfinite)
 
     def add_lost(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
         """Add so many times what a second compression has lost to what the memory holds."""

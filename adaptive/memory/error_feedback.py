@@ -55,6 +55,14 @@ class NoMemory:
             assert parameter.residual is not None
             add_if(nonfinite ^ True, grad, parameter.residual)
 
+    def received(
+        self, parameter: ModelParameter, mean: Tensor, cf: float, nonfinite: Flag = False
+    ) -> None:
+        """Turn the ranks' mean of what was sent, in place, into what the optimizer gets."""
+
+    def forget(self, parameters: Sequence[ModelParameter]) -> None:
+        """Drop what is kept beside residual and velocity."""
+
     def idle(self, parameter: ModelParameter) -> bool:
         """A dense step has nothing to fold in, now and for this parameter."""
         return not parameter.filled

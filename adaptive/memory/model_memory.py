@@ -18,6 +18,8 @@ from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
+from adaptive.memory.rule import MemoryRule
+from adaptive.memory.ruled import RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
@@ -65,6 +67,12 @@ class MemoryChoice:
         """The name of the memory, or "auto"."""
         return self.options.kind
 
+    @property
+    def tied_to_ranks(self) -> str:
+        """Why another number of ranks cannot load a state; "" if it can."""
+        keeps = self.options.keeps if isinstance(self.options, MemoryRule) else ()
+        return f"memory {self.kind!r} keeps {', '.join(keeps)} of each rank" if keeps else ""
+
     def make(
         self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
     ) -> NoMemory:
@@ -72,6 +80,8 @@ class MemoryChoice:
         does not go with what was asked for. ranks: world size."""
         optimizer = next(iter(optimizers), None)
         maybe_unused = parameters.maybe_unused
+        if isinstance(self.options, MemoryRule):
+            return RuledMemory(self.options, maybe_unused)
         if self.kind == "none" or not self._base.feeds_back:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
@@ -248,9 +258,12 @@ class ModelMemory:
         have yet to deliver goes to it (a collective with momentum), without `exchange` to the
         residual."""
         self.now.handover.hand_back(exchange)
+        self.now.forget([*self._parameters.values()])
+        owed = self.now.rule.owed if isinstance(self.now, RuledMemory) else True
         for parameter in self._parameters.values():
             parameter.velocity, parameter.lag = None, 1.0
             parameter.started = parameter.stepped = False
+            parameter.filled = parameter.filled and owed
         plain = Residual if self.now.keeps else NoMemory
         self.now = plain(self._parameters.maybe_unused)
 
@@ -263,6 +276,7 @@ class ModelMemory:
             parameter.filled = False
 
     def discard(self) -> None:
+        self.now.forget([*self._parameters.values()])
         for parameter in self._parameters.values():
             parameter.filled = parameter.started = False
             parameter.velocity = None
@@ -276,7 +290,7 @@ class ModelMemory:
     def check(self, state: Mapping[str, Any], kind: str) -> None:
         """ValueError unless it is a state of the memory of this name, of these parameters."""
         flat = flat_tensors(self._parameters.values())
-        keeps = next(each.keeps for each in KINDS if each.name == kind)
+        keeps = {each.name: each.keeps for each in (self.now, *KINDS)}[kind]
         plain = {"lag": float, "to_full_lag": float, "stepped": bool}
         like = {name: {**dict.fromkeys(keeps, each), **plain} for name, each in flat.items()}
         for name, kept in state.items():
@@ -285,7 +299,10 @@ class ModelMemory:
             if isinstance(residual, Tensor) and residual.dtype == torch.bfloat16 and name in flat:
                 like[name]["residual"] = flat[name].to(torch.bfloat16)
         check_like("memory", state, like)
+        of_rule = self.now.rule.keeps if isinstance(self.now, RuledMemory) else ()
         for name, kept in state.items():
+            lost = sorted({*of_rule} - kept.keys())
+            require(not lost or len(lost) == len(of_rule), f"{name!r} has lost {', '.join(lost)}")
             whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
             require(bool(kept) and whole, f"the memory of {name!r} has lost something")
 

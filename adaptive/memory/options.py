@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from adaptive.memory.rule import MemoryRule
 from policies import checks
 
 
@@ -103,9 +104,9 @@ class Updates:
 
 MemoryName = Literal["auto", "residual", "momentum", "updates", "none"]
 
-Memory = MemoryOptions | Residual | Momentum | Updates
+Memory = MemoryOptions | Residual | Momentum | Updates | MemoryRule
 
-NAMED: dict[MemoryName, Memory] = {
+NAMED: dict[str, Memory] = {
     "auto": MemoryOptions("auto"),
     "residual": Residual(),
     "momentum": Momentum(),
@@ -114,14 +115,46 @@ NAMED: dict[MemoryName, Memory] = {
 }
 
 
+_registered: dict[str, type[MemoryRule]] = {}
+"""Rules of users' own, by name."""
+
+
+def register_memory(name: str, cls: type[MemoryRule]) -> None:
+    """Make `name` usable as `AdaptiveCompressor(memory=name)` (docs/own_memory.md).
+
+    cls: a `MemoryRule`, made without arguments; an object with settings, memory=Decayed(0.9), needs
+        no name. ValueError if the name is taken, TypeError if `cls` is no rule, or lacks a method.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a text, got {name!r}")
+    if name in NAMED or name in _registered:
+        raise ValueError(f"name must not be registered yet, got {name!r}")
+    if not (isinstance(cls, type) and issubclass(cls, MemoryRule)):
+        raise TypeError(f"cls must be a class that inherits from adaptive.MemoryRule, got {cls!r}")
+    if missing := ", ".join(sorted(cls.__abstractmethods__)):
+        raise TypeError(f"cls must define {missing}, got {cls!r}")
+    try:
+        cls()
+    except TypeError as error:
+        raise TypeError(f"cls must be made without arguments, got {cls!r}: {error}") from None
+    _registered[name] = cls
+
+
 def memory_from(given: Any) -> Memory:
     """Of what `AdaptiveCompressor(memory=)` was given. ValueError for an unknown name, TypeError
     for anything else."""
-    if isinstance(given, Residual | Momentum | Updates | MemoryOptions):
+    if isinstance(given, MemoryRule):
+        if given.name in NAMED:
+            raise ValueError(f"memory={given!r}: its name must not be one of ours, {given.name!r}")
+        _check_clip_norm(given.clip_norm)
+    if isinstance(given, Memory):
         return given
     if not isinstance(given, str):
         raise TypeError(
-            f"memory must be one of {', '.join(map(repr, NAMED))}, or a Residual, Momentum or "
-            f"Updates, got {given!r}"
+            f"memory must be one of {', '.join(map(repr, NAMED))}, or a Residual, Momentum, "
+            f"Updates or MemoryRule, got {given!r}"
         )
-    return NAMED[checks.one_of("memory", given, NAMED)]
+    if given in _registered:
+        return memory_from(_registered[given]())
+    checks.one_of("memory", given, (*NAMED, *_registered))
+    return NAMED[given]

@@ -19,7 +19,6 @@ and that rank goes on from the anchor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,9 @@ from torch.optim import Optimizer
 
 from adaptive.averager import Averager
 from adaptive.bucket import LARGEST
-from adaptive.exchange.choice import Strategy
 from adaptive.exchange.collectives import Exchange, drain
 from adaptive.exchange.pipeline import done_with
-from adaptive.exchange.strategies import Outgoing, Rounds
+from adaptive.exchange.strategies import Outgoing, Rounds, Strategy, Wrapped
 from adaptive.parameters import ModelParameter
 from adaptive.reducer import OnGradient
 from adaptive.step_watch import Groups
@@ -110,17 +108,7 @@ class DelayedSync(LocalStepsSync):
 
     def _remembering(self, strategy: Strategy) -> Strategy:
         """The strategy; what this rank hands to it is remembered as sent."""
-        if not self._feeds_back:
-            return strategy
-
-        def start(exchange: Exchange, out: Outgoing) -> Rounds:
-            own = self._own[out.index].zero_()
-            for unit, payload in zip(out.units, out.payloads, strict=True):
-                sent = payload.as_zeros(out.bucket.nonfinite)
-                unit.compressor.add_to(own[unit.start : unit.stop], sent)
-            return strategy.start(exchange, out)
-
-        return replace(strategy, start=start)
+        return _Remembered(strategy, self._own) if self._feeds_back else strategy
 
     @torch.no_grad()
     def apply_arrived(self, due: int | None = None) -> None:
@@ -157,6 +145,21 @@ class DelayedSync(LocalStepsSync):
             here.copy_(torch.where(near | good, here, anchor))
             if grad is not None:
                 grad.copy_(torch.where(grad.isfinite() | good, grad, 0.0))
+
+
+class _Remembered(Wrapped):
+    """A strategy; what this rank hands to it is written to `own`, by bucket."""
+
+    def __init__(self, inner: Strategy, own: dict[int, Tensor]) -> None:
+        super().__init__(inner)
+        self._own = own
+
+    def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
+        own = self._own[outgoing.index].zero_()
+        for unit, payload in zip(outgoing.units, outgoing.payloads, strict=True):
+            sent = payload.as_zeros(outgoing.bucket.nonfinite)
+            unit.compressor.add_to(own[unit.start : unit.stop], sent)
+        return self.inner.rounds(exchange, outgoing)
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
 from adaptive.memory.inspection import MovedBetweenSteps
+from adaptive.memory.ruled import RuledMemory
 from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter
 from adaptive.state import SavedPart, check_like, flat_tensors
@@ -98,12 +99,15 @@ class LocalStepsSync(Synchroniser):
     """
 
     at_rest: int | None = None
+    _stays = False
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
         (every,) = choice.numbers
         self._begin(every, choice.outer_lr, choice.outer_momentum)
         self._overlap = choice.overlap
+        # By a user's rule what is not sent stays in the residual, and all ranks go to the anchor.
+        self._stays = isinstance(averager.memory.now, RuledMemory)
 
     def _begin(self, every: int, outer_lr: float, outer_momentum: float) -> None:
         """From parameters that are alike on all ranks."""
@@ -293,7 +297,7 @@ class LocalStepsSync(Synchroniser):
             since = self._moved_since(arrival, nonfinite)
             for p, anchor, here, moved in zip(parameters, anchors, exchanged, since, strict=True):
                 own = anchor
-                if p.filled and p.residual is not None:
+                if p.filled and p.residual is not None and not self._stays:
                     own = anchor - p.residual.masked_fill(here, 0.0)
                     p.residual.mul_(here)
                 own = own if moved is None else own + moved

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.options import NAMED, Memory
+from adaptive.memory.rule import MemoryRule
 from compressors import Compressor
 from policies import Policy, checks
 
@@ -99,6 +100,9 @@ class EveryStep(Synchronisation):
     lets_ranks_differ: ClassVar[bool] = False
     takes_optimizer: ClassVar[bool] = True
 
+    def memory_of(self, memory: Memory) -> Memory:
+        return memory if isinstance(memory, MemoryRule) else super().memory_of(memory)
+
 
 @dataclass(frozen=True)
 class LocalSteps(Synchronisation):
@@ -161,6 +165,8 @@ class LocalSteps(Synchronisation):
         return (self.steps,) if isinstance(self.steps, int) else CHOICES
 
     def memory_of(self, memory: Memory) -> Memory:
+        if isinstance(memory, MemoryRule) and self.steps != "auto":
+            return memory
         memory = super().memory_of(memory)
         auto = self.steps == "auto" and memory.kind == "auto"
         return NAMED["updates"] if auto else memory

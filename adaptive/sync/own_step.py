@@ -255,7 +255,8 @@ class OwnStepSync(EveryStepSync):
             sparse = averager.granularity.compressor.at(cfs.send).selects
             under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
             arrivals: list[Span] = []
-            most = max(UNDER_WAY, strategy.collectives)  # of the oldest all are issued then
+            # Of the oldest all are issued then.
+            most = max(UNDER_WAY, strategy.collectives(averager.exchange.world_size))
             for i, chunk in enumerate(updates.chunks):
                 work, energy = updates.outgoing(chunk)
                 to = updates.destination(chunk) if sparse and on_mean is None else None

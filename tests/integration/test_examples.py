@@ -72,6 +72,14 @@ def test_a_compressor_of_graces_trains() -> None:
     assert _wire_factor(output) > 5
 
 
+def test_an_exchange_memories_and_a_sparsifier_of_ones_own_train() -> None:
+    scripts = ["ring_exchange.py"], ["own_memory.py"], ["own_memory.py", "--memory", "ef21"]
+    for words in (*scripts, ["own_sparsifier.py"]):
+        output = _run(*words)
+        assert float(re.findall(r"loss ([0-9.]+)", output)[0]) < 1.5  # log(10) = 2.3 knows nothing
+        assert _wire_factor(output) > 5
+
+
 def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
     output = _run("trackers.py", "--steps", "60", "--interval", "10")
     assert [*re.findall(r"step (\d+): \{'cf/sent'", output)][:3] == ["0", "9", "10"]

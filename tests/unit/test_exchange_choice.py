@@ -70,7 +70,7 @@ def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int)
             base.values.size(2000, FLOAT),
         )
         expected["voted_indices"] = (ranks - 1) * indices + ring * (values + 40)
-    assert way.wire_bytes(pieces, ranks) == pytest.approx(expected[way.name])
+    assert way.nbytes(pieces, ranks) == pytest.approx(expected[way.name])
 
 
 def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:

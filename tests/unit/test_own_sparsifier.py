@@ -1,0 +1,112 @@
+"""A sparsifier and a quantizer of a user's own get all that the library's have."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptive import AdaptiveCompressor, Ladder, Momentum
+from compressors import Key, Levels, Quantizer, make_compressor, register
+from compressors.base import Spec
+from examples.own_sparsifier import ChunkedTopK
+from tests.unit.device_path import count_operations, device_path, meta, no_copy_waits
+from tests.unit.samples import compressed, decompressed, normal, ordinary, wire
+
+
+class Int3(Quantizer):
+    """Three bits a value, with a scale for each 64."""
+
+    name = "int3"
+
+    def __init__(self) -> None:
+        super().__init__({32 / 3: Levels("int3", bits=3, bucket=64)})
+
+
+MADE = [ChunkedTopK(), ChunkedTopK("int4"), ChunkedTopK(Levels("int2", 2, 64)), Int3()]
+
+
+@pytest.mark.parametrize("base", MADE, ids=lambda base: base.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_sent_and_what_is_lost_are_all_there_is_on_the_host_and_on_a_device(
+    base: ChunkedTopK | Int3, dtype: torch.dtype
+) -> None:
+    for name, x in ordinary(dtype).items():
+        for cf in (1.0, 10.0, 1000.0):
+            made = []
+            for path in ("host", "device"):
+                a, add = x.clone() / 2, x.clone() / 2
+                if path == "host":
+                    payload = compressed(base, a, cf, add=add)
+                    made.append(decompressed(base, wire(base, payload, dtype)))
+                else:
+                    with device_path():
+                        payload = compressed(base, a, cf, add=add)
+                        made.append(decompressed(base, wire(base, payload, dtype)))
+                assert payload.nbytes == base.nbytes(Spec.of(x, cf)), name
+                lost = (a - made[-1]).double().square().sum()
+                total = x.double().square().sum()
+                assert torch.allclose(payload.error.double(), lost, rtol=1e-3, atol=1e-6 * total)
+            assert torch.equal(made[0], made[1]), name
+
+
+def test_every_chunk_sends_as_many_and_never_more_than_k_together() -> None:
+    base = ChunkedTopK()
+    for numel in (1, 10, 4096, 4097, 50_000):
+        for k in {1, min(3, numel), numel // 100 or 1, numel}:
+            x = normal(numel)
+            indices, values, total = base.select(x, k, None, Key("w"))
+            assert 1 <= len(indices) <= k
+            assert torch.equal(indices.long(), indices.long().unique())
+            assert torch.equal(values, x[indices.long()])
+            assert float(total) == pytest.approx(float(x.double().square().sum()))
+    indices, *_ = base.select(normal(40_960), 4096, None, Key("w"))
+    counts = torch.bincount(indices.long() // 4096, minlength=10)
+    assert counts.tolist() == [409] * 10
+
+
+def test_a_larger_cf_is_found_in_what_a_smaller_one_has_kept() -> None:
+    base, x = ChunkedTopK(), normal(50_000)
+    first = compressed(base, x, 10.0)
+    second = base.smaller(first, 10.0)
+    kept = decompressed(base, second)
+    assert int((kept != 0).sum()) == 500
+    assert bool((decompressed(base, first)[kept != 0] == kept[kept != 0]).all())
+    lost = (x - kept).double().square().sum()
+    assert float(second.error) == pytest.approx(float(lost))
+
+
+def test_on_a_device_no_value_is_read_and_operations_do_not_grow() -> None:
+    counts = []
+    for numel in (10**5, 10**7):
+        x, add = meta(numel), meta(numel)
+
+        def step(x: torch.Tensor = x, add: torch.Tensor = add) -> None:
+            base = ChunkedTopK("int4")
+            payload = compressed(base, x, 100.0, add=add)
+            base.smaller(payload, 2.0)
+            base.add_to(x, payload, -1.0)
+
+        with no_copy_waits():
+            counts.append(count_operations(step))
+    assert counts[0] == counts[1]
+
+
+def test_it_has_masking_a_ladder_momentums_share_and_a_name() -> None:
+    register("chunked-topk", ChunkedTopK)
+    assert make_compressor("chunked-topk+int4").name == "chunked-topk+int4"
+    made = AdaptiveCompressor("chunked-topk", memory=Momentum(masking=True))
+    assert made.policy.name == "goodput"
+    assert isinstance(made.base, Ladder)  # bf16, int8 and int4 below it
+    above = made.base.at(100.0)
+    assert above.name == "chunked-topk+int4"
+    assert above.momentum_lag == make_compressor("topk").momentum_lag
+    AdaptiveCompressor("chunked-topk", exchange="voted_indices")
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own_compressor.md").read_text(encoding="utf-8")
+    for each in (ChunkedTopK, Int3):
+        assert inspect.getsource(each).rstrip() in page
