@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,6 @@ from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
 from compressors.sparsifier import Sparsifier, TopK
 from compressors.thresholds import DGC, RedSync, Threshold
 from compressors.wire.values import value_names
-from policies import checks
 
 _sparsifiers = (TopK, DGC, Threshold, RedSync, RandomK)
 _quantizers = (FP16, BF16, Int8, Int4, QSGD, OneBit, SignSGD, TernGrad, TwoBit)
@@ -61,8 +61,8 @@ def make_compressor(base: str | Compressor) -> Compressor:
     name, plus, values = base.partition("+")
     if name not in compressor_names():
         names = compressor_names()
-        near = checks.nearest(name, names)
-        raise ValueError(f"base must be one of {', '.join(names)}; got {base!r}{near}")
+        near = [f"; did you mean {each!r}?" for each in get_close_matches(name.lower(), names, 1)]
+        raise ValueError(f"base must be one of {', '.join(names)}; got {base!r}{''.join(near)}")
     factory = load(CONTRIB[name]) if name in CONTRIB else _registry[name]
     if not plus:
         return factory()

@@ -129,7 +129,7 @@ def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rate", "fast", "--", "train"], ["--rate must be a rate", "'fast'"]),
         (["--rate", "1gbit"], ["-- COMMAND: none given"]),
         (["--", "train"], ["--rate"]),
-        (["--rate", "1gbit", "--", "tune"], ["-- tune: must be train, compare"]),
+        (["--rate", "1gbit", "--", "report"], ["-- report: must be train, compare"]),
         (["--rate", "1gbit", "--workers", "2", "--", "train", "--workers", "4"], ["--workers 4"]),
         (["--rate", "1gbit", "--slow-rank", "2:1mbit", "--", "train"], ["ranks 0 to 1"]),
         (["--rate", "1gbit", "--slow-rank", "1mbit", "--", "train"], ["must be RANK:RATE"]),

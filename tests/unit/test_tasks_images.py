@@ -82,7 +82,7 @@ def test_normalised_with_the_channels_constants(cifar10):
     task = make_task("cifar10", data=cifar10)
     pixels = np.full((1, 3, 2, 2), 255, np.uint8)
     expected = torch.tensor([(1 - m) / s for m, s in zip(task.mean, task.std, strict=True)])
-    torch.testing.assert_close(task._normalised(pixels)[0, :, 0, 0], expected)
+    torch.testing.assert_close(task.normalised(pixels)[0, :, 0, 0], expected)
 
 
 def test_augmentation_is_a_padded_crop_mirrored_or_not():
