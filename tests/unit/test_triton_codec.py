@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressors import InvalidPayload, Key, make_compressor, quantizers
+from compressors import InvalidPayload, Key, make_compressor
 from compressors.base import Spec, any_nonfinite, split_rows
+from compressors.contrib import natural
 from compressors.contrib.natural import Natural
 from compressors.kernels import blocks
 from compressors.wire import packing
@@ -82,7 +83,7 @@ def triton_path(launches: list[str] | None = None) -> Iterator[None]:
 def small_code_blocks() -> Iterator[None]:
     """Here codes are packed in blocks of 64."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (packing, quantizers, triton_codec):
+        for module in (packing, natural, triton_codec):
             patch.setattr(module, "CODE_BLOCK", 64)
         patch.setattr(Natural, "coding", blocks.Coding("natural", 8, 64))
         yield
