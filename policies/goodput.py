@@ -8,6 +8,10 @@ Signal gain is the part of the gradient that gets through at once. The remaining
 lost, so progress falls more slowly: as the root of signal gain. For updates of two ranks, which go
 without momentum, it falls as the fifth root (measured: docs/results.md, docs/defaults.md).
 
+Progress a second is not all: a run has a schedule, and must end at dense's quality in as many
+steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
+leaves this bound out, for a schedule that is made longer.
+
 A run begins at the smallest CF of the ladder. Not dense: over a slow network a dense step can take
 as long as a hundred compressed steps. Nor at a large CF: the first gradients are the largest. They
 would wait in the residual until a later, smaller CF sends them all at once, which sets training
@@ -31,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, nan
+from typing import Literal, get_args
 
 from policies import checks
 from policies.averages import Averages
@@ -45,6 +50,7 @@ from policies.base import (
     counted_steps,
     setting,
 )
+from policies.lateness import Lateness
 from policies.local_gain import LocalGain
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import require, saved
@@ -87,11 +93,16 @@ UP = 2.0
 """A larger CF must be better by this many standard errors of its T_comp."""
 
 
+Goal = Literal["quality", "time"]
+
+
 @dataclass(eq=False, kw_only=True)
 class Goodput(DeclaredPolicy):
     """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
     predicted compression throughput. ValueError or TypeError names a setting that is wrong.
 
+    goal: "quality" keeps dense's quality in as many steps: the steps done so far bound the CF.
+        "time" has no such bound: the most progress a second, for a schedule made longer.
     step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1, and the
         CFs whose gain is assumed (`Context.assumed`).
     opening: steps at the smallest CF before another is considered, >= 1.
@@ -110,6 +121,7 @@ class Goodput(DeclaredPolicy):
     shadow = True
     chooses_local_steps = True
 
+    goal: Goal = setting("quality", checks.one_of, accepted=get_args(Goal))
     step_size: float = setting(2.0, checks.real, above=1)
     opening: int = setting(5, checks.whole, least=1)
     margin: float = setting(0.05, checks.fraction)
@@ -134,6 +146,7 @@ class Goodput(DeclaredPolicy):
     _gains: Averages = saved(Averages(GAIN_WEIGHT))  # error-fed gains in steady state
     _time: StepTime = saved()
     _local: LocalGain = saved()
+    _lateness: Lateness = saved(Lateness())
     _signal: SignalGain | None = saved()
 
     def start(self, context: Context) -> None:
@@ -149,7 +162,7 @@ class Goodput(DeclaredPolicy):
         self._signal = SignalGain(weight) if self.gain == "signal" else None
         self._updates = context.updates
         self._keeps_momentum = context.keeps_momentum
-        self._send = ladder[0]
+        self._send = self._smallest = ladder[0]
         self._numbers, self._ranks = context.local_steps, context.world_size
         self._local_steps = self._numbers[0]
 
@@ -160,6 +173,7 @@ class Goodput(DeclaredPolicy):
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
+        self._lateness.observe(report.lr, self._local_steps)
         if self._time.changes != self._network:
             self._network, self._lost = self._time.changes, 0.0
         for cf, gain in report.steady_gain.items():
@@ -178,6 +192,11 @@ class Goodput(DeclaredPolicy):
         self._reason = "" if self._signal is None else self._signal.observe(report)
         if self._since >= self._wait:
             self._consider()
+
+    def _allowed(self, cf: float, steps: int) -> bool:
+        """Whether what is not sent waits short enough at a CF, with so many local steps."""
+        enough = max(self._smallest, self._lateness.largest)
+        return self.goal == "time" or cf * steps <= enough
 
     @property
     def _turn(self) -> int | None:
@@ -199,7 +218,7 @@ class Goodput(DeclaredPolicy):
         if self._since == self._steps:  # only the first CF has been sent yet
             return self.opening
         visiting = self._came_from is not None and self._since < self.cooldown
-        early = self._striding or (visiting and self._was_a_mistake(self.t_comp()))
+        early = self._striding or (visiting and self._was_a_mistake(self._promised()))
         return min(STRIDE_STEPS, self.cooldown) if early else self.cooldown
 
     def _was_a_mistake(self, promised: Mapping[float, float]) -> bool:
@@ -227,6 +246,11 @@ class Goodput(DeclaredPolicy):
                 promised[cf] = worth * gain**power / seconds
         return promised
 
+    def _promised(self) -> dict[float, float]:
+        """T_comp of the CFs that may be sent now."""
+        promised = self.t_comp().items()
+        return {cf: value for cf, value in promised if self._allowed(cf, self._local_steps)}
+
     @property
     def _power(self) -> float:
         """The exponent of the gain."""
@@ -246,19 +270,21 @@ class Goodput(DeclaredPolicy):
     def status(self) -> Mapping[str, float]:
         """candidate: the CF with the largest T_comp. more, asked: by which share it promises more
         than the CF sent, and by which it must, to be sent. t_sys, t_comp: of the CF sent, in
-        steps/s. power: of the gain in t_comp. exploring: 1 until another CF is first considered.
+        steps/s. power: of the gain in t_comp. allowed: the largest CF that the steps done so far
+        allow, with goal="quality". exploring: 1 until another CF is first considered.
         local_steps: where the policy chooses them. With signal gain, the numbers of
         `SignalGain.status` follow."""
-        seconds, promised = self._time.seconds(self._send), self.t_comp()
+        seconds, promised = self._time.seconds(self._send), self._promised()
         best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._send)
-        here = promised.get(self._send) or nan
+        here = self.t_comp().get(self._send) or nan
         return {
             "candidate": best if promised else nan,
             "more": promised.get(best, nan) / here - 1,
             "asked": 0.0 if best == self._send else self._needed(best, promised) / here - 1,
             "power": self._power,
             "t_sys": 1 / seconds if seconds else nan,
-            "t_comp": promised.get(self._send, nan),
+            "t_comp": here,
+            "allowed": max(self._smallest, self._lateness.largest) / self._local_steps,
             "exploring": float(self._since == self._steps < self.opening),
             **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
             **({} if self._signal is None else self._signal.status()),
@@ -280,18 +306,23 @@ class Goodput(DeclaredPolicy):
             steps: steps * self._local.gain(steps) / seconds
             for steps in self._numbers
             if (seconds := self._time.without_coding(self._send, steps))
+            and (steps == self._numbers[0] or self._allowed(self._send, steps))
         }
-        if here not in promised:
+        late = not self._allowed(self._send, here)
+        if not promised or not (late or here in promised):
             return
         enough = max(promised.values()) / (1 + FEWER)
         goal = next(steps for steps, value in promised.items() if value >= enough)
         # More of them may do harm; fewer need only be about as good.
-        enough = promised[here] * (1 + self.margin) ** (1 if goal > here else -1)
+        enough = promised.get(here, 0.0) * (1 + self.margin) ** (1 if goal > here else -1)
         if goal == here or promised[goal] <= enough:
             return
-        gained = progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
-        why = f"local steps {here} -> {goal}: exchanging every {counted_steps(goal)} promises "
-        why += gained
+        why = f"local steps {here} -> {goal}: "
+        if here in promised:
+            gained = progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
+            why += f"exchanging every {counted_steps(goal)} promises {gained}"
+        else:
+            why += self._too_late()
         self._reason = "; ".join(filter(None, (why, self._reason)))
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since = goal, 0
@@ -327,6 +358,12 @@ class Goodput(DeclaredPolicy):
         seconds = f"{seconds_in_words(then, 3)} {unit} instead of {seconds_in_words(now, 3)}"
         return f"{told} ({seconds}, {sent}, gain {gain} instead of {other}; {rule})"
 
+    def _too_late(self) -> str:
+        """Why the CF in use may be sent no longer, in words."""
+        alike = counted_steps(self._lateness.alike)
+        late = f"what {named(self._send)} does not send would wait too long"
+        return f"{late} beside {alike} at about this learning rate"
+
     def _check_loaded(self) -> None:
         known = self._local_steps in self._numbers
         require(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
@@ -356,7 +393,7 @@ class Goodput(DeclaredPolicy):
     def _consider(self) -> None:
         """Move to the CF that promises most, if that is enough more than the CF in use. Else
         consider other numbers of local steps."""
-        promised, origin = self.t_comp(), self._came_from
+        promised, origin = self._promised(), self._came_from
         # A CF that promises most and is too uncertain does not stand in the way of another.
         others = [cf for cf in promised if cf != self._send and self._may_visit(cf)]
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
@@ -371,7 +408,8 @@ class Goodput(DeclaredPolicy):
             self._choose_local_steps()
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
-        why = f"{named(best)} {self._beside(best, promised)}"
+        late = not self._allowed(self._send, self._local_steps)
+        why = self._too_late() if late else f"{named(best)} {self._beside(best, promised)}"
         goal = self._time.within_reach(best, self._send, (DENSE, *self._candidates))
         if goal != best:
             why = f"on the way to {named(best)}: {why}"

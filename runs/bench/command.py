@@ -8,31 +8,39 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
-from runs.option_types import Whole, at_least, metavar, spec
+from runs.option_types import Count, Whole, at_least, metavar, spec
 from runs.parser import UsageError, options
 
 if TYPE_CHECKING:
     from runs.bench.timing import Row
 
-BENCHES = ("compressors", "step", "memory", "gpu")
+Half = Literal["development", "held-out"]
+
+BENCHES = ("compressors", "step", "memory", "gpu", "quality")
 """Modules of this package, each with a function `bench_NAME`."""
 
+BY_NAME = ("quality",)
+"""Run only where they are named: hours."""
+
 HELP = f"""\
-Measure speed and memory of the library, as ratios against a peer in the same run.
+Measure speed, memory and quality of the library, as ratios against a peer in the same run.
 
 benches: {", ".join(BENCHES)}
 
 examples:
   python -m runs bench
-      all of them, half an hour (gpu only where torch sees a CUDA device)
+      all but quality, half an hour (gpu only where torch sees a CUDA device)
   python -m runs bench step
       what a step costs a processor beyond plain DDP's, with the tensors of real models
   python -m runs bench compressors --numel 1000000 --rounds 21
   python -m runs bench memory --json
+  python -m runs bench quality --images CIFAR --text WIKITEXT
+      what training ends with in equal steps, dense and compressed; hours, and it goes on where
+      it was stopped
 
 A row is a ratio, the goal it is held to, and what was divided by what; rows that fall short of
 their goal are listed again at the end, and the exit code is 1 then. Ratios are medians of rounds
@@ -55,6 +63,18 @@ class Benching:
     """Layers of 1.05 M parameters."""
     seed: Whole = 0
     """Of what is measured."""
+    images: Annotated[str | None, metavar("DIR")] = None
+    """Folder of CIFAR-10, for quality."""
+    text: Annotated[str | None, metavar("PATH")] = None
+    """Folder of WikiText-2 or another text, for quality."""
+    half: Half = "development"
+    """Recipes of quality: those that the default was made with, or those that it never saw."""
+    recipe: Annotated[str, metavar("TEXT")] = ""
+    """Only the recipes of quality whose names have this part (all)."""
+    seeds: Count = 3
+    """Seeds of each run of quality."""
+    log: Annotated[str, metavar("FILE")] = "logs/quality.jsonl"
+    """Where runs of quality are kept."""
     json: bool = False
     """Print the rows as JSON."""
 
@@ -71,7 +91,7 @@ def main(given: dict[str, Any]) -> int:
     import numpy as np
     import torch
 
-    without = () if torch.cuda.is_available() else ("gpu",)
+    without = (*BY_NAME, *(() if torch.cuda.is_available() else ("gpu",)))
     wanted = asked.benches or [name for name in BENCHES if name not in without]
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "

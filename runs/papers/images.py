@@ -63,7 +63,7 @@ class ImageTask(Task):
         _, items = self.shards.indices(step, rank, world_size)
         generator = np.random.default_rng((self.seed, step, rank))
         pixels = augment(self.images.train_images[items], generator)
-        return self._normalised(pixels), torch.from_numpy(self.images.train_labels[items])
+        return self.normalised(pixels), torch.from_numpy(self.images.train_labels[items])
 
     def measure(
         self, model: nn.Module, *, full: bool = False, test: bool = False
@@ -76,7 +76,7 @@ class ImageTask(Task):
         with evaluating(model) as inner:
             for at in range(0, count, EVALUATION_BATCH):
                 chunk = items[at : at + EVALUATION_BATCH]
-                inputs = self._normalised(self.images.test_images[chunk]).to(device_of(inner))
+                inputs = self.normalised(self.images.test_images[chunk]).to(device_of(inner))
                 logits = inner(inputs).cpu()
                 labels = torch.from_numpy(self.images.test_labels[chunk])
                 right += int((logits.argmax(dim=1) == labels).sum())
@@ -84,7 +84,8 @@ class ImageTask(Task):
                 among_five += int((five == labels[:, None]).sum())
         return {self.quality_name: 100 * right / count, TOP5: 100 * among_five / count}
 
-    def _normalised(self, pixels: Images) -> Tensor:
+    def normalised(self, pixels: Images) -> Tensor:
+        """Images of bytes as float32, of mean 0 and variance 1 by channel over the data set."""
         mean, std = (torch.tensor(part).view(-1, 1, 1) for part in (self.mean, self.std))
         return (torch.from_numpy(pixels).float() / 255 - mean) / std
 

@@ -70,7 +70,7 @@ class Run:
 
 
 def _goodput() -> Policy:
-    return Goodput(opening=3, cooldown=3)
+    return Goodput(goal="time", opening=3, cooldown=3)
 
 
 def _schedule() -> Policy:

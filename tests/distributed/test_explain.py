@@ -36,7 +36,7 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
         (Accordion(interval=4), ["since step", "numbers of the rule: critical 1"]),
         (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "epsilon 0.3"]),
         (
-            Goodput(opening=2),
+            Goodput(goal="time", opening=2),
             [
                 *("since step", "progress a second", "dense was not timed", "rule: candidate"),
                 "candidates: dense, bf16 at CF 2, and CF 4 to 100",

@@ -663,7 +663,7 @@ def _on_a_link(rank: int, path: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     clock, timeline = ModelledClock(1e-3, LinkSpec(1e6)), MemoryTimeline()
     compressor = AdaptiveCompressor(
-        policy=Goodput(opening=2, cooldown=2),
+        policy=Goodput(goal="time", opening=2, cooldown=2),
         cf_range=(10, 40),
         sync=LocalSteps("auto"),
         network=Network(clock=clock),
@@ -709,7 +709,7 @@ def replay_like(recorded: Recorded) -> list[float]:
     """The CFs that the policy plans when it is shown what was recorded."""
     header = recorded.header
     assert header is not None
-    policy = Goodput(opening=2, cooldown=2)
+    policy = Goodput(goal="time", opening=2, cooldown=2)
     wire = header.wire_bytes
     policy.start(
         Context(

@@ -37,7 +37,7 @@ STEPS = 60
 
 POLICIES = {
     "gravac": lambda: GraVAC(window=5, dense_window=2, epsilon=0.1),
-    "goodput": lambda: Goodput(opening=3, cooldown=3),
+    "goodput": lambda: Goodput(goal="time", opening=3, cooldown=3),
     "after a warm-up": lambda: Warmup(steps=2, then=GraVAC(window=4, gain="error_fed")),
 }
 

@@ -19,7 +19,7 @@ SETTLED = 110
 def _fast_slow_fast(rank: int) -> list[list[float]]:
     """CFs sent on a fast network, then on one that slows down, then on one that is fast again:
     in each part the last is what the policy stays at."""
-    run, parts = ModelledRun(rank, Goodput()), []
+    run, parts = ModelledRun(rank, Goodput(goal="time")), []
     for dense_seconds, before in ((FAST, SETTLED), (SLOW, 0), (FAST, 60), (SLOW, 60)):
         for _ in range(before):
             run.step()
@@ -46,6 +46,6 @@ def _beside_a_slower_rank(rank: int, policy: Policy) -> list[float]:
 
 
 def test_waiting_for_a_slower_rank_is_no_slow_network() -> None:
-    mine, theirs = run_ranks(2, _beside_a_slower_rank, Goodput())
+    mine, theirs = run_ranks(2, _beside_a_slower_rank, Goodput(goal="time"))
     assert mine == theirs
     assert set(mine[10:]) == {DENSE}

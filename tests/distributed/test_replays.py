@@ -23,7 +23,7 @@ from tests.distributed.setting import loss_of, small_net
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4),
-    "goodput": lambda: Goodput(gain="error_fed", opening=4, cooldown=3),
+    "goodput": lambda: Goodput(goal="time", gain="error_fed", opening=4, cooldown=3),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
     "accordion by layer": lambda: Accordion(interval=5, eta=0.2, per_layer=True),
 }
@@ -81,7 +81,11 @@ def test_every_plan_comes_again(
     ("name", "policy", "asked"),
     [
         ("gravac", Fixed(77), "step 0: .* a step at CF 77"),
-        ("accordion", Goodput(gain="error_fed"), "step 0: .* the steady-state gain of CF"),
+        (
+            "accordion",
+            Goodput(goal="time", gain="error_fed"),
+            "step 0: .* the steady-state gain of CF",
+        ),
         ("accordion", Accordion(interval=7, eta=0.2), "a sum of the gradients of other steps"),
         ("goodput", Fixed(4, probe=(50,)), "step 0: .* the gain of CF 50"),
     ],

@@ -32,7 +32,7 @@ from tests.distributed.setting import (
 
 POLICIES = {
     "accordion": lambda: Accordion(interval=5, per_layer=True),
-    "goodput": lambda: Goodput(opening=3, cooldown=4),
+    "goodput": lambda: Goodput(goal="time", opening=3, cooldown=4),
     "gravac": lambda: GraVAC(window=4, dense_window=3, epsilon=0.05),
 }
 MOMENTUM, STEPS = 0.9, 20

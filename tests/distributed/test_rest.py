@@ -37,7 +37,7 @@ class Run:
         self.compressor = AdaptiveCompressor(
             "topk",
             (4, 100),
-            policy=Goodput(),
+            policy=Goodput(goal="time"),
             network=Network(clock=ModelledClock(0.01)),
             timeline=JSONLTimeline(path),
         ).attach(self.model, optimizer=self.optimizer)
@@ -99,4 +99,4 @@ def test_ranks_rest_together_and_a_resumed_run_rests_on(optimizer: str, tmp_path
     sent = {plan.skip_gains: r.report.statistics_bytes for plan, r in zip(plans, recorded.steps)}  # noqa: B905
     assert 0 < sent[True] < sent[False]
     with patch.multiple("policies.goodput", **TURN):
-        assert replay(Goodput(), recorded) == (plans, "")
+        assert replay(Goodput(goal="time"), recorded) == (plans, "")

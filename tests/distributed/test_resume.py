@@ -29,7 +29,7 @@ POLICIES = {
     "accordion": lambda: Accordion(interval=5, eta=0.2),
 }
 SHADOWED = {
-    "goodput": lambda: Goodput(opening=3, cooldown=3),
+    "goodput": lambda: Goodput(goal="time", opening=3, cooldown=3),
     "signal": lambda: GraVAC(omega=0.2, window=4, dense_window=3, gain="signal"),
 }
 

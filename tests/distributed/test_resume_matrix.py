@@ -49,12 +49,12 @@ def _gravac(**settings: Any) -> Policy:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "accordion": lambda: Accordion(interval=3, eta=0.01),
     "fixed": lambda: Fixed(5.0),
-    "goodput": lambda: Goodput(opening=2, cooldown=2),
+    "goodput": lambda: Goodput(goal="time", opening=2, cooldown=2),
     "gravac": _gravac,
     "schedule": lambda: Schedule({0: 1.0, 3: 8.0, 9: 20.0, 12: 1.0, 14: 4.0}),
     "warmup": lambda: Warmup(_gravac(), steps=10),
     # What policies of one name decide on makes a difference, too.
-    "goodput, error_fed": lambda: Goodput(opening=2, cooldown=2, gain="error_fed"),
+    "goodput, error_fed": lambda: Goodput(goal="time", opening=2, cooldown=2, gain="error_fed"),
     "gravac, signal": lambda: _gravac(gain="signal"),
     "gravac, error_fed": lambda: _gravac(gain="error_fed"),
     "gravac-paper": lambda: GraVAC.paper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
@@ -221,7 +221,7 @@ def test_resuming_to_the_bit_every_choice(made: Combination) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("made", "ranks"), [*zip(pairs(), itertools.cycle([1, 2, 4]), strict=False)], ids=str
+    ("made", "ranks"), [*zip(pairs(), itertools.cycle([1, 2]), strict=False)], ids=str
 )
 def test_resuming_to_the_bit_every_pair(made: Combination, ranks: int) -> None:
     _check(simulate(ranks, lambda rank, _: straight_and_resumed(rank, made)))
@@ -232,10 +232,9 @@ def _several(rank: int, several: tuple[Combination, ...]) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("part", "ranks"), [*zip(range(6), itertools.cycle([2, 4]))])
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(6))
-def test_resuming_to_the_bit_on_real_ranks(ranks: int, part: int) -> None:
+def test_resuming_to_the_bit_on_real_ranks(part: int, ranks: int) -> None:
     for found in run_ranks(ranks, _several, quick()[part::6], limit=550):
         assert not [f"{made}: {what} differ" for made, what in found.items() if what]
 

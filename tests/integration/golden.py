@@ -108,7 +108,7 @@ def _gravac(**settings: Any) -> Policy:
 
 
 def _goodput() -> Policy:
-    return Goodput(opening=3, cooldown=3)
+    return Goodput(goal="time", opening=3, cooldown=3)
 
 
 def _fixed() -> Policy:

@@ -121,7 +121,7 @@ class Hook:
         accumulate: bool = True,
         optimizer: Callable[[list[Tensor]], Optimizer] = AdamW,
     ) -> None:
-        policy = Goodput()
+        policy = Goodput(goal="time")
         self.base, self.dtype = base, dtype
         self.strategy = strategy or strategies(base)[0]
         self.parameters = _parameters(sizes, dtype)

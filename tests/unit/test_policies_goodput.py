@@ -42,7 +42,7 @@ def best(rate):
 
 
 def started(gain="error_fed", updates=False, ranks=2, keeps_momentum=False, **options):
-    policy = Goodput(gain=gain, **options)
+    policy = Goodput(goal="time", gain=gain, **options)
     told = {"updates": updates, "keeps_momentum": keeps_momentum}
     policy.start(Context((10, 1000), ranks, wire_bytes=nbytes, **told))
     return policy
@@ -182,7 +182,7 @@ def test_compressed_steps_never_rest():
 def test_a_dense_step_in_fewer_bits_has_nothing_to_compress_and_rests():
     """Other CFs are slow to compress, so it is the best one, and is tried before it was timed."""
     rate, bf16 = 1e8, 2.0
-    policy = Goodput(gain="error_fed")
+    policy = Goodput(goal="time", gain="error_fed")
     told = {"assumed": {bf16: 0.95, 8.0: 0.95}, "uncoded": frozenset({bf16})}
     policy.start(Context((10, 1000), 2, wire_bytes=nbytes, **told))
     sent, rests = [], []
@@ -285,7 +285,7 @@ anything = st.one_of(st.floats(), st.floats(0, 10))
     cf_range=st.sampled_from([(10.0, 1000.0), (1.0, 40.0), (64.0, 64.0), (1.0, 1.0)]),
 )
 def test_any_reports_leave_it_inside_the_range(moves, cf_range):
-    policy = Goodput(opening=2, cooldown=1)
+    policy = Goodput(goal="time", opening=2, cooldown=1)
     policy.start(Context(cf_range, 4))
     for step, (seconds, compress, exchange, gain, other) in enumerate(moves):
         plan = policy.plan()
@@ -343,7 +343,7 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
 @pytest.mark.parametrize(("largest", "goes_to"), [(0.81, 20.0), (0.7, 10.0)])
 def test_a_smaller_cf_does_not_lead_where_one_larger_than_here_promises_more(largest, goes_to):
     """Noise alone would make it go down, and then up past where it was."""
-    policy, rate = Goodput(gain="error_fed", opening=1), 1e5
+    policy, rate = Goodput(goal="time", gain="error_fed", opening=1), 1e5
     policy.start(Context((10, 40), 2, wire_bytes=nbytes))
     worth = {10.0: 0.4, 20.0: 0.9, 40.0: 0.2}  # T_comp, in that of CF 10 at gain 1
     for step in range(200):
@@ -365,7 +365,7 @@ class Misled(StepTime):
 
 def test_it_goes_back_from_a_way_that_led_nowhere_and_does_not_take_it_again():
     """A margin would keep it at the CF that it only passed through."""
-    policy, sent = Goodput(step_size=4, margin=0.9), []
+    policy, sent = Goodput(goal="time", step_size=4, margin=0.9), []
     policy.start(Context((10, 40), 2, wire_bytes=nbytes))
     policy._time, steady = Misled(nbytes), {10.0: 0.9, 40.0: 0.8}
     for step in range(30):
@@ -475,7 +475,7 @@ def run_with_local_steps(policy, rates, cosine):
 
 
 def with_local_steps(**options):
-    policy = Goodput(gain="error_fed", **options)
+    policy = Goodput(goal="time", gain="error_fed", **options)
     policy.start(Context((10, 1000), 2, wire_bytes=nbytes, local_steps=STEPS))
     return policy
 
@@ -534,7 +534,7 @@ def test_a_network_that_becomes_fast_ends_local_steps(cosine):
 @pytest.mark.parametrize("rate", [1e5, 3e5, 1e6])
 def test_it_does_not_go_to_and_fro(rate):
     """Gradients of ranks apart may be less alike than those of ranks together."""
-    policy = Goodput(gain="error_fed")
+    policy = Goodput(goal="time", gain="error_fed")
     policy.start(Context((10, 1000), 8, wire_bytes=nbytes, local_steps=STEPS))
     chosen, taken = [], 1
     for step in range(600):

@@ -194,7 +194,7 @@ def test_gravac_climbs_by_signal_gain_where_the_error_fed_gain_would_not():
 
 def test_goodput_promises_by_it():
     def promised(gain, total):
-        policy = Goodput(gain=gain, step_size=10)
+        policy = Goodput(goal="time", gain=gain, step_size=10)
         policy.start(Context((10.0, 1000.0), 2, wire_bytes=lambda cf: 1e6 / cf))
         for step in range(12):
             policy.observe(
@@ -227,7 +227,7 @@ def test_goodput_promises_by_it():
 )
 def test_goodput_does_not_climb_on_gains_that_noise_may_have_made(shared, own, ends_at):
     """Noise that all CFs have in common does not say that one is better than another."""
-    policy = Goodput(step_size=10, power=2)
+    policy = Goodput(goal="time", step_size=10, power=2)
     policy.start(Context((10.0, 100.0), 2, wire_bytes=lambda cf: 1e6 / cf))
     steady = {10.0: 0.8, 100.0: 0.1}
     for step in range(60):
@@ -256,11 +256,14 @@ def test_goodput_does_not_climb_on_gains_that_noise_may_have_made(shared, own, e
 
 def test_goodput_knows_the_gains_that_have_a_steady_state():
     with pytest.raises(ValueError, match=r"gain='raw'.*'error_fed', 'signal'"):
-        Goodput(gain="raw")
+        Goodput(goal="time", gain="raw")
 
 
 def test_a_cf_that_is_sure_does_not_wait_for_one_that_promises_more_and_is_not():
-    draw, policy = np.random.default_rng(0), Goodput(step_size=10, power=1, opening=400)
+    draw, policy = (
+        np.random.default_rng(0),
+        Goodput(goal="time", step_size=10, power=1, opening=400),
+    )
     policy.start(Context((10.0, 1000.0), 2, wire_bytes=lambda cf: 1e6 / cf))
     for step in range(400):
         cf, total = policy.plan().send, 1 + draw.normal(0, 0.1)

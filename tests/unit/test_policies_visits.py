@@ -51,7 +51,7 @@ class Machine:
 
     def train(self, steps, noise=0.0):
         """The CFs that are sent."""
-        policy, luck, sent = Goodput(gain="error_fed"), Random(0), []
+        policy, luck, sent = Goodput(goal="time", gain="error_fed"), Random(0), []
         policy.start(
             Context(
                 (10, 1000),

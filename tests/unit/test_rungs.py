@@ -22,7 +22,7 @@ def names(**options) -> dict[float, str]:
 
 def test_by_default_bf16_int8_and_int4_are_below_the_range() -> None:
     assert names() == {2.0: "bf16", 4.0: "int8", 8.0: "int4"}
-    assert names(policy=Goodput(power=1.0), base="dgc") == names()
+    assert names(policy=Goodput(goal="time", power=1.0), base="dgc") == names()
     assert names(cf_range=(5, 100)) == {2.0: "bf16", 4.0: "int8"}
     assert names(cf_range=(3, 100)) == {2.0: "bf16"}
 
@@ -79,7 +79,7 @@ def nbytes(cf: float) -> float:
 
 
 def with_rungs(gain: str) -> Goodput:
-    policy = Goodput(gain=gain)
+    policy = Goodput(goal="time", gain=gain)
     policy.start(Context((10, 1000), 2, wire_bytes=nbytes, assumed=QUANTIZED))
     return policy
 
