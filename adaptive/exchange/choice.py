@@ -36,6 +36,11 @@ from policies.state import read, require
 WORTH = 0.9
 """Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
 
+CALL = 1e-5
+"""Seconds that the host takes for one operation of torch, or one launch of a kernel: 5 to 15
+microseconds on the machines that this was measured on. A constant, so that all ranks choose alike.
+"""
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -46,7 +51,8 @@ class Strategy:
     compresses error-fed gradients itself. sharded: units must not cross the borders of the ranks'
     shards. seats: so many ranks hold the same bucket and share it, so that units must not cross
     borders, and this rank compresses those of its `seat`. votes: payloads hold the values at any
-    number of indices, in full.
+    number of indices, in full. calls: operations and launches that it takes for a bucket, with
+    compressing and decoding: what was counted on the path of a device (docs/gpu.md).
     """
 
     name: str
@@ -58,11 +64,14 @@ class Strategy:
     votes: bool = False
     seats: int = 1
     seat: int = 0
+    calls: int = 0
 
 
-GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1)
+GATHERED = Strategy("all_gather", gathered, gathered_bytes, 1, calls=40)
 SUMMED = Strategy("all_reduce", summed, reduced_bytes, 1)
-SHARDED = Strategy("sharded", partial(sharded, back=Means()), reduced_bytes, 2, sharded=True)
+SHARDED = Strategy(
+    "sharded", partial(sharded, back=Means()), reduced_bytes, 2, sharded=True, calls=90
+)
 
 ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_indices"]
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
@@ -107,7 +116,9 @@ def strategies(base: Compressor) -> list[Strategy]:
         return [SUMMED, GATHERED, SHARDED] if base.feeds_back else [SUMMED, GATHERED]
     if isinstance(above := base.at(inf), Sparsifier):
         start = partial(voted_indices, values=above.values)
-        voted = Strategy("voted_indices", start, voted_bytes, 3, takes_sums=True, votes=True)
+        voted = Strategy(
+            "voted_indices", start, voted_bytes, 3, takes_sums=True, votes=True, calls=110
+        )
         return [GATHERED, SHARDED, voted]
     return [GATHERED, SHARDED]
 
@@ -147,7 +158,8 @@ def in_one_collective(exchange: str, base: Compressor) -> str:
 
 
 class ExchangeChoice:
-    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
+    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`, the
+    time that the host takes to start it included.
 
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
@@ -236,8 +248,9 @@ class ExchangeChoice:
         n, link = self._world_size, self.link
         if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
             link = LinkCost(0.0, 1.0)
-        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n))
-        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n))
+        call = CALL if isfinite(self.link.beta) else 0.0
+        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n)) + call * GATHERED.calls
+        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n)) + call * many.calls
         return many if sharded < WORTH * gathered else GATHERED
 
     def wire_bytes(
