@@ -21,6 +21,7 @@ from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, cut_large, judge, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh
 from compressors.rounds import RoundsCompressor
+from compressors.sharded import Sharded, each_shard, in_shards, shard_borders
 from policies import DENSE
 
 EXACT = NoCompression()
@@ -98,7 +99,8 @@ class Unit:
     compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
     compressed. base: by which it is measured, at `levels`, a CF for each one that the step
     measures. ranges: the parts that it covers, in order. dtype: of the bucket. segments: lengths of
-    the tensors that have scales of their own; of none: all of it is one.
+    the tensors that have scales of their own; of none: all of it is one. shards: all of a bucket,
+    in so many shards, each of which is compressed by itself.
     """
 
     start: int
@@ -111,6 +113,7 @@ class Unit:
     ranges: tuple[Range, ...]
     dtype: torch.dtype = torch.float32
     segments: tuple[int, ...] = ()
+    shards: int = 1
 
     @property
     def spec(self) -> Spec:
@@ -119,7 +122,27 @@ class Unit:
 
     def by(self, cf: float) -> Compressor:
         """What compresses it at `cf`."""
-        return EXACT if cf == DENSE else self.base.at(cf)
+        if cf == DENSE:
+            return EXACT
+        found = self.base.at(cf)
+        return found if self.shards == 1 else in_shards(found, self.shards)
+
+    def shard(self, i: int) -> Unit:
+        """One of the shards, as a unit of its own."""
+        start, stop = shard_borders(self.numel, self.shards)[i : i + 2]
+        spec = each_shard(self.spec, self.shards)[i]
+        start, stop = start + self.start, stop + self.start
+        ranges = tuple(
+            Range(part, max(begin, start), min(end, stop))
+            for part, begin, end in self.ranges
+            if begin < stop and start < end
+        )
+        by = self.compressor.inner if isinstance(self.compressor, Sharded) else self.compressor
+        segments = spec.segments if self.segments else ()
+        return replace(
+            self, start=start, stop=stop, key=spec.key, compressor=by, ranges=ranges,
+            segments=segments, shards=1,
+        )  # fmt: skip
 
     @property
     def numel(self) -> int:
@@ -130,7 +153,8 @@ class Unit:
         """Elements that are sent of it, indices not counted."""
         if self.cf == DENSE:
             return float(self.numel)
-        return self.by(self.cf).floats(Spec.shaped(self.key.shape or (self.numel,), self.cf))
+        shape = () if self.shards > 1 else self.key.shape
+        return self.by(self.cf).floats(Spec.shaped(shape or (self.numel,), self.cf))
 
     @property
     def skipped(self) -> bool:
@@ -275,6 +299,19 @@ class Granularity:
             units.append(self._unit(bucket, run, self.compressor, cfs))
         return units
 
+    def in_shards(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
+        """The units of a bucket of which each of `shards` ranks owns one shard: one for all of a
+        bucket that is compressed as a whole but for their borders, else as `cut` makes them."""
+        parts = [part for part in bucket.parts if part.start != part.stop]
+        in_full = any(part.grad.numel() < self.dense_below for part in parts)
+        if in_full or not bucket.whole or not 1 < shards <= bucket.work.numel():
+            return self.cut(bucket, cfs, shards)
+        ranges = [Range(part, part.start, part.stop) for part in parts]
+        unit = self._unit(bucket, ranges, self.compressor, cfs)
+        if unit.compressor is EXACT:
+            return self.cut(bucket, cfs, shards)
+        return [replace(unit, compressor=in_shards(unit.compressor, shards), shards=shards)]
+
     def _unit(
         self, bucket: Bucket, ranges: Sequence[Range], base: Compressor, cfs: StepCFs
     ) -> Unit:
@@ -293,11 +330,6 @@ class Granularity:
         dtype = bucket.work.dtype
         own = tuple(each.stop - each.start for each in ranges) if self.segments else ()
         return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype, own)
-
-
-def shard_borders(numel: int, shards: int) -> list[int]:
-    """Where each shard begins, and the end: `shards` + 1 positions, as even as can be."""
-    return [numel * i // shards for i in range(shards + 1)]
 
 
 def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]]:
@@ -387,6 +419,7 @@ def record_levels(
 def _of_sample(unit: Unit, numel: int) -> Unit:
     """The unit that its `strided_sample`, of so many elements, would be."""
     key, stop = unit.key._replace(shape=()), unit.start + numel
+    unit = replace(unit, shards=1)
     if numel == unit.numel or not unit.segments:
         return replace(unit, key=key, stop=stop)
     stride = sampling(unit.numel)

@@ -135,7 +135,8 @@ class Reducer:
         bucket = self._open(step, buffer, parameters, rooms, energy)  # 1
         shards = self.exchange.world_size if strategy.sharded else strategy.seats
         granularity = self.granularity.in_full if strategy.votes else self.granularity
-        units = granularity.cut(bucket, step.cfs, shards)
+        cut = granularity.in_shards if strategy.sharded else granularity.cut
+        units = cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
         record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import floor, inf, isfinite, nan, prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -137,6 +138,15 @@ class Payload:
         return kernels_for(self.energies).numbers(self.energies)
 
     @property
+    def marks(self) -> list[Tensor]:
+        """Floating-point numbers that are NaN once `as_nonfinite` has made the payload."""
+        return [part[:1] for part in self.parts if part.is_floating_point() and part.numel()]
+
+    def positions(self) -> Tensor | None:
+        """`indices`, of the whole tensor."""
+        return self.indices
+
+    @property
     def nbytes(self) -> int:
         """Bytes that this payload takes on the wire."""
         return sum(part.numel() * part.element_size() for part in self.parts)
@@ -180,16 +190,58 @@ class Payload:
         return self.with_parts(*parts)
 
 
+@dataclass(frozen=True)
+class RowsPayload(Payload):
+    """The payload of tensors of equal length, one behind the other, each compressed by itself.
+
+    parts: each consists of those of the tensors. layouts: of each tensor's payload: (elements,
+    dtype) of its parts."""
+
+    layouts: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
+
+    @property
+    def marks(self) -> list[Tensor]:
+        rows, found = len(self.layouts), list[Tensor]()
+        for part in self.parts:
+            if part.is_floating_point() and part.numel():
+                values = part.numel() == self.numel  # one of each tensor is enough
+                found.append(part.view(rows, -1)[:, 0].clone() if values else part)
+        return found
+
+    def write(self, out: Tensor) -> None:
+        columns = []
+        for part, own in zip(self.parts, zip(*self.layouts, strict=True), strict=True):
+            columns.append(part.view(torch.uint8).split([n * of.itemsize for n, of in own]))
+        torch.cat([*chain(*zip(*columns, strict=True))], out=out)
+
+    @staticmethod
+    def read(
+        data: Tensor, layouts: Sequence[tuple[tuple[int, torch.dtype], ...]], spec: Spec
+    ) -> RowsPayload:
+        """data: (tensors, bytes; uint8), of which each row begins with a tensor's payload."""
+        sizes = []
+        for layout in layouts:
+            own = [n * of.itemsize for n, of in layout]
+            sizes += [*own, data.shape[1] - sum(own)]
+        pieces, step = data.reshape(-1).split(sizes), len(layouts[0]) + 1
+        parts = (torch.cat(pieces[i::step]).view(of) for i, (_, of) in enumerate(layouts[0]))
+        return RowsPayload(tuple(parts), spec, layouts=tuple(layouts))
+
+
+def joined(specs: Sequence[Spec]) -> Spec:
+    """The spec of tensors that lie one behind the other."""
+    return specs[0]._replace(segments=tuple(chain.from_iterable(s.segments for s in specs)))
+
+
 def any_nonfinite(payloads: Sequence[Payload]) -> Flag:
     """Whether any of the payloads, or a sum that it went into, was made by `as_nonfinite`. As few
     operations for any number of payloads of one dtype."""
     firsts: dict[torch.dtype, list[Tensor]] = {}
-    for part in (part for payload in payloads for part in payload.parts):
-        if part.is_floating_point() and part.numel():
-            firsts.setdefault(part.dtype, []).append(part[:1])
+    for mark in (mark for payload in payloads for mark in payload.marks):
+        firsts.setdefault(mark.dtype, []).append(mark)
     flag: Flag = False
     for first in firsts.values():
-        numbers = torch.cat(first)
+        numbers = torch.cat(first) if len(first) > 1 else first[0]
         flag = either(flag, kernels_for(numbers).any_nan(numbers))
     return flag
 
@@ -288,6 +340,18 @@ class Compressor(ABC):
         inverse of `Payload.write`. On a device their `invalid` may be one flag, which says whether
         any of them is. InvalidPayload if rows are not of `nbytes(spec)`."""
 
+    def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
+        """`compress` of tensors of equal length, two or more, that lie one behind the other in flat
+        x, on a device by as many operations as for two of them: a payload whose bytes are those of
+        the tensors' payloads, one after the other. None where this compressor cannot, and nothing
+        is done. specs: of each tensor."""
+        return None
+
+    def read_rows(self, data: Tensor, specs: Sequence[Spec]) -> Payload | None:
+        """The payload that `compress_rows` has made. data: (tensors, bytes; uint8), of which each
+        row begins with the payload of a tensor. None where this compressor cannot."""
+        return None
+
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
@@ -359,6 +423,15 @@ class NoCompression(Compressor):
         spec = spec.at(1.0)
         return [Payload(parts, spec) for parts in split_rows(data, (spec.numel, spec.dtype))]
 
+    def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
+        whole = self.compress(x, joined(specs), add)
+        layouts = tuple(((spec.numel, spec.dtype),) for spec in specs)
+        return RowsPayload(whole.parts, whole.spec, whole.energies, layouts=layouts)
+
+    def read_rows(self, data: Tensor, specs: Sequence[Spec]) -> Payload | None:
+        layouts = [((spec.numel, spec.dtype),) for spec in specs]
+        return RowsPayload.read(data, layouts, joined(specs).at(1.0))
+
     def nearest(self, spec: Spec) -> float:
         return 1.0
 
@@ -400,6 +473,12 @@ def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tens
             f"payloads must be of {wanted} bytes (uint8), "
             f"got {data.dtype} of shape {tuple(data.shape)}"
         )
+    columns = columns_of(data, parts)
+    return list(zip(*map(torch.unbind, columns), strict=True)) if parts else [()] * len(data)
+
+
+def columns_of(data: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """What `split_rows` finds of each part: (ranks, elements)."""
     columns, start = [], 0
     for count, dtype in parts:
         size = dtype.itemsize
@@ -410,9 +489,9 @@ def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tens
         ):
             raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
         columns.append(
-            raw.view(dtype).unbind() if count else [data.new_empty(0).view(dtype)] * len(data)
+            raw.view(dtype) if count else data.new_empty(0).view(dtype).expand(len(data), 0)
         )
-    return list(zip(*columns, strict=True)) if parts else [()] * len(data)
+    return columns
 
 
 def projection_error(total: Scalar, energy: Scalar) -> Scalar:

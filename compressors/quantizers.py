@@ -22,9 +22,13 @@ from compressors.kernels.blocks import (
     Flag,
     scratch,
     widened,
+    zeros_if,
 )
 from compressors.wire import values
-from compressors.wire.values import BlockFormat, Half, Levels, TensorLevels
+from compressors.wire.values import BlockFormat, Half, Layout, Levels, TensorLevels
+
+AT_ONCE = 1 << 26
+"""Elements that all ranks' payloads may be decoded to at once: 256 MB in float32."""
 
 
 class Quantizer(Compressor):
@@ -74,6 +78,26 @@ class Quantizer(Compressor):
         layout = self.forms[spec.cf].layout(spec.numel, spec.dtype, spec.segments)
         return [Payload(parts, spec) for parts in base.split_rows(data, *layout)]
 
+    def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
+        spec = base.joined(specs)
+        base.check_flat(x, spec, add)
+        spec = spec.at(self._nearest(spec.cf))
+        form = self.forms[spec.cf]
+        made = values.encode_rows(form, x.detach(), add, spec, len(specs))
+        return made and base.RowsPayload(*made[:1], spec, made[1], layouts=self._layouts(specs))
+
+    def read_rows(self, data: Tensor, specs: Sequence[Spec]) -> Payload | None:
+        spec = base.joined(specs)
+        form = self.form(spec.cf)
+        if not values.decodes_rows(form, data):
+            return None
+        return base.RowsPayload.read(data, self._layouts(specs), spec.at(self._nearest(spec.cf)))
+
+    def _layouts(self, specs: Sequence[Spec]) -> tuple[Layout, ...]:
+        form, dtype = self.form(specs[0].cf), specs[0].dtype
+        known = {of: form.layout(sum(of), dtype, of) for of in {spec.segments for spec in specs}}
+        return tuple(known[spec.segments] for spec in specs)
+
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
@@ -81,16 +105,38 @@ class Quantizer(Compressor):
             base.check_out(out, payload)
         if not self._decode_fused(out.detach(), payloads, scale, add=False, as_zeros=as_zeros):
             out = out.detach()
+            if self._decode_at_once(out, payloads, scale, as_zeros):
+                return
             for start, stop in blocks.block_bounds(out):
                 block = out[start:stop].zero_()
                 for payload in payloads:
                     self._add_block(block, payload.as_zeros(as_zeros), start, scale)
 
+    def _decode_at_once(
+        self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag
+    ) -> bool:
+        """`mean_of` by as many of torch's operations for any number of payloads; False on the host,
+        where it cannot, and where that would take too much memory; nothing is done then."""
+        count, first = len(payloads), payloads[0] if payloads else None
+        if kernels_for(out).may_read or first is None or not 0 < count * out.numel() <= AT_ONCE:
+            return False
+        form, spec = self.form(first.cf), first.spec
+        alike = all(each.spec.segments == spec.segments for each in payloads)
+        if not form.codes_rows or count == 1 or not alike or isinstance(first, base.RowsPayload):
+            return False
+        parts = tuple(map(torch.cat, zip(*(each.parts for each in payloads), strict=True)))
+        decoded = torch.empty(count * out.numel(), dtype=widened(spec.dtype), device=out.device)
+        form.decode_from(parts, spec.segments * count, 0, decoded, spec.dtype, count)
+        decoded = decoded.mul_(scale).view(count, -1).sum(0)
+        out.copy_(zeros_if(as_zeros, decoded))
+        return True
+
     def _add_block(self, out: Tensor, payload: Payload, start: int, scale: float) -> None:
         """out += scale * decoded, for a block of elements from `start` on."""
         spec, form = payload.spec, self.form(payload.cf)
         decoded = scratch("decoded", out.numel(), widened(spec.dtype), out.device)
-        form.decode_from(payload.parts, spec.segments, start, decoded, spec.dtype)
+        rows = len(payload.layouts) if isinstance(payload, base.RowsPayload) else 1
+        form.decode_from(payload.parts, spec.segments, start, decoded, spec.dtype, rows)
         out.add_(decoded.to(spec.dtype), alpha=scale)
 
     def nearest(self, spec: Spec) -> float:
@@ -120,8 +166,12 @@ class Quantizer(Compressor):
             return False
         if any(payload.dtype != out.dtype for payload in payloads):
             return False
-        coded = fused.coded([payload.parts for payload in payloads], out.numel(), coding)
-        fused.write_values(out, coded, scale, add, as_zeros)
+        rows = len(payloads[0].layouts) if isinstance(payloads[0], base.RowsPayload) else 1
+        if rows > 1:
+            coded = fused.coded_rows(payloads[0].parts, out.numel() // rows, coding, rows)
+        else:
+            coded = fused.coded([payload.parts for payload in payloads], out.numel(), coding)
+        fused.write_values(out, coded, scale, add, as_zeros, rows > 1)
         return True
 
 

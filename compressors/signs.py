@@ -21,6 +21,7 @@ from compressors.kernels import kernels_for
 from compressors.kernels.blocks import scratch_like
 from compressors.quantizers import OneFormat
 from compressors.wire import values
+from compressors.wire.packing import pack_bits, unpack_bits
 from compressors.wire.values import Cut, Layout, Parts, Pieces, ScaledCodes, pieces
 
 
@@ -44,6 +45,7 @@ class OneBit(OneFormat):
     only_cf = 32.0
     keeps_zeros = False
     shared = 2
+    codes_rows = True
 
     def __init__(self, column: int | None = 512) -> None:
         if column is not None:
@@ -96,13 +98,13 @@ class OneBit(OneFormat):
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         low, above, packed = parts
         kernels = kernels_for(out)
-        kernels.unpack_bits(packed, out)
+        unpack_bits(packed, out, cut.rows)
         out.mul_(kernels.spread(above, cut.counts)).add_(kernels.spread(low, cut.counts))
 
 
 def _code_signs(form: OneBit | SignSGD, x: Tensor, parts: Parts, cut: Cut) -> Tensor:
     kernels, work = kernels_for(x), scratch_like("work", x)
-    parts[-1].copy_(kernels.pack_bits(kernels.not_negative(x)))
+    parts[-1].copy_(pack_bits(kernels.not_negative(x), cut.rows))
     form.decode_block(parts, work, cut)
     return work
 
@@ -126,6 +128,7 @@ class SignSGD(OneFormat):
     only_cf = 32.0
     keeps_zeros = False
     shared = 1
+    codes_rows = True
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
         return pieces(segments)
@@ -147,7 +150,7 @@ class SignSGD(OneFormat):
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scale, packed = parts
         kernels = kernels_for(out)
-        kernels.unpack_bits(packed, out)
+        unpack_bits(packed, out, cut.rows)
         scale = kernels.spread(scale, cut.counts)
         out.mul_(2 * scale).sub_(scale)
 

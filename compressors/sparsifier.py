@@ -68,6 +68,50 @@ class SparsePayload(Payload):
         return replace(self, parts=parts, sent=None)
 
 
+_NOTHING = Spec(())
+
+
+@dataclass(frozen=True)
+class SparseRows(SparsePayload):
+    """The sparse payload of tensors of equal length, one behind the other, each compressed by
+    itself: on a device, without empty slots.
+
+    parts: (tensors, elements): indices are positions in their tensor. row: the spec of the first.
+    """
+
+    row: Spec = _NOTHING
+
+    @property
+    def rows(self) -> int:
+        """Number of tensors."""
+        return len(self.parts[0])
+
+    @property
+    def capacity(self) -> int:
+        return self.rows * self.row.num_kept
+
+    @property
+    def nbytes(self) -> int:
+        coded = sum(part.numel() * part.element_size() for part in self.parts[1:])
+        numel, k = self.row.numel, self.row.num_kept
+        return coded + self.rows * choose_format(numel, k).nbytes(numel, k)
+
+    @property
+    def marks(self) -> list[Tensor]:
+        floats = [part for part in self.parts if part.is_floating_point()]
+        return [part[:, 0].clone() for part in floats]
+
+    def positions(self) -> Tensor:
+        starts = torch.arange(0, self.numel, self.row.numel, device=self.parts[0].device)
+        return (self.parts[0] + starts[:, None]).view(-1).int()
+
+    def write(self, out: Tensor) -> None:
+        numel, k = self.row.numel, self.row.num_kept
+        choose_format(numel, k).write(
+            self.parts[0].view(-1), numel, k, out, self.parts[1:], self.rows
+        )
+
+
 class Sparsifier(Compressor):
     """A sparsifier keeps at most k = max(1, floor(numel / cf)) elements and sends k slots.
 
@@ -113,6 +157,8 @@ class Sparsifier(Compressor):
     def smaller(self, payload: Payload, factor: float) -> Payload:
         """Keeps the largest of the elements in `payload`, whatever rule chose those."""
         assert isinstance(payload, SparsePayload)
+        if isinstance(payload, SparseRows):
+            return self._smaller_rows(payload, factor)
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         values = self._decoded(payload) if payload.exact is None else payload.exact
         positions = kernels_for(values).largest(values, min(spec.num_kept, values.numel()))
@@ -124,8 +170,9 @@ class Sparsifier(Compressor):
         fused = self._fused(out, [payload])
         if fused is not None:
             indices = payload.parts[0]
-            coded = self._coded(fused, [payload], indices.numel())
-            fused.add_sparse(out.detach(), indices, coded, scale)
+            rows = payload.rows if isinstance(payload, SparseRows) else 1
+            coded = self._coded(fused, [payload], indices.numel() // rows)
+            fused.add_sparse(out.detach(), indices, coded, scale, rows)
             return
         indices, values = payload.parts[0], self._decoded(payload)
         if not self.exact_count:  # slots that hold nothing add 0 somewhere
@@ -143,6 +190,61 @@ class Sparsifier(Compressor):
             self._sparse((indices, *coded), spec, invalid=invalid)
             for (*coded, _), (indices, invalid) in zip(rows, decoded, strict=True)
         ]
+
+    def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
+        spec, row = base.joined(specs), specs[0]
+        base.check_flat(x, spec, add)
+        chosen = self.select_rows(x.detach(), len(specs), row.num_kept, add, spec.key)
+        return chosen and self._rows_payload(chosen, spec, row)
+
+    def select_rows(
+        self, tensor: Tensor, rows: int, k: int, add: Tensor | None, key: Key
+    ) -> Selected | None:
+        """`select` in each of so many tensors of equal length, as `Kernels.select_rows`: always k
+        elements. None where this sparsifier cannot, and nothing is done."""
+        return None
+
+    def _rows_payload(self, chosen: Selected, spec: Spec, row: Spec) -> SparseRows:
+        indices, values, total = chosen
+        rows = spec.numel // row.numel
+        spec = spec.at(row.cf)
+        fused = self.values.fused(values, None, spec.key, True, rows)
+        assert fused is not None  # as `select_rows` has made sure of
+        coded, decoded, norms = fused
+        kernels = kernels_for(values).fused(values)
+        of = kernels.sum_energies(total, norms, values.numel() < spec.numel)
+        sent = None if self.values.lossless else decoded
+        parts = tuple(part.view(rows, -1) for part in (indices, *coded))
+        return SparseRows(
+            parts, spec, of, indices=indices, full=True, exact=values, sent=sent, row=row
+        )
+
+    def _smaller_rows(self, payload: SparseRows, factor: float) -> Payload:
+        assert payload.exact is not None
+        spec = payload.spec.at(base.combined_cf(payload.cf, factor))
+        row, rows = payload.row.at(spec.cf), payload.rows
+        count = payload.row.num_kept
+        chosen = kernels_for(payload.exact).select_rows(
+            payload.exact, rows, min(row.num_kept, count), None
+        )
+        if chosen is None:  # one element of each tensor, as before
+            return replace(payload, spec=spec, row=row)
+        starts = torch.arange(0, rows * count, count, device=chosen.indices.device)
+        at = (chosen.indices.view(rows, -1) + starts[:, None]).view(-1)
+        indices = payload.parts[0].view(-1).index_select(0, at)
+        return self._rows_payload(Selected(indices, chosen.values, payload.scalars[0]), spec, row)
+
+    def read_rows(self, data: Tensor, specs: Sequence[Spec]) -> Payload | None:
+        spec, row = base.joined(specs), specs[0]
+        fused = kernels_for(data).fused(data)
+        if fused is None or not self.exact_count or not self.values.fuses:
+            return None
+        nbytes, layout = self.index_nbytes(row), self.values.layout(row.num_kept, row.dtype)
+        data = data[:, : self.nbytes(row)]
+        *coded, _ = base.columns_of(data, (*layout, (nbytes, torch.uint8)))
+        decoded = self._unpacked(data[:, data.shape[1] - nbytes :], row)
+        indices = fused.as_rows([each for each, _ in decoded])
+        return SparseRows((indices, *coded), spec, invalid=decoded[0][1], full=True, row=row)
 
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
@@ -166,9 +268,13 @@ class Sparsifier(Compressor):
         fused = self._fused(out, payloads)
         if as_zeros is True or fused is None:
             return False
-        indices = fused.as_rows([payload.parts[0] for payload in payloads])
+        side_by_side = isinstance(payloads[0], SparseRows)
+        if side_by_side:
+            (indices,) = (payload.parts[0] for payload in payloads)
+        else:
+            indices = fused.as_rows([payload.parts[0] for payload in payloads])
         coded = self._coded(fused, payloads, indices.shape[1])
-        fused.add_sparse_rows(out.detach(), indices, coded, scale, as_zeros, onto)
+        fused.add_sparse_rows(out.detach(), indices, coded, scale, as_zeros, onto, side_by_side)
         return True
 
     def floats(self, spec: Spec) -> float:
@@ -245,6 +351,11 @@ class Sparsifier(Compressor):
         """The values of payloads as kernels decode them: `count` of each, in full if they are known
         so."""
         known = self.values.coding
+        if isinstance(payloads[0], SparseRows):
+            of = payloads[0]
+            if of.sent is not None:
+                return fused.coded_rows((of.sent,), count, Coding("floats"), of.rows)
+            return fused.Coded(of.parts[1], of.parts[-1], count, known)
         sent = [payload.sent for payload in payloads if isinstance(payload, SparsePayload)]
         if known is None or any(values is not None for values in sent):
             decoded = [(self._decoded(payload),) for payload in payloads]
@@ -279,3 +390,10 @@ class TopK(Sparsifier):
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
         return kernels_for(tensor).select(tensor, k, add)
+
+    def select_rows(
+        self, tensor: Tensor, rows: int, k: int, add: Tensor | None, key: Key
+    ) -> Selected | None:
+        if not self.values.fuses:
+            return None
+        return kernels_for(tensor).select_rows(tensor, rows, k, add)

@@ -35,6 +35,11 @@ from policies.state import read, require
 WORTH = 0.9
 """Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
 
+CALL = 1e-5
+"""Seconds that the host takes for one operation of torch, or one launch of a kernel: 5 to 15
+microseconds on the machines that this was measured on. A constant, so that all ranks choose alike.
+"""
+
 
 GATHERED, SUMMED, SHARDED = Gathered(), Summed(), ShardedMeans(Means())
 
@@ -157,7 +162,8 @@ def in_one_collective(exchange: str | Strategy, base: Compressor, ranks: int = 2
 
 
 class ExchangeChoice:
-    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`.
+    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`, the
+    time that the host takes to start it included.
 
     With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
     a sparsifier voted indices, which send fewer bytes than that and get more through.
@@ -268,8 +274,9 @@ class ExchangeChoice:
         n, link = self._world_size, self.link
         if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
             link = LinkCost(0.0, 1.0)
-        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n))
-        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n))
+        call = CALL if isfinite(self.link.beta) else 0.0
+        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n)) + call * GATHERED.calls
+        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n)) + call * many.calls
         return many if sharded < WORTH * gathered else GATHERED
 
     def wire_bytes(

@@ -34,6 +34,7 @@ from compressors.base import Payload, Spec, any_nonfinite
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import Flag, either, fill_if, fresh
 from compressors.rounds import RoundsCompressor
+from compressors.sharded import Sharded, in_shards
 from policies import DENSE
 
 FP32 = 4
@@ -124,7 +125,9 @@ class Strategy(ABC):
     Of ours only. takes_sums: it compresses error-fed gradients itself. sharded: no unit crosses the
     border between the shards of two ranks. votes: payloads hold the values at any number
     of indices, in full. seats: so many ranks hold the same bucket and share it, so that units must
-    not cross borders, and this rank compresses those of its `seat`.
+    not cross borders, and this rank compresses those of its `seat`. calls: operations and launches
+    that it takes for a bucket, with compressing and decoding, as counted on the path of a device
+    (docs/gpu.md).
     """
 
     name: str = ""
@@ -133,6 +136,7 @@ class Strategy(ABC):
     votes: bool = False
     seats: int = 1
     seat: int = 0
+    calls: int = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -175,7 +179,7 @@ class Wrapped(Strategy):
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.name = inner, inner.name
         self.takes_sums, self.sharded, self.votes = inner.takes_sums, inner.sharded, inner.votes
-        self.seats, self.seat = inner.seats, inner.seat
+        self.seats, self.seat, self.calls = inner.seats, inner.seat, inner.calls
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self.inner.rounds(exchange, outgoing)
@@ -191,6 +195,7 @@ class Gathered(Strategy):
     """Every rank sends its payloads to every other."""
 
     name = "all_gather"
+    calls = 40
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return gathered(exchange, outgoing)
@@ -231,6 +236,7 @@ class ShardedMeans(Summed):
 
     name = "sharded"
     sharded = True
+    calls = 90
 
     def __init__(self, back: Means) -> None:
         self.back = back
@@ -290,23 +296,23 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
     """
     work, back = out.bucket.work, replace(back)  # as it is in this step
+    n, rank = exchange.world_size, exchange.rank
     # No later step has units of the same names as one whose buckets DDP is yet to cut anew.
     server = back.memory if out.bucket.settled else None
-    shards = by_shards(out.units, work.numel(), exchange.world_size)
-    sizes = [sum(payload_sizes(units)) for units in shards]
     wire = pack(out, out.units, out.payloads)
-    rows = yield exchange.all_to_all(wire, sizes)
+    rows = yield exchange.all_to_all(wire, shard_sizes(out.units, work.numel(), n))
 
-    mine = shards[exchange.rank]
+    mine = _owned(out.units, work.numel(), n, rank)
     received = unpack(mine, rows)
-    down = [[_downward(unit, back) for unit in units] for units in shards]
-    down_sizes = [sum(payload_sizes(units)) for units in down]
+    down = [_downward(unit, back) for unit in out.units]
+    down_sizes = shard_sizes(down, work.numel(), n)
+    mine_down = [_downward(unit, back) for unit in mine]
     numels = [unit.numel for unit in mine]
     room = out.bucket.room("mean of a shard", sum(numels))
     means = list(zip(mine, room.split(numels), strict=True))
     second: list[Payload] = []
     nonfinite: Flag = False
-    both = zip(means, down[exchange.rank], received, strict=True)
+    both = zip(means, mine_down, received, strict=True)
     before: list[Tensor | None] = []
     for (unit, mean), below, payloads in both:
         kept = None if server is None else server.get(unit.key.name)
@@ -323,11 +329,9 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
         if levels:
             out.report_means(energies_of(levels))
     nonfinite = either(nonfinite, all_finite(room) ^ True)
-    pairs = list(zip(down[exchange.rank], second, strict=True))
-    second = [payload.as_nonfinite(nonfinite) for unit, payload in pairs]
-    wire = work.new_zeros(max(down_sizes), dtype=torch.uint8)  # the collective wants equal sizes
-    wire[: down_sizes[exchange.rank]] = pack(out, down[exchange.rank], second)
-    for (unit, _), (_, mean), payload in zip(pairs, means, second, strict=True):
+    second = [payload.as_nonfinite(nonfinite) for payload in second]
+    wire = pack(out, mine_down, second, max(down_sizes))  # the collective wants equal sizes
+    for unit, (_, mean), payload in zip(mine_down, means, second, strict=True):
         unit.compressor.add_to(mean, payload, -1.0)
     if server is not None:
         for (unit, mean), kept in zip(means, before, strict=True):
@@ -339,14 +343,40 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
         out.report(second)
     rows = yield exchange.all_gather(wire, means=True)
 
-    everyones: list[Sequence[Payload]] = []
-    for i, (units, size) in enumerate(zip(down, down_sizes, strict=True)):
-        everyones += unpack(units, rows[i : i + 1, :size])
-    in_order = list(chain.from_iterable(down))
+    everyones = [[payload] for payload in _means(down, rows, work.numel(), n)]
     nonfinite = any_nonfinite([*chain(*everyones)])
     fill_if(nonfinite, room, 0.0)
-    by = [unit.compressor for unit in in_order]
+    by = [unit.compressor for unit in down]
     return Received(everyones, nonfinite, 1.0, out.payloads, means, by)
+
+
+def _all_in_one(units: Sequence[Unit]) -> Sharded | None:
+    """The compressor of a bucket's only unit, if that has all shards."""
+    by = units[0].compressor if units else None
+    return by if isinstance(by, Sharded) else None
+
+
+def shard_sizes(units: Sequence[Unit], numel: int, shards: int) -> list[int]:
+    """Bytes of the payloads of each shard of a bucket of `numel` elements."""
+    if whole := _all_in_one(units):
+        return list(whole.sizes(units[0].spec))
+    return [sum(payload_sizes(own)) for own in by_shards(units, numel, shards)]
+
+
+def _owned(units: Sequence[Unit], numel: int, shards: int, rank: int) -> Sequence[Unit]:
+    """The units of this rank's shard."""
+    return [units[0].shard(rank)] if _all_in_one(units) else by_shards(units, numel, shards)[rank]
+
+
+def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iterator[Payload]:
+    """The payload of each unit. rows: (shards, bytes; uint8), each of which begins with those of
+    its shard."""
+    if whole := _all_in_one(units):
+        yield whole.read_means(rows, units[0].spec)
+        return
+    for row, own in zip(rows, by_shards(units, numel, shards), strict=True):
+        for payload in unpack(own, row[None, : sum(payload_sizes(own))]):
+            yield from payload
 
 
 def _downward(unit: Unit, back: Means) -> Unit:
@@ -355,7 +385,9 @@ def _downward(unit: Unit, back: Means) -> Unit:
         return unit
     by = unit.by(back.cf)
     cf = by.nearest(unit.spec.at(back.cf))
-    return replace(unit, cf=cf, compressor=EXACT if cf == DENSE else by)
+    if cf == DENSE:
+        by = EXACT if unit.shards == 1 else in_shards(EXACT, unit.shards)
+    return replace(unit, cf=cf, compressor=by)
 
 
 def _compress_mean(
@@ -410,11 +442,18 @@ def payload_sizes(units: Sequence[Unit]) -> list[int]:
     return [unit.compressor.nbytes(unit.spec) for unit in units]
 
 
-def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> Tensor:
+def pack(
+    out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload], size: int | None = None
+) -> Tensor:
     """The payloads one after the other in one uint8 tensor, so that one collective carries them.
-    ValueError if one has not its announced size."""
+    size: bytes of it, those that no payload takes being zeros; None: as many as they take.
+    ValueError if a payload has not its announced size."""
     sizes = payload_sizes(units)
-    wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
+    taken = sum(sizes)
+    whole = fresh(taken if size is None else size, torch.uint8, out.bucket.work.device)
+    wire = whole[:taken]
+    if whole.numel() > taken:
+        whole[taken:].zero_()
     for unit, payload, room in zip(units, payloads, wire.split(sizes), strict=True):
         if payload.nbytes != room.numel():
             raise ValueError(
@@ -423,7 +462,7 @@ def pack(out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload]) -> T
                 f"nbytes must depend on its arguments only"
             )
         payload.write(room)
-    return wire
+    return whole
 
 
 def unpack(units: Sequence[Unit], rows: Tensor) -> Iterator[list[Payload]]:

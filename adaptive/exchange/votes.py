@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from itertools import chain, pairwise
+from functools import cache
+from itertools import chain
 from math import prod
 
 import torch
 from torch import Tensor
 
-from adaptive.bucket import shard_borders
 from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
-from compressors.base import Key, Payload, Spec, kept, split_rows
+from compressors.base import Key, Payload, Spec, kept
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, fresh
+from compressors.sharded import each_shard, in_shards, shard_borders
 from compressors.sparsifier import Sparsifier
+from compressors.value_list import ValueList
 from compressors.wire.values import Full, ValueFormat
 from policies import DENSE
 
@@ -27,6 +29,7 @@ class Voted(Strategy):
     name = "voted_indices"
     takes_sums = True
     votes = True
+    calls = 110
 
     def __init__(self, values: ValueFormat) -> None:
         self.values = values
@@ -81,29 +84,23 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
     key = out.bucket.key._replace(name=f"values {out.index}")
     sent = lists.flat.clone()
-    wires = [lists.encode(sent, rank, key, out.bucket.nonfinite) for rank in range(n)]
+    wire = lists.encode(sent, key, out.bucket.nonfinite)
     out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
-    sizes = [wire.numel() for wire in wires]
-    rows = yield exchange.all_to_all(torch.cat(wires), sizes)
+    rows = yield exchange.all_to_all(wire, lists.sizes)
 
     mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
-    for row in rows:
-        for piece, decoded in zip(lists.of(mean, me), lists.decode(row, me), strict=True):
-            piece.add_(decoded, alpha=1 / n)
+    lists.mean_of(lists.of(mean, me), rows, me)
     nonfinite = all_finite(mean) ^ True
     fill_if(nonfinite, mean, 0.0)
     exact = mean.clone()
-    wire = fresh(max(sizes), torch.uint8, mean.device).zero_()  # the collective wants equal sizes
-    wire[: sizes[me]] = lists.encode(mean, me, key._replace(rank=key.rank + n), nonfinite)
+    wire = fresh(max(lists.sizes), torch.uint8, mean.device).zero_()  # all send equally many bytes
+    key = key._replace(rank=key.rank + n)
+    wire[: lists.sizes[me]] = lists.encode_own(lists.of(mean, me), key, nonfinite, me)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
     sent.sub_(exact.sub_(mean), alpha=n)
     rows = yield exchange.all_gather(wire, means=True)
 
-    for rank, row in enumerate(rows):
-        for piece, decoded in zip(
-            lists.of(mean, rank), lists.decode(row[: sizes[rank]], rank), strict=True
-        ):
-            piece.copy_(decoded)
+    lists.read_means(mean, rows)
     received = [[payload] for payload in lists.put(own, mean)]
     return Received(received, all_finite(mean) ^ True, 1.0, lists.put(own, sent))
 
@@ -112,7 +109,8 @@ class _ValueLists:
     """The values of a bucket's payloads one after the other, those that are coded first, and all of
     them cut into two pieces for each rank: of what is coded, and of what is not.
 
-    flat: the values. coded: which payloads' values travel as `form` says."""
+    flat: the values. coded: which payloads' values travel as `form` says. sizes: bytes of each
+    rank's pieces."""
 
     def __init__(
         self,
@@ -126,45 +124,64 @@ class _ValueLists:
         lists = [payloads[i].parts[-1] for i in self._order]
         self._numels = [each.numel() for each in lists]
         self.flat = torch.cat([empty, *lists])
-        self._forms = (form, Full())
-        border = sum(self._numels[: len(coded)])
-        cuts = shard_borders(border, ranks), shard_borders(self.flat.numel() - border, ranks)
-        self._slices = [
-            [slice(first + a, first + b) for first, (a, b) in zip((0, border), each, strict=True)]
-            for each in zip(*map(pairwise, cuts), strict=True)
-        ]
+        self._border = sum(self._numels[: len(coded)])
+        self._by = in_shards(_value_list(form), ranks), in_shards(_value_list(_FULL), ranks)
+        numels = self._border, self.flat.numel() - self._border
+        self._specs = [Spec((numel,), dtype=self.flat.dtype) for numel in numels]
+        both = [by.sizes(spec) for by, spec in zip(self._by, self._specs, strict=True)]
+        self._coded_sizes, self._full_sizes = both
+        self.sizes = [sum(each) for each in zip(*both, strict=True)]
 
     def of(self, x: Tensor, rank: int) -> list[Tensor]:
         """The rank's pieces of `x`, which is like `flat`."""
-        return [x[where] for where in self._slices[rank]]
-
-    def encode(self, x: Tensor, rank: int, key: Key, nonfinite: Flag) -> Tensor:
-        """The bytes of the rank's pieces of `x`, which become what `decode` makes of these."""
-        parts: list[Tensor] = []
-        for form, piece in zip(self._forms, self.of(x, rank), strict=True):
-            if piece.numel():
-                coded, decoded = form.encode(piece, key)
-                parts += coded
-                piece.copy_(decoded)
-        payload = Payload(tuple(parts), Spec.of(x, key=key))
-        wire = fresh(payload.nbytes, torch.uint8, x.device)
-        (payload.as_nonfinite(nonfinite) if parts else payload).write(wire)
-        return wire
-
-    def decode(self, wire: Tensor, rank: int) -> list[Tensor]:
-        """The rank's pieces, from their bytes."""
-        dtype, numels = self.flat.dtype, [each.stop - each.start for each in self._slices[rank]]
-        layouts = [
-            form.layout(numel, dtype) if numel else ()
-            for form, numel in zip(self._forms, numels, strict=True)
-        ]
-        (parts,) = split_rows(wire[None], *chain(*layouts))
-        first, pieces = len(layouts[0]), []
-        for form, own, numel in zip(
-            self._forms, (parts[:first], parts[first:]), numels, strict=True
-        ):
-            pieces.append(form.decode(own, numel, dtype) if numel else self.flat[:0])
+        pieces = []
+        for run, by in zip(self._runs(x), self._by, strict=True):
+            start, stop = shard_borders(run.numel(), by.shards)[rank : rank + 2]
+            pieces.append(run[start:stop])
         return pieces
+
+    def encode(self, x: Tensor, key: Key, nonfinite: Flag) -> Tensor:
+        """The bytes of all ranks' pieces of `x`, which becomes what these stand for."""
+        wires = []
+        for run, by, spec in zip(self._runs(x), self._by, self._specs, strict=True):
+            wires.append(_written(by.compress(run, spec._replace(key=key)), nonfinite, x))
+        if not wires[1].numel():
+            return wires[0]
+        both = zip(wires, (self._coded_sizes, self._full_sizes), strict=True)
+        pieces = zip(*(wire.split(list(sizes)) for wire, sizes in both), strict=True)
+        return torch.cat([*chain.from_iterable(pieces)])
+
+    def encode_own(self, pieces: Sequence[Tensor], key: Key, nonfinite: Flag, rank: int) -> Tensor:
+        """The same of one rank's pieces."""
+        each = zip(pieces, self._by, self._own_specs(rank), strict=True)
+        made = [by.inner.compress(piece, spec._replace(key=key)) for piece, by, spec in each]
+        return torch.cat([_written(payload, nonfinite, self.flat) for payload in made])
+
+    def mean_of(self, pieces: Sequence[Tensor], rows: Tensor, rank: int) -> None:
+        """Fill the rank's pieces with the mean of those that the ranks have sent as their rows."""
+        sizes = [self._coded_sizes[rank], self._full_sizes[rank]]
+        each = zip(pieces, self._by, self._own_specs(rank), rows.split(sizes, dim=1), strict=True)
+        for piece, by, spec, data in each:
+            if piece.numel():
+                by.inner.mean_of(piece, by.inner.read(data, spec), 1 / len(rows))
+
+    def read_means(self, x: Tensor, rows: Tensor) -> None:
+        """Fill `x`, which is like `flat`, from the bytes with which each rank's row begins."""
+        (coded, full), by = self._runs(x), self._by[0]
+        if coded.numel():
+            by.mean_of(coded, [by.read_means(rows, self._specs[0])], 1.0)
+        if full.numel():
+            sizes = []
+            for both in zip(self._coded_sizes, self._full_sizes, strict=True):
+                sizes += [*both, rows.shape[1] - sum(both)]
+            full.copy_(torch.cat(rows.reshape(-1).split(sizes)[1::3]).view(x.dtype))
+
+    def _runs(self, x: Tensor) -> Sequence[Tensor]:
+        return x[: self._border], x[self._border :]
+
+    def _own_specs(self, rank: int) -> list[Spec]:
+        both = zip(self._by, self._specs, strict=True)
+        return [each_shard(spec, by.shards)[rank] for by, spec in both]
 
     def put(self, payloads: Sequence[Payload], x: Tensor) -> list[Payload]:
         """The payloads with the values of `x`, which is like `flat`."""
@@ -181,3 +198,20 @@ def _rounded(payload: Payload, sent: Payload) -> Payload:
     kept, lost = kernels_for(norms).numbers(norms)
     total, _, error = payload.scalars
     return replace(sent, energies=energies(total, kept, error + lost, values))
+
+
+def _written(payload: Payload, nonfinite: Flag, like: Tensor) -> Tensor:
+    """The bytes of a payload of values; all NaN if `nonfinite`."""
+    wire = fresh(payload.nbytes, torch.uint8, like.device)
+    if payload.nbytes:
+        payload.as_nonfinite(nonfinite).write(wire)
+    return wire
+
+
+@cache
+def _value_list(form: ValueFormat) -> ValueList:
+    """`ValueList`, made once."""
+    return ValueList(form)
+
+
+_FULL = Full()

@@ -116,7 +116,7 @@ class BucketMemory:
     def clear_velocity(self, unit: Unit, payload: Payload, nonfinite: Flag) -> None:
         """Momentum factor masking: the velocity of what this rank has sent for a unit becomes zero,
         where the memory wants that; not in a nonfinite step."""
-        indices = payload.indices if unit.cf >= self._memory.masking else None
+        indices = payload.positions() if unit.cf >= self._memory.masking else None
         if indices is None or unit.ranges[0].part.parameter.velocity is None:
             return
         if indices.numel() == unit.numel:

@@ -73,13 +73,15 @@ class Natural(OneFormat):
         self.decode_block(parts, decoded, cut)
         return decoded
 
-    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+    def fused(
+        self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True, rows: int = 1
+    ) -> Encoded | None:
         fused = kernels_for(x).fused(x, add)
         if fused is None:
             return None
         random = torch.empty_like(x, dtype=torch.int32)
         values.fill_random16(random, self.seed, key, 0)
-        return fused.encode_natural(x, add, random, decode)
+        return fused.encode_natural(x, add, random, decode, rows)
 
     def _codes(self, x: Tensor, random: Tensor, offsets: Tensor) -> Tensor:
         """Codes, still as wide as the elements, for rows that have an offset each, which is filled

@@ -179,6 +179,12 @@ class Kernels:
         indices = self.largest(x, k)
         return Selected(indices, x.index_select(0, indices), total)
 
+    def select_rows(self, x: Tensor, rows: int, k: int, add: Tensor | None) -> Selected | None:
+        """`select` in each of so many tensors of equal length, which lie one behind the other in x.
+        Positions are those in their tensor; total: of all. None where they cannot be selected from
+        at once, and nothing is done."""
+        return None
+
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
         """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).
 

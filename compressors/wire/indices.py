@@ -75,18 +75,20 @@ class IndexFormat:
         capacity: int,
         out: Tensor,
         values: Sequence[Tensor] = (),
+        rows: int = 1,
     ) -> bool:
         """Fill `out` with the parts of coded `values`, at most two, and the bytes of `indices`
-        after them, by one of Triton's kernels; False where it cannot, and nothing is done."""
-        if indices.numel() > capacity:
-            raise ValueError(f"indices must be at most {capacity}, got {indices.numel()}")
-        size = self.nbytes(numel, capacity) + sum(part.nbytes for part in values)
+        after them, by one of Triton's kernels; False where it cannot, and nothing is done. rows: of
+        so many payloads, one after the other; `indices` and each part are theirs in turn."""
+        if indices.numel() > rows * capacity:
+            raise ValueError(f"indices must be at most {capacity}, got {indices.numel() // rows}")
+        size = rows * self.nbytes(numel, capacity) + sum(part.nbytes for part in values)
         fits = out.numel() == size and out.dtype == torch.uint8 and out.is_contiguous()
         fused = kernels_for(out).fused(out, indices)
         if fused is None or not fits or len(values) > 2:
             return False
         map_nbytes, at = self._map_nbytes(numel, capacity), indices.detach().contiguous()
-        fused.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values)
+        fused.write_sparse(at, numel, capacity, self.low, map_nbytes, out, values, rows)
         return True
 
     def decode(

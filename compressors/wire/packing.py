@@ -99,17 +99,23 @@ def codes_nbytes(count: int, levels: int) -> int:
     return (blocks * -(-CODE_BLOCK // rows) - (-rest // rows)) * byte_rows
 
 
-def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor) -> None:
+def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor, tensors: int = 1) -> None:
     """Pack the codes q + offset, each below `levels`, into `out`; with 256 levels q in two's
     complement.
 
-    q: flat whole numbers. out: uint8, codes_nbytes elements."""
+    q: flat whole numbers. out: uint8, codes_nbytes elements. tensors: of equal length, which are
+    packed one by one, on a device all at once."""
     if levels == 256:
         out.view(torch.int8).copy_(q)
         return
     rows, byte_rows = _rows(levels)
     codes = scratch("codes", q.numel(), torch.int8, q.device).copy_(q).add_(offset)
     codes, native = codes.view(torch.uint8), kernels_for(q).native
+    if tensors > 1:
+        rooms = _blocks(out.view(tensors, -1), codes_nbytes(CODE_BLOCK, levels))
+        for piece, room in zip(_blocks(codes.view(tensors, -1), CODE_BLOCK), rooms, strict=True):
+            pack_numbers(piece, levels, -(-piece.shape[-1] // rows) * rows, room)
+        return
     if q.numel() <= CODE_BLOCK:
         pack_numbers(native(codes), levels, -(-q.numel() // rows) * rows, native(out))
         return
@@ -119,12 +125,18 @@ def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor) -> None:
     out.copy_(_flat(packed, out.numel(), packed.shape[1], byte_rows))
 
 
-def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor) -> None:
+def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor, tensors: int = 1) -> None:
     """Fill flat `out` (floating point) with the q that `pack_codes` packed."""
     if levels == 256:
         out.copy_(packed.view(torch.int8))
         return
     rows, byte_rows = _rows(levels)
+    if tensors > 1:
+        pieces = _blocks(packed.view(tensors, -1), codes_nbytes(CODE_BLOCK, levels))
+        for piece, room in zip(pieces, _blocks(out.view(tensors, -1), CODE_BLOCK), strict=True):
+            numbers, _ = unpack_numbers(piece, levels, piece.shape[-1] // byte_rows * rows)
+            room.copy_(numbers[..., : room.shape[-1]].sub(offset).view(torch.int8))
+        return
     several = out.numel() > CODE_BLOCK
     data = _by_columns(packed, codes_nbytes(CODE_BLOCK, levels), byte_rows) if several else packed
     count = data.shape[-1] // byte_rows * rows
@@ -132,6 +144,33 @@ def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor) -> None:
     codes = torch.as_tensor(numbers)
     codes = _flat(codes, out.numel(), CODE_BLOCK, rows) if several else codes[: out.numel()]
     out.copy_(codes.sub_(offset).view(torch.int8))
+
+
+def pack_bits(bits: Tensor, tensors: int) -> Tensor:
+    """`Kernels.pack_bits` of so many tensors of equal length, each by itself."""
+    if tensors > 1:
+        each = bits.view(tensors, -1)
+        bits = fill_up(each, -(-each.shape[1] // 8) * 8).view(-1)
+    return kernels_for(bits).pack_bits(bits)
+
+
+def unpack_bits(packed: Tensor, out: Tensor, tensors: int) -> None:
+    """Fill flat `out` (floating point) with the bits of `pack_bits`, as 1 and 0."""
+    if tensors == 1 or out.numel() // tensors % 8 == 0:
+        kernels_for(out).unpack_bits(packed, out)
+        return
+    whole = torch.empty(8 * packed.numel(), dtype=out.dtype, device=out.device)
+    kernels_for(out).unpack_bits(packed, whole)
+    each = out.view(tensors, -1)
+    each.copy_(whole.view(tensors, -1)[:, : each.shape[1]])
+
+
+def _blocks(tensors: Tensor, size: int) -> list[Tensor]:
+    """(tensors, blocks, elements): the rows of a matrix in blocks of `size` elements, then what is
+    left of them; only those that have elements."""
+    whole = tensors.shape[1] // size * size
+    pieces = tensors[:, :whole].unflatten(1, (-1, size)), tensors[:, None, whole:]
+    return [piece for piece in pieces if piece.numel()]
 
 
 def _rows(levels: int) -> tuple[int, int]:

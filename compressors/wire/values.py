@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compressors.base import Key, Spec
-from compressors.kernels import kernels_for
+from compressors.kernels import kernels_for, squared_norms
 from compressors.kernels.blocks import (
     CODE_BLOCK,
     Array,
@@ -64,12 +64,13 @@ class ValueFormat(ABC):
 
     name: the registered name, or that of the compressor.
     lossless: decodes to exactly what was encoded.
-    coding: how Triton's kernels decode it; None if they do not know it.
+    coding: how Triton's kernels decode it; None if they do not know it. fuses: they also write it.
     """
 
     name: str = ""
     lossless: bool = False
     coding: Coding | None = None
+    fuses: bool = False
 
     @abstractmethod
     def layout(self, count: int, dtype: torch.dtype, segments: tuple[int, ...] = ()) -> Layout:
@@ -84,9 +85,13 @@ class ValueFormat(ABC):
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         """The values that `parts` stand for: bit by bit the same wherever it is called."""
 
-    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+    def fused(
+        self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True, rows: int = 1
+    ) -> Encoded | None:
         """x += add in place (if given), then `encode` x (flat) by Triton's kernels, with squared
-        norms; what it decodes to only if `decode`. None where they cannot, and nothing is done."""
+        norms; what it decodes to only if `decode`. None where they cannot, and nothing is done.
+        rows: so many tensors of equal length, each coded by itself; each part has theirs in
+        turn."""
         return None
 
     def size(self, count: int, dtype: torch.dtype) -> int:
@@ -122,10 +127,12 @@ class Pieces:
 
 
 class Cut(NamedTuple):
-    """The pieces of a block: which they are, and how many of the block's elements each has."""
+    """The pieces of a block: which they are, and how many of the block's elements each has. rows:
+    the block has so many tensors of equal length, whose codes are packed one by one."""
 
     which: slice
     counts: Array
+    rows: int = 1
 
 
 NO_CUT = Cut(slice(0), np.empty(0, np.int64))
@@ -146,6 +153,8 @@ class BlockFormat(ValueFormat):
     """
 
     shared: int = 0
+    codes_rows: bool = False
+    """It codes tensors of equal length at once (`Cut.rows`) by torch's operations."""
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces | None:
         """The pieces that have numbers in the `shared` parts."""
@@ -199,9 +208,15 @@ class BlockFormat(ValueFormat):
         start: int,
         out: Tensor,
         dtype: torch.dtype,
+        rows: int = 1,
     ) -> None:
-        """Decode the elements from `start` on, a block of them, into `out`."""
-        if out.numel():
+        """Decode the elements from `start` on, a block of them, into `out`. rows: of all, `out` has
+        so many tensors of equal length, each coded by itself."""
+        if rows > 1:
+            of = self.pieces_of(segments)
+            cut = NO_CUT if of is None else of.within(0, out.numel())
+            self.decode_block(parts, out, cut._replace(rows=rows))
+        elif out.numel():
             slices, cut = self._slices(parts, segments, start, out.numel(), dtype)
             self.decode_block(slices, out, cut)
 
@@ -266,6 +281,40 @@ def encode_sum(
     return parts, sum_of(total, kept, lost, x)
 
 
+def encode_rows(
+    form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, rows: int
+) -> tuple[Parts, Tensor] | None:
+    """`encode_sum`, on a device, of tensors of equal length that lie one behind the other, each
+    coded by itself: each part has theirs in turn. None where they cannot be coded at once."""
+    fused = form.fused(x, add, spec.key, False, rows)
+    if fused is not None:
+        return fused.parts, fused.norms.sum(0)
+    if not form.codes_rows:
+        return None
+    if add is not None:
+        x.add_(add)
+    wide, of, parts = x.to(widened(x.dtype)), form.pieces_of(spec.segments), list[Tensor]()
+    cut = NO_CUT
+    if of is not None:
+        cut = of.within(0, x.numel())
+        sums = torch.zeros(3, len(of), dtype=torch.float64, device=x.device)
+        form.look_at(wide, cut, sums)
+        parts += (wide.new_empty(len(of)) for _ in range(form.shared))
+        form.share(sums, torch.from_numpy(of.lengths).to(x.device, non_blocking=True), (*parts,))
+    layout = form.block_layout(x.numel() // rows, x.dtype)
+    parts += (fresh(rows * size, dtype, x.device) for size, dtype in layout)
+    sent = form.code(wide, 0, spec.key, (*parts,), cut._replace(rows=rows))
+    norms = squared_norms([wide, sent, wide - sent])
+    return tuple(parts), norms
+
+
+def decodes_rows(form: BlockFormat, like: Tensor) -> bool:
+    """Whether what `encode_rows` makes can be decoded at once."""
+    return form.codes_rows or (
+        form.coding is not None and kernels_for(like).fused(like) is not None
+    )
+
+
 def sum_scalars(numbers: Sequence[Scalar]) -> Scalar:
     """The sum; no operation on a device if there is one number."""
     first, *others = numbers
@@ -278,6 +327,7 @@ class Full(ValueFormat):
     name = "fp32"
     lossless = True
     coding = Coding("floats")
+    fuses = True
 
     def layout(self, count: int, dtype: torch.dtype, segments: tuple[int, ...] = ()) -> Layout:
         return ((count, dtype),)
@@ -289,7 +339,9 @@ class Full(ValueFormat):
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         return parts[0]
 
-    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+    def fused(
+        self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True, rows: int = 1
+    ) -> Encoded | None:
         fused = kernels_for(x).fused(x, add)
         return fused and fused.encode_floats(x, add, x.dtype, inf, decode)
 
@@ -303,6 +355,7 @@ class Half(BlockFormat):
     """
 
     coding = Coding("floats")
+    codes_rows = fuses = True
 
     def __init__(self, name: str, half: torch.dtype, headroom: float = 1.0) -> None:
         self.name, self.half = name, half
@@ -320,7 +373,9 @@ class Half(BlockFormat):
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         out.copy_(parts[0])
 
-    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+    def fused(
+        self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True, rows: int = 1
+    ) -> Encoded | None:
         fused = kernels_for(x).fused(x, add)
         return fused and fused.encode_floats(x, add, self.half, self.limit, decode)
 
@@ -353,6 +408,7 @@ class Levels(BlockFormat):
         self.name, self.bits, self.bucket, self.norm, self.seed = name, bits, bucket, norm, seed
         self.levels = 2 ** (bits - 1) - 1
         self.coding = Coding("levels", bits, bucket)
+        self.fuses = norm == "max" and bucket <= _FUSED_BUCKET
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value
 
     def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
@@ -387,18 +443,20 @@ class Levels(BlockFormat):
         for values, scale in zip(rows(out, self.bucket), columns, strict=True):
             values.mul_(scale)
 
-    def fused(self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True) -> Encoded | None:
+    def fused(
+        self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True, rows: int = 1
+    ) -> Encoded | None:
         fused = kernels_for(x).fused(x, add)
-        if self.norm != "max" or self.bucket > _FUSED_BUCKET or fused is None:
+        if not self.fuses or fused is None:
             return None
         random = None
         if self.seed is not None:
             random = torch.empty_like(x)
             fill_random16(random, self.seed, key, 0)
             random.mul_(STEP)
-        _, (nbytes, _) = self.layout(x.numel(), x.dtype)
+        _, (nbytes, _) = self.layout(x.numel() // rows, x.dtype)
         return fused.encode_levels(
-            x, add, self.bits, self.bucket, float(self._steps), nbytes, random, decode
+            x, add, self.bits, self.bucket, float(self._steps), nbytes, random, decode, rows
         )
 
 
@@ -427,6 +485,7 @@ class ScaledCodes(BlockFormat):
     """
 
     shared = 1
+    codes_rows = True
     codes: int
     offset: int = 1
 
@@ -445,12 +504,12 @@ class ScaledCodes(BlockFormat):
         scale = kernels_for(x).spread(scale, cut.counts)
         q = torch.div(x, scale, out=scratch_like("work", x))
         self.round(q, start, key)
-        pack_codes(q, self.codes, self.offset, packed)
+        pack_codes(q, self.codes, self.offset, packed, cut.rows)
         return q.mul_(scale)
 
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scale, packed = parts
-        unpack_codes(packed, self.codes, self.offset, out)
+        unpack_codes(packed, self.codes, self.offset, out, cut.rows)
         out.mul_(kernels_for(out).spread(scale, cut.counts))
 
 

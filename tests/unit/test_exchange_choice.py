@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from adaptive import ParameterServer
-from adaptive.exchange.choice import ExchangeChoice, Strategy, check_exchange, strategies
+from adaptive.exchange.choice import (
+    CALL,
+    GATHERED,
+    ExchangeChoice,
+    Strategy,
+    check_exchange,
+    strategies,
+)
 from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import Piece
 from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
@@ -43,7 +50,35 @@ def test_many_ranks_and_large_payloads_are_sharded() -> None:
 
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
     assert pick(100, 8) == "all_gather"
-    assert pick(100, 8, LinkCost(0.0, 1e7)) == "voted_indices"
+
+
+def test_the_host_time_of_more_calls_decides_where_the_link_has_little_to_do() -> None:
+    """Messages cost nothing here: only bytes, and the operations that the host starts."""
+    fast = LinkCost(0.0, 1e9)
+    saved = 7 * MB - 2 * 7 / 8 * MB  # bytes, of a payload of 1 MB: 5.3 ms on this link
+    more = CALL * (_calls("voted_indices") - GATHERED.calls)
+    assert 0 < more < saved / fast.beta
+    assert pick(MB, 8, fast) == "voted_indices"
+    few = MB * more * fast.beta / saved / 2  # of which the link saves half as long as calls take
+    assert pick(few, 8, fast) == "all_gather"
+    assert pick(few, 8, LinkCost(0.0, fast.beta / 100)) == "voted_indices"
+    assert pick(MB, 8, fast, cf=4) == "sharded"
+    assert pick(few / 4, 8, fast, cf=4) == "all_gather"
+
+
+def test_ranks_that_agree_on_the_link_choose_alike() -> None:
+    """The host's time is a constant, whatever a rank's own host takes."""
+    for link in (SLOW, LinkCost(0.0, 1e9), LinkCost(1e-5, 1e8)):
+        ranks = [ExchangeChoice(make_compressor("topk"), "auto", 8) for _ in range(2)]
+        for rank in ranks:
+            rank.link = link
+        for size in (1e2, 1e4, 1e5, 1e6):
+            assert len({rank.pick(size, 100).name for rank in ranks}) == 1
+
+
+def _calls(name: str) -> int:
+    (calls,) = (way.calls for way in strategies(make_compressor("topk")) if way.name == name)
+    return calls
 
 
 def test_at_three_ranks_the_saving_of_a_third_is_taken() -> None:

@@ -45,6 +45,7 @@ def _operations(
     momentum: float,
     hidden: int = 256,
     started: list[str] | None = None,
+    cf: float = 100.0,
 ) -> list[Counter[str]]:
     """Of the hook's calls in each of the last three of seven steps, by name; with the kernels of
     Triton that are `started`."""
@@ -52,7 +53,7 @@ def _operations(
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    policy = Fixed(cf=100 if base.startswith("topk") else 4)
+    policy = Fixed(cf=cf if base.startswith("topk") else 4)
     compressor = AdaptiveCompressor(base, (2, 1000), policy=policy, exchange=exchange)
     compressor.attach(model, optimizer=optimizer)
     session = compressor._session
@@ -114,10 +115,9 @@ MOST = {
 work on each of four tensors by itself. Some bookkeeping of the host's counts as well."""
 
 
-@pytest.mark.parametrize(("base", "optimizer"), quick(("qsgd", "sgd"), of=MOST))
-def test_with_triton_few_launches_whatever_the_number_of_ranks(
-    base: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _launches(monkeypatch: pytest.MonkeyPatch, runs: bool = True) -> list[str]:
+    """The names of Triton's kernels, as they are launched from now on. runs: the interpreter runs
+    them, too."""
     pytest.importorskip("triton", minversion="3.3")
     launching = import_module("compressors.kernels.triton.launching")
     kernels: list[ModuleType] = []
@@ -127,11 +127,59 @@ def test_with_triton_few_launches_whatever_the_number_of_ranks(
 
     def counted(kernel: Any, *arguments: Any, **sizes: Any) -> None:
         started.append(kernel.__name__)
+        if not runs:
+            return
         with _disable_current_modes():  # the interpreter's own operations do not count
             launching.launch(kernel, *arguments, **sizes)
 
     for module in kernels:
         monkeypatch.setattr(module, "launch", counted)
+    return started
+
+
+AMONG_MANY = [
+    ("topk", "sharded"),
+    ("int8", "sharded"),
+    ("signsgd", "sharded"),
+    ("topk", "voted_indices"),
+    ("int4", "sharded"),
+    ("qsgd", "sharded"),
+    ("natural", "sharded"),
+    ("onebit", "sharded"),
+    ("twobit", "sharded"),
+    ("terngrad", "sharded"),
+    ("topk+int8", "voted_indices"),
+    ("topk+int4", "sharded"),
+]
+"""What 'auto' takes among many ranks, and top-k in shards."""
+
+
+@pytest.mark.parametrize(("base", "exchange"), quick(*AMONG_MANY[:4], of=AMONG_MANY))
+def test_as_many_operations_and_launches_among_32_ranks_as_among_two(
+    base: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, found = _launches(monkeypatch, runs=False), list[Counter[str]]()
+    # What no kernel fills: positions must be some.
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    for ranks in (2, 32):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        # 24,576 parameters: shards of 768, and as many values that are kept of each.
+        with triton_path():
+            found.append(_operations(base, exchange, 62, 0.0, 128, started, 96.0)[-1])
+    few, many = found
+    assert few.total() > 20
+    # Bytes that do not begin or end where a kernel can read them are copied or padded, all at once.
+    differ = (many - few) + (few - many)
+    assert differ.keys() <= {"copy_", "constant_pad_nd", "zero_"}
+    assert differ.total() <= 2
+
+
+@pytest.mark.parametrize(("base", "optimizer"), quick(("qsgd", "sgd"), of=MOST))
+def test_with_triton_few_launches_whatever_the_number_of_ranks(
+    base: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _launches(monkeypatch)
     exchange = "all_reduce" if base == "bf16" else "all_gather"
     if optimizer == "adamw":
         adamw = partial(torch.optim.AdamW, fused=True)

@@ -75,6 +75,13 @@ class Triton(Kernels):
 
         return select.select(x, k, add)
 
+    def select_rows(self, x: Tensor, rows: int, k: int, add: Tensor | None) -> Selected | None:
+        if x.numel() < 2 * rows or not fits(x, add):
+            return None
+        from compressors.kernels.triton import select
+
+        return select.select_rows(x, rows, k, add)
+
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
         if x.numel() < 2 or not fits(x, add):
             return super().select_above(x, threshold, k, add)

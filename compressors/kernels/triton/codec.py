@@ -34,7 +34,8 @@ class Coded(NamedTuple):
     """The coded values of several ranks, equally many each.
 
     numbers: (ranks, numbers of one): scales, or the values themselves. codes: (ranks, bytes of
-    one), uint8. size: values of a rank. coding: how they are decoded."""
+    one), uint8. size: values of a rank. coding: how they are decoded. What lies one behind the
+    other in a tensor, and not on top of each other, is coded likewise: a row for each shard."""
 
     numbers: Tensor
     codes: Tensor
@@ -46,6 +47,12 @@ def coded(parts: Sequence[Sequence[Tensor]], count: int, coding: Coding) -> Code
     """The coded values whose parts are `parts` (for each rank one or two)."""
     columns = [as_rows(column) for column in zip(*parts, strict=True)]
     return Coded(columns[0], columns[-1], count, coding)
+
+
+def coded_rows(parts: Sequence[Tensor], count: int, coding: Coding, rows: int) -> Coded:
+    """The coded values of so many tensors of `count` elements, whose parts lie one behind the
+    other."""
+    return Coded(parts[0].view(rows, -1), parts[-1].view(rows, -1), count, coding)
 
 
 def as_rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -119,6 +126,10 @@ def _dense_mean(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     present = i < count
+    row = tl.program_id(1).to(tl.int64)
+    out += row * count
+    numbers += row * number_step
+    codes += row * code_step
     total = tl.zeros([ELEMENTS], tl.float32)
     if ADD:
         total = tl.load(out + i, mask=present, other=0.0)
@@ -133,14 +144,21 @@ def _dense_mean(
 
 
 def write_values(
-    out: Tensor, values: Coded, scale: float, add: bool, as_zeros: Flag = False
+    out: Tensor,
+    values: Coded,
+    scale: float,
+    add: bool,
+    as_zeros: Flag = False,
+    side_by_side: bool = False,
 ) -> None:
     """out = scale * (sum over the ranks of their values), in the ranks' order; zeros if `as_zeros`.
 
-    out: flat, float32, as many elements as a rank has values. add: on top of what is there."""
+    out: flat, float32, as many elements as a rank has values. add: on top of what is there.
+    side_by_side: the rows of values lie one behind the other in `out`."""
+    rows, ranks = (len(values.numbers), 1) if side_by_side else (1, len(values.numbers))
     launch(
-        _dense_mean, (-(-out.numel() // ELEMENTS),), out, out, *decoding(values),
-        flag_in_memory(as_zeros, out), values.size, len(values.numbers), scale, ADD=add,
+        _dense_mean, (-(-values.size // ELEMENTS), rows), out, out, *decoding(values),
+        flag_in_memory(as_zeros, out), values.size, ranks, scale, ADD=add,
         VOID=isinstance(as_zeros, Tensor), **decoding_sizes(values), ELEMENTS=ELEMENTS,
     )  # fmt: skip
 
@@ -213,7 +231,13 @@ def _bucket_levels(
     BUCKET: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The scale of each bucket; with CODES also all the rest, for codes of a byte."""
-    program = tl.program_id(0).to(tl.int64)
+    program, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    x += tensor * count
+    add += tensor * count
+    random += tensor * count
+    decoded += tensor * count
+    codes += tensor * count  # a byte each, or none are written here
+    scales += tensor * ((count + BUCKET - 1) // BUCKET)
     row = program * ROWS + tl.arange(0, ROWS)
     i = row[:, None] * BUCKET + tl.arange(0, BUCKET)[None, :]
     present = i < count
@@ -231,6 +255,7 @@ def _bucket_levels(
         tl.store(codes + i, level.to(tl.int32).to(tl.uint8), mask=present)
         if DECODED:
             tl.store(decoded + i, kept, mask=present)
+        program += tensor * tl.num_programs(0)
         _store_norms(norms, program, values, tl.where(present, kept, 0.0))
 
 
@@ -250,12 +275,17 @@ def _pack_digit(packed, codes, column, columns, BITS: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _pack_levels(
-    x, random, scales, codes, decoded, norms, count,
+    x, random, scales, codes, decoded, norms, count, code_step,
     RANDOM: tl.constexpr, DECODED: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Codes of less than a byte, once the scales are there: columns of eight (`wire.packing`)."""
-    block = tl.program_id(1).to(tl.int64)
+    block, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    x += tensor * count
+    random += tensor * count
+    decoded += tensor * count
+    codes += tensor * code_step
+    scales += tensor * ((count + BUCKET - 1) // BUCKET)
     first = block * BLOCK
     size = tl.minimum(count - first, BLOCK)
     columns = (size + 7) // 8
@@ -269,7 +299,8 @@ def _pack_levels(
     kept = tl.where(present, level * scale, 0.0)
     if DECODED:
         tl.store(decoded + i, kept, mask=present)
-    _store_norms(norms, block * tl.num_programs(0) + tl.program_id(0), values, kept)
+    program = (tensor * tl.num_programs(1) + block) * tl.num_programs(0) + tl.program_id(0)
+    _store_norms(norms, program, values, kept)
     code = tl.where(present, level.to(tl.int32) + ((1 << (BITS - 1)) - 1), 0)
     packed = codes + block * (BLOCK // 8 * BITS)
     _pack_digit(packed, code, column, columns, BITS, 4)
@@ -286,28 +317,33 @@ def encode_levels(
     codes_nbytes: int,
     random: Tensor | None,
     decode: bool,
+    tensors: int = 1,
 ) -> Encoded:
     """x += add, then levels of x with a scale for each bucket (`values.Levels`, norm "max").
 
     steps: how many scales are the largest magnitude of a bucket. random: numbers from 0 to below 1
-    to round with, for each element at least; None: to the nearest."""
-    count, buckets = x.numel(), -(-x.numel() // bucket)
-    scales, codes = x.new_empty(buckets), x.new_empty(codes_nbytes, dtype=torch.uint8)
+    to round with, for each element at least; None: to the nearest. tensors: so many of equal length
+    in x, each coded by itself. codes_nbytes: of each of them."""
+    count = x.numel() // tensors
+    buckets = -(-count // bucket)
+    scales = x.new_empty(tensors * buckets)
+    codes = x.new_empty(tensors * codes_nbytes, dtype=torch.uint8)
     decoded = torch.empty_like(x) if decode else None
     rows = max(1, ELEMENTS // bucket)
     programs, in_bytes = -(-buckets // rows), bits == 8
     drawn, kept = x if random is None else random, x if decoded is None else decoded
-    norms = x.new_empty((programs, 3), dtype=torch.float64)
+    norms = x.new_empty((programs * tensors, 3), dtype=torch.float64)
     launch(
-        _bucket_levels, (programs,), x, x, x if add is None else add, drawn, scales, codes, kept,
-        norms, count, steps, ADD=add is not None, RANDOM=random is not None, CODES=in_bytes,
+        _bucket_levels, (programs, tensors), x, x, x if add is None else add, drawn, scales, codes,
+        kept, norms, count, steps, ADD=add is not None, RANDOM=random is not None, CODES=in_bytes,
         DECODED=decode, BUCKET=bucket, ROWS=rows,
     )  # fmt: skip
     if not in_bytes:
-        grid = -(-min(count, CODE_BLOCK) // (8 * COLUMNS)), -(-count // CODE_BLOCK)
-        norms = x.new_empty((grid[0] * grid[1], 3), dtype=torch.float64)
+        blocks = -(-count // CODE_BLOCK)
+        grid = -(-min(count, CODE_BLOCK) // (8 * COLUMNS)), blocks, tensors
+        norms = x.new_empty((grid[0] * blocks * tensors, 3), dtype=torch.float64)
         launch(
-            _pack_levels, grid, x, x, drawn, scales, codes, kept, norms, count,
+            _pack_levels, grid, x, x, drawn, scales, codes, kept, norms, count, codes_nbytes,
             RANDOM=random is not None, DECODED=decode, BITS=bits, BUCKET=bucket, BLOCK=CODE_BLOCK,
             COLUMNS=COLUMNS,
         )  # fmt: skip
@@ -365,7 +401,10 @@ def _largest_bits(
 ):
     """The largest magnitude among the elements of a program, as an integer; NaN is above all."""
     place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    block = tl.program_id(1).to(tl.int64)
+    block, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    x += tensor * count
+    add += tensor * count
+    largest += tensor * tl.num_programs(1) * tl.num_programs(0)
     i = block * BLOCK + place
     values = _load_sum(x, add, i, (i < count) & (place < BLOCK), ADD)
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -378,7 +417,13 @@ def _powers_of_two(
     DECODED: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    block = tl.program_id(1).to(tl.int64)
+    block, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    x += tensor * count
+    random += tensor * count
+    codes += tensor * count
+    decoded += tensor * count
+    largest += tensor * tl.num_programs(1) * pieces
+    offsets += tensor * tl.num_programs(1)
     i = block * BLOCK + place
     present = (i < count) & (place < BLOCK)
     piece = tl.arange(0, PIECES)
@@ -398,22 +443,26 @@ def _powers_of_two(
     kept = ((field << 23) | (sign << 24)).to(tl.float32, bitcast=True) * offset
     if DECODED:
         tl.store(decoded + i, kept, mask=present)
-    program = block * tl.num_programs(0) + tl.program_id(0)
+    program = (tensor * tl.num_programs(1) + block) * tl.num_programs(0) + tl.program_id(0)
     _store_norms(norms, program, exact, tl.where(present, kept, 0.0))
 
 
-def encode_natural(x: Tensor, add: Tensor | None, random: Tensor, decode: bool) -> Encoded:
+def encode_natural(
+    x: Tensor, add: Tensor | None, random: Tensor, decode: bool, tensors: int = 1
+) -> Encoded:
     """x += add, then powers of two (`compressors.contrib.natural.Natural`).
 
-    random: whole numbers of 16 bits (int32), at least one for each element."""
-    count, blocks = x.numel(), -(-x.numel() // CODE_BLOCK)
-    grid = -(-min(count, CODE_BLOCK) // ELEMENTS), blocks
-    largest = x.new_empty(grid[0] * blocks, dtype=torch.int32)
+    random: whole numbers of 16 bits (int32), at least one for each element. tensors: so many of
+    equal length in x, each coded by itself."""
+    count = x.numel() // tensors
+    blocks = -(-count // CODE_BLOCK)
+    grid = -(-min(count, CODE_BLOCK) // ELEMENTS), blocks, tensors
+    largest = x.new_empty(grid[0] * blocks * tensors, dtype=torch.int32)
     launch(
         _largest_bits, grid, x, x, x if add is None else add, largest, count, ADD=add is not None,
         BLOCK=CODE_BLOCK, ELEMENTS=ELEMENTS,
     )  # fmt: skip
-    offsets, codes = x.new_empty(blocks), x.new_empty(count, dtype=torch.uint8)
+    offsets, codes = x.new_empty(blocks * tensors), x.new_empty(x.numel(), dtype=torch.uint8)
     decoded = torch.empty_like(x) if decode else None
     norms = x.new_empty((largest.numel(), 3), dtype=torch.float64)
     launch(

@@ -2,8 +2,10 @@
 that `Triton.fused` gives."""
 
 from compressors.kernels.triton.codec import (
+    Coded,
     as_rows,
     coded,
+    coded_rows,
     encode_floats,
     encode_levels,
     encode_natural,
@@ -21,10 +23,12 @@ from compressors.kernels.triton.sparse import (
 
 __all__ = [
     "LONGEST",
+    "Coded",
     "add_sparse",
     "add_sparse_rows",
     "as_rows",
     "coded",
+    "coded_rows",
     "encode_floats",
     "encode_levels",
     "encode_natural",

@@ -81,6 +81,7 @@ _PEAK = tl.constexpr(4 * 256)  # where the largest key is, after the histograms 
 _LEAST = tl.constexpr(4 * 256 + 1)  # where the key is from which on elements are listed
 _LISTED = tl.constexpr(4 * 256 + 2)  # how many elements reach it
 _COUNTS = 2048  # numbers in memory for all these, a power of two
+_NUMBERS = tl.constexpr(_COUNTS)
 _NEIGHBOURS = tl.constexpr(8)  # elements of the sample that lie side by side
 _INFINITY = tl.constexpr(0x7F800000)  # its key
 
@@ -102,6 +103,14 @@ def largest(x: Tensor, k: int, sizes: Sizes = SIZES) -> Tensor:
 
 def select(x: Tensor, k: int, add: Tensor | None, sizes: Sizes = SIZES) -> Selected:
     return _selected(x, None, k, add, sizes)
+
+
+def select_rows(x: Tensor, rows: int, k: int, add: Tensor | None, sizes: Sizes = SIZES) -> Selected:
+    """`select` in each of so many tensors of equal length, which lie one behind the other in x.
+    Positions are those in their tensor; total: of all."""
+    found = _selected(x, None, k, add, sizes, rows)
+    assert isinstance(found.total, Tensor)
+    return found._replace(total=found.total.sum())
 
 
 def select_above(
@@ -135,23 +144,27 @@ def _norm(x: Tensor, add: Tensor | None, sizes: Sizes) -> Tensor:
 
 
 def _selected(
-    x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None, sizes: Sizes
+    x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None, sizes: Sizes, rows: int = 1
 ) -> Selected:
-    """The `k` largest; of those only the ones that reach `threshold`, if that is not None."""
-    numel, chunk = x.numel(), sizes.chunk(x.numel())
+    """The `k` largest; of those only the ones that reach `threshold`, if that is not None. rows: of
+    each of so many tensors of equal length, whose memory lies one behind the other."""
+    numel = x.numel() // rows
+    chunk = sizes.chunk(numel)
     if numel <= sizes.alone:
-        return _selected_alone(x, threshold, k, add)
+        return _selected_alone(x, threshold, k, add, rows)
     programs, capacity = cdiv(numel, chunk), cdiv(chunk, sizes.share)
-    counts = x.new_empty(_COUNTS, dtype=torch.int32)
-    listed, above, equal = counts.new_empty(3, programs).unbind()
-    positions, values = counts.new_empty(programs * capacity), x.new_empty(programs * capacity)
-    squares = x.new_empty(programs, dtype=torch.float64)
-    found = Selected(counts.new_empty(k), x.new_empty(k), squares.new_empty(()))
+    counts = x.new_empty(rows * _COUNTS, dtype=torch.int32)
+    listed, above, equal = counts.new_empty(3, rows * programs).unbind()
+    size = rows * programs * capacity
+    positions, values = counts.new_empty(size), x.new_empty(size)
+    squares = x.new_empty(rows * programs, dtype=torch.float64)
+    total = squares.new_empty((rows,) if rows > 1 else ())
+    found = Selected(counts.new_empty(rows * k), x.new_empty(rows * k), total)
     lists = x, positions, values, listed, counts, k, numel, chunk, capacity
     options: dict[str, Any] = {"block": sizes.block, "num_warps": sizes.warps}
-    grid, outputs = (programs,), (above, equal, squares, *found)
+    grid, outputs = (programs, rows), (above, equal, squares, *found)
     whole = {"sample": sizes.sample, "cleared": _COUNTS, "num_warps": max(1, sizes.sample // 512)}
-    launch(_sample, (1,), x, x, add, counts, sizes.rank(k, numel), numel, **whole)
+    launch(_sample, (1, rows), x, x, add, counts, sizes.rank(k, numel), numel, **whole)
     launch(_gather, grid, x, *lists, add, squares, **options)
     for digit in range(_DIGITS.value):
         launch(_digit, grid, x, *lists, digit, **options)
@@ -160,15 +173,21 @@ def _selected(
     return found
 
 
-def _selected_alone(x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None) -> Selected:
-    total = x.new_empty((), dtype=torch.float64)
-    found = Selected(x.new_empty(k, dtype=torch.int32), x.new_empty(k), total)
+def _selected_alone(
+    x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None, rows: int
+) -> Selected:
+    total = x.new_empty((rows,) if rows > 1 else (), dtype=torch.float64)
+    found = Selected(x.new_empty(rows * k, dtype=torch.int32), x.new_empty(rows * k), total)
     options = {"block": ALONE, "num_warps": ALONE // 512}
-    launch(_select_alone, (1,), x, x, add, threshold, *found, k, x.numel(), **options)
+    numel = x.numel() // rows
+    launch(_select_alone, (1, rows), x, x, add, threshold, *found, k, numel, **options)
     return found
 
 
 # Kernels -----------------------------------------------------------------------------------------
+#
+# Tensors of equal length, one behind the other, are selected from by as many launches as one. The
+# second number of a program says which of them is its own.
 #
 # Offsets are of 64 bits up to the start of a block: beyond the last element they may exceed 2**31.
 #
@@ -192,6 +211,11 @@ def _accumulate(x, add, squares, numel, chunk, block: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "numel"])
 def _sample(x, add, counts, rank, numel, sample: tl.constexpr, cleared: tl.constexpr):
     """Writes the key of the element of this rank in a sample of x + add, rounded down."""
+    own = tl.program_id(1).to(tl.int64) * numel
+    x += own
+    if add is not None:
+        add += own
+    counts += tl.program_id(1) * cleared
     lanes = tl.arange(0, sample)
     group = (lanes // _NEIGHBOURS).to(tl.int64)
     step = tl.maximum(numel // (sample // _NEIGHBOURS), 1)
@@ -216,6 +240,12 @@ def _gather(
     x, positions, values, listed, counts, k, numel, chunk, capacity, add, squares,
     block: tl.constexpr,
 ):  # fmt: skip
+    own = tl.program_id(1).to(tl.int64) * numel
+    x += own
+    if add is not None:
+        add += own
+    positions, values, listed, counts = _own_lists(positions, values, listed, counts, capacity)
+    squares += tl.program_id(1) * tl.num_programs(0)
     program = tl.program_id(0)
     begin, length = _bounds(program, numel, chunk)
     region = program.to(tl.int64) * capacity
@@ -245,6 +275,8 @@ def _digit(
     x, positions, values, listed, counts, k, numel, chunk, capacity, digit,
     block: tl.constexpr,
 ):  # fmt: skip
+    x += tl.program_id(1).to(tl.int64) * numel
+    positions, values, listed, counts = _own_lists(positions, values, listed, counts, capacity)
     source, _, _, length = _list(x, positions, values, listed, counts, k, numel, chunk, capacity)
     first, _ = _kth_largest(counts, k, digit)
     bins, lanes = tl.arange(0, _BINS), tl.arange(0, block)
@@ -267,6 +299,8 @@ def _count(
     x, positions, values, listed, counts, k, numel, chunk, capacity,
     threshold, above, equal, block: tl.constexpr,
 ):  # fmt: skip
+    x += tl.program_id(1).to(tl.int64) * numel
+    positions, values, listed, counts = _own_lists(positions, values, listed, counts, capacity)
     source, _, _, length = _list(x, positions, values, listed, counts, k, numel, chunk, capacity)
     smallest, _ = _smallest(counts, k, threshold)
     lanes = tl.arange(0, block)
@@ -276,8 +310,9 @@ def _count(
         key = _key(tl.load(source + start + lanes, mask=inside, other=0.0))
         larger += tl.sum((inside & (key > smallest)).to(tl.int32))
         same += tl.sum((inside & (key == smallest)).to(tl.int32))
-    tl.store(above + tl.program_id(0), larger)
-    tl.store(equal + tl.program_id(0), same)
+    at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(above + at, larger)
+    tl.store(equal + at, same)
 
 
 @triton.jit(do_not_specialize=["k", "numel", "x", "positions", "values"])
@@ -286,6 +321,15 @@ def _take(
     threshold, above, equal, squares, indices, taken, total,
     programs: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
+    x += tl.program_id(1).to(tl.int64) * numel
+    positions, values, listed, counts = _own_lists(positions, values, listed, counts, capacity)
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(1) * tl.num_programs(0)
+    above += first
+    equal += first
+    squares += first
+    indices += row * k
+    taken += row * k
+    total += row
     program = tl.program_id(0)
     source, begin, whole, length = _list(
         x, positions, values, listed, counts, k, numel, chunk, capacity
@@ -324,6 +368,14 @@ def _take(
 
 @triton.jit(do_not_specialize=["k", "numel", "x", "add"])
 def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.constexpr):
+    own = tl.program_id(1).to(tl.int64) * numel
+    x += own
+    if add is not None:
+        add += own
+    row = tl.program_id(1).to(tl.int64)
+    indices += row * k
+    taken += row * k
+    total += row
     lanes = tl.arange(0, block)
     norm = tl.zeros((block,), tl.float64)
     peak = tl.full((), 0, tl.int32)
@@ -356,6 +408,14 @@ def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.
 
 
 # What the kernels share --------------------------------------------------------------------------
+
+
+@triton.jit
+def _own_lists(positions, values, listed, counts, capacity):
+    """Where the lists and the numbers of the program's tensor begin."""
+    row, programs = tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    start = row * programs * capacity
+    return positions + start, values + start, listed + row * programs, counts + row * _NUMBERS
 
 
 @triton.jit

@@ -89,8 +89,13 @@ def _write_digit(slots, indices, lane, numel, given, capacity, low, WIDTH: tl.co
 @_kernel
 def _write_sparse(
     first, first_nbytes, second, second_nbytes, indices, out, numel, given, capacity, map_nbytes,
-    low, steps, MAP: tl.constexpr, SLOTS: tl.constexpr,
+    low, steps, step, MAP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    first += row * first_nbytes
+    second += row * second_nbytes
+    indices += row * given
+    out += row * step
     lane = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     byte = tl.load(first + lane, mask=lane < first_nbytes, other=0)
     tl.store(out + lane, byte, mask=lane < first_nbytes)
@@ -129,22 +134,25 @@ def write_sparse(
     map_nbytes: int,
     out: Tensor,
     values: Sequence[Tensor] = (),
+    rows: int = 1,
 ) -> None:
     """Fill `out` (uint8, flat) with the parts of coded `values` (at most two), then the indices.
 
     indices: int32, flat, ascending; those that are `numel` are slots that hold nothing, and come
-    last. low, map_nbytes: the format of `wire.indices.IndexFormat` and the bytes of its bit map."""
+    last. rows: of so many payloads, one after the other: indices and parts are theirs in turn.
+    low, map_nbytes: the format of `wire.indices.IndexFormat` and the bytes of its bit map."""
     raw = [part.detach().contiguous().view(torch.uint8) for part in values if part.numel()]
-    sizes = [part.numel() for part in raw]
+    sizes = [part.numel() // rows for part in raw]
+    given = indices.numel() // rows
     first, second, *_ = [*raw, out, out]
     first_nbytes, second_nbytes, *_ = [*sizes, 0, 0]
     digits = 0 if not low else 1 if low >= 8 else 16 >> low.bit_length()  # of the widest, in a byte
     longest = max(first_nbytes, second_nbytes, map_nbytes, -(-capacity // digits) if digits else 0)
     if out.numel():
         launch(
-            _write_sparse, (-(-longest // SLOTS),), out, first, first_nbytes, second, second_nbytes,
-            indices if indices.numel() else out, out, numel, indices.numel(), capacity, map_nbytes,
-            low or 0, indices.numel().bit_length(), MAP=low is None, SLOTS=SLOTS,
+            _write_sparse, (-(-longest // SLOTS), rows), out, first, first_nbytes, second,
+            second_nbytes, indices if given else out, out, numel, given, capacity, map_nbytes,
+            low or 0, given.bit_length(), out.numel() // rows, MAP=low is None, SLOTS=SLOTS,
         )  # fmt: skip
 
 
@@ -278,6 +286,11 @@ def _add_sparse(
     KIND: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    out += row * numel
+    indices += row * given
+    numbers += row * number_step
+    codes += row * code_step
     j = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     index = tl.load(indices + j, mask=j < given, other=0)
     present = (j < given) & (index >= 0) & (index < numel)
@@ -286,14 +299,16 @@ def _add_sparse(
     tl.store(out + index, there + value * scale, mask=present)
 
 
-def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float) -> None:
+def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float, rows: int = 1) -> None:
     """out[indices] += scale * values of one rank; nothing for an index beyond the last element.
 
-    out: flat, float32. indices: int32, none of them twice."""
+    out: flat, float32. indices: int32, none of them twice. rows: in so many tensors of equal
+    length, one behind the other; indices are theirs in turn, and so are the rows of values."""
     if indices.numel():
+        given = indices.numel() // rows
         launch(
-            _add_sparse, (-(-indices.numel() // SLOTS),), out, out, indices, indices.numel(),
-            *decoding(values), out.numel(), values.size, scale, **decoding_sizes(values),
+            _add_sparse, (-(-given // SLOTS), rows), out, out, indices, given,
+            *decoding(values), out.numel() // rows, values.size, scale, **decoding_sizes(values),
             SLOTS=SLOTS,
         )  # fmt: skip
 
@@ -306,6 +321,11 @@ def _add_rows(
     BUCKET: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, RANGE: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    tensor = tl.program_id(1).to(tl.int64)
+    out += tensor * numel
+    indices += tensor * index_step
+    numbers += tensor * number_step
+    codes += tensor * code_step
     first = tl.program_id(0).to(tl.int64) * RANGE
     last = tl.minimum(first + RANGE, numel)
     if not ONTO:
@@ -333,17 +353,26 @@ def _add_rows(
 
 
 def add_sparse_rows(
-    out: Tensor, indices: Tensor, values: Coded, scale: float, as_zeros: Flag, onto: bool
+    out: Tensor,
+    indices: Tensor,
+    values: Coded,
+    scale: float,
+    as_zeros: Flag,
+    onto: bool,
+    side_by_side: bool = False,
 ) -> None:
     """out[indices] += scale * values for each rank, in their order; nothing if `as_zeros`. Without
     `onto` all of `out` is 0 before.
 
     out: flat, float32. indices: (ranks, slots), int32; each rank's ascend, but for those beyond the
-    last element, which stand for nothing."""
+    last element, which stand for nothing. side_by_side: rows are not those of ranks, but of tensors
+    of equal length, which lie one behind the other in `out`."""
     ranks, slots = indices.shape
+    rows, ranks = (ranks, 1) if side_by_side else (1, ranks)
+    numel = out.numel() // rows
     launch(
-        _add_rows, (-(-out.numel() // RANGE),), out, out, indices, indices.stride(0),
-        *decoding(values), flag_in_memory(as_zeros, out), out.numel(), slots, values.size, ranks,
+        _add_rows, (-(-numel // RANGE), rows), out, out, indices, indices.stride(0),
+        *decoding(values), flag_in_memory(as_zeros, out), numel, slots, values.size, ranks,
         slots.bit_length(), scale, ONTO=onto, VOID=isinstance(as_zeros, Tensor),
         **decoding_sizes(values), RANKS=power_of_2(ranks), RANGE=RANGE, TOGETHER=TOGETHER,
     )  # fmt: skip
