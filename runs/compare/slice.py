@@ -34,6 +34,8 @@ _Part = tuple[TrainConfig, Checkpoint | None, int, bool]
 
 def steps_done(config: TrainConfig) -> int:
     """How far a run got. UsageError if its folder holds another run."""
+    if config.script and not is_finished(config):
+        return 0  # it begins anew, perhaps as another run: after a slip in --metric, say
     try:
         there = load_config(config.folder)
     except ValueError as error:

@@ -34,7 +34,8 @@ model = DDP(torch.nn.Linear(60, 40))
 if how == "attached":
     from adaptive import AdaptiveCompressor
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    compressor = AdaptiveCompressor("topk", (20, 100)).attach(model, optimizer=optimizer)
+    compressor = AdaptiveCompressor("topk", (20, 100), policy="goodput")
+    compressor.attach(model, optimizer=optimizer)
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for step in range(steps):
@@ -122,7 +123,7 @@ def test_settings_reach_the_scripts_own_compressor(
     assert dense.base == "none"
     assert gravac.policy == "gravac"
     assert gravac.settings["epsilon"] == 0.25
-    assert own.cf_range == gravac.cf_range == [20, 100]
+    assert own.cf_range == gravac.cf_range == (20, 100)
 
 
 @pytest.mark.long
