@@ -61,7 +61,9 @@ def make_compressor(base: str | Compressor) -> Compressor:
     name, plus, values = base.partition("+")
     if name not in compressor_names():
         names = compressor_names()
-        near = [f"; did you mean {each!r}?" for each in get_close_matches(name.lower(), names, 1)]
+        near = [
+            f"; did you mean {each!r}?" for each in get_close_matches(name.lower(), names, 1, 0.75)
+        ]
         raise ValueError(f"base must be one of {', '.join(names)}; got {base!r}{''.join(near)}")
     factory = load(CONTRIB[name]) if name in CONTRIB else _registry[name]
     if not plus:
