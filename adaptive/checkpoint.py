@@ -74,10 +74,10 @@ def _of_rank(session: Session) -> dict[str, Any]:
 def _gathered(session: Session) -> dict[str, Any]:
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
+    session.make_up()  # first: a rank that has left its last step out makes it up in collectives
     wait_for_all(
         group, "a gathered state_dict() must be asked for on every rank, not on rank 0 alone"
     )
-    session.make_up()
     with all_or_none(group, "there is no state to save on"):
         session.check_whole()
     agreed = session.unite()

@@ -683,7 +683,7 @@ def _refused(rank: int) -> list[str]:
         lambda: attach(sharded(mesh), mesh),
         lambda: attach(sharded(world), mesh),
         lambda: attach(sharded(mesh["shard"]), mesh, sync=LocalSteps(4)),
-        lambda: attach(sharded(mesh["shard"]), mesh, hooks={4.0: _hook}),
+        lambda: attach(sharded(mesh["shard"]), mesh, hooks={20.0: _hook}),
         lambda: attach(sharded(mesh["shard"]), mesh, debug=rank),
         lambda: train(HALF),
         lambda: train(PLAIN, all_reduce=False),
