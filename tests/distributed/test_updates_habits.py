@@ -545,7 +545,7 @@ def _chosen(rank: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match="optimizer must be one of the model's parameters"):
         attach(lambda of: stranger)
     scheduler = torch.optim.lr_scheduler.StepLR(stranger, 1)
-    with pytest.raises(TypeError, match="this is a scheduler: hand its .optimizer over"):
+    with pytest.raises(TypeError, match=r"this is a scheduler: hand its \.optimizer over"):
         attach(lambda of: scheduler)
     return found
 
