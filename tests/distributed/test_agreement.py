@@ -17,6 +17,7 @@ from adaptive import (
     AdaptiveCompressor,
     Event,
     Fixed,
+    Goodput,
     GraVAC,
     MemoryTimeline,
     Network,
@@ -132,7 +133,8 @@ def _error_of(rank: int, how: str) -> str:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             AdaptiveCompressor().attach(model, optimizer=optimizer if rank == 1 else None)
         elif how == "start":
-            AdaptiveCompressor("topk", (10 + 20 * rank, 100), policy=Fixed(cf=20)).attach(model)
+            steps = Goodput(step_size=(2.0, 1.0001)[rank])  # the second makes too many candidates
+            AdaptiveCompressor("topk", (10, 100), policy=steps).attach(model)
         elif how == "optimizer type":
             wrong: Any = "sgd" if rank == 1 else None
             AdaptiveCompressor().attach(model, optimizer=wrong)
@@ -178,9 +180,8 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         (
             "start",
             (
-                "ValueError: cf=20",
-                "RuntimeError: rank 0 failed to set up: ValueError: cf=20",
-                "RuntimeError: rank 1 failed to set up: ValueError: cf=20",
+                "ValueError: step_size=1.0001",
+                "RuntimeError: rank 1 failed to set up: ValueError: step_size=1.0001",
             ),
         ),
         (
