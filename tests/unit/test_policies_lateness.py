@@ -119,6 +119,17 @@ def test_for_time_there_is_no_bound():
     assert found[50][0] == 160  # more than a share of 50 steps
 
 
+def test_a_cf_that_sends_every_element_is_always_allowed():
+    policy = Goodput(gain="error_fed")
+    policy.start(Context((2, 1000), 2, wire_bytes=nbytes, assumed={80: 0.95}))
+    sent = []
+    for step in range(30):
+        sent.append(policy.plan().send)
+        policy.observe(report(step, sent[-1], RATE, lr=0.1))
+    assert 80 in sent
+    assert max(sent) == 80
+
+
 def test_only_quality_and_time_are_goals():
     with pytest.raises(ValueError, match=r"goal='speed'.*quality"):
         Goodput(goal="speed")
