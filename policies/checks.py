@@ -72,3 +72,21 @@ def cf_range(value: Any) -> tuple[float, float]:
     if low > high:
         raise ValueError(f"cf_range={value!r}: the smallest CF must not exceed the largest")
     return low, high
+
+
+def new_class(name: Any, cls: Any, parent: type, taken: Iterable[str]) -> None:
+    """What a user registers: a `name` that is not in `taken`, and a class `cls` that inherits from
+    `parent`, lacks no method and can be made without arguments. TypeError or ValueError if not."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a text, got {name!r}")
+    if name in taken:
+        raise ValueError(f"name must not be registered yet, got {name!r}")
+    if not (isinstance(cls, type) and issubclass(cls, parent)):
+        wanted = f"a class that inherits from adaptive.{parent.__name__}"
+        raise TypeError(f"cls must be {wanted}, got {cls!r}")
+    if missing := ", ".join(sorted(getattr(cls, "__abstractmethods__", ()))):
+        raise TypeError(f"cls must define {missing}, got {cls!r}")
+    try:
+        cls()
+    except TypeError as error:
+        raise TypeError(f"cls must be made without arguments, got {cls!r}: {error}") from None

@@ -195,9 +195,13 @@ class Goodput(DeclaredPolicy):
 
     def _allowed(self, cf: float, steps: int) -> bool:
         """Whether what is not sent waits short enough at a CF, with so many local steps."""
-        enough = max(self._smallest, self._lateness.largest)
         wait = steps if cf in self._assumed else cf * steps  # those send every element
-        return self.goal == "time" or wait <= enough
+        return self.goal == "time" or wait <= self._longest_wait
+
+    @property
+    def _longest_wait(self) -> float:
+        """Steps that an element may wait, with goal="quality"."""
+        return max(self._smallest, self._lateness.largest)
 
     @property
     def _turn(self) -> int | None:
@@ -272,7 +276,7 @@ class Goodput(DeclaredPolicy):
         """candidate: the CF with the largest T_comp. more, asked: by which share it promises more
         than the CF sent, and by which it must, to be sent. t_sys, t_comp: of the CF sent, in
         steps/s. power: of the gain in t_comp. allowed: the largest CF that the steps done so far
-        allow, with goal="quality". exploring: 1 until another CF is first considered.
+        allow; nan with goal="time". exploring: 1 until another CF is first considered.
         local_steps: where the policy chooses them. With signal gain, the numbers of
         `SignalGain.status` follow."""
         seconds, promised = self._time.seconds(self._send), self._promised()
@@ -285,7 +289,7 @@ class Goodput(DeclaredPolicy):
             "power": self._power,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": here,
-            "allowed": max(self._smallest, self._lateness.largest) / self._local_steps,
+            "allowed": nan if self.goal == "time" else self._longest_wait / self._local_steps,
             "exploring": float(self._since == self._steps < self.opening),
             **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
             **({} if self._signal is None else self._signal.status()),

@@ -57,18 +57,7 @@ def register_exchange(name: str, cls: type[Strategy]) -> None:
     cls: a `Strategy`, made without arguments; an object with settings, exchange=Ring(hops=2), needs
         no name. ValueError if the name is taken, TypeError if `cls` is no strategy, or lacks
         methods."""
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a text, got {name!r}")
-    if name in EXCHANGES or name in _registered:
-        raise ValueError(f"name must not be registered yet, got {name!r}")
-    if not (isinstance(cls, type) and issubclass(cls, Strategy)):
-        raise TypeError(f"cls must be a class that inherits from adaptive.Strategy, got {cls!r}")
-    if missing := ", ".join(sorted(cls.__abstractmethods__)):
-        raise TypeError(f"cls must define {missing}, got {cls!r}")
-    try:
-        cls()
-    except TypeError as error:
-        raise TypeError(f"cls must be made without arguments, got {cls!r}: {error}") from None
+    checks.new_class(name, cls, Strategy, (*EXCHANGES, *_registered))
     _registered[name] = cls
 
 

@@ -125,18 +125,7 @@ def register_memory(name: str, cls: type[MemoryRule]) -> None:
     cls: a `MemoryRule`, made without arguments; an object with settings, memory=Decayed(0.9), needs
         no name. ValueError if the name is taken, TypeError if `cls` is no rule, or lacks a method.
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a text, got {name!r}")
-    if name in NAMED or name in _registered:
-        raise ValueError(f"name must not be registered yet, got {name!r}")
-    if not (isinstance(cls, type) and issubclass(cls, MemoryRule)):
-        raise TypeError(f"cls must be a class that inherits from adaptive.MemoryRule, got {cls!r}")
-    if missing := ", ".join(sorted(cls.__abstractmethods__)):
-        raise TypeError(f"cls must define {missing}, got {cls!r}")
-    try:
-        cls()
-    except TypeError as error:
-        raise TypeError(f"cls must be made without arguments, got {cls!r}: {error}") from None
+    checks.new_class(name, cls, MemoryRule, (*NAMED, *_registered))
     _registered[name] = cls
 
 
