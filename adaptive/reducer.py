@@ -197,7 +197,7 @@ class Reducer:
         untouched = not looked_at and self.clip_norm is None
         if untouched and all(memory.idle(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan
-            tally.at("grad").add_(torch.as_tensor(known, device=tally.vector.device))
+            tally.at("grad").add_(known)
         else:
             bucket = self._open(step, buffer, parameters, {})
             not_finite, parts = bucket.nonfinite, bucket.parts

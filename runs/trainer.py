@@ -60,8 +60,9 @@ class Trainer:
         self.task = task or build_task(config)
         torch.manual_seed(config.seed * self.world_size + self.rank)
         device = torch.device(config.device)
-        if device.type == "cuda":  # of this thread
-            torch.cuda.set_device(device)
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+            torch.cuda.set_device(device)  # of this thread
         model = self.task.build_model().to(device)
         self._power: PowerSGDState | None = None
         if config.ddp_hook == "powersgd":

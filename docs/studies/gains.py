@@ -1,6 +1,6 @@
 """The gains of GraVAC's ladder by model size: the experiment of docs/papers.md.
 
-    python -m docs.studies.gains --data DIR [--model resnet101] [--steps 100] [--batch-size 32]
+    python -m docs.studies.gains --data DIR [--model resnet101] [--steps 100] [--batch-size 32] [--device cuda]
 
 One worker trains each model by SGD with momentum on what top-k keeps at CF 10, tensor by tensor,
 with plain error feedback. The gains of the whole ladder are measured besides. Each gain is a ratio
@@ -54,11 +54,11 @@ class Energies:
         return largest.indices
 
 
-def trained(task: Task, steps: int) -> list[Energies]:
+def trained(task: Task, steps: int, device: str) -> list[Energies]:
     """Of each step."""
-    model = task.build_model().train()
+    model = task.build_model().train().to(device)
     optimizer = task.optimizer(model)
-    residuals = [torch.zeros(p.numel()) for p in model.parameters()]
+    residuals = [torch.zeros(p.numel(), device=device) for p in model.parameters()]
     found = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -97,6 +97,7 @@ def main(words: list[str] | None = None) -> None:
     add("--steps", type=int, default=100)
     add("--batch-size", type=int, default=32)
     add("--lr", type=float, default=0.01, help="of image models")
+    add("--device", default="cpu")
     add("--log-dir", type=Path, default=Path("logs/study-gains"))
     given = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -109,7 +110,7 @@ def main(words: list[str] | None = None) -> None:
         task = kind(model=name, data=data, batch_size=given.batch_size, lr=lr)
         size = sum(p.numel() for p in task.build_model().parameters()) / 1e6
         began = time.process_time()
-        steps = trained(task, given.steps)
+        steps = trained(task, given.steps, given.device)
         late = steps[len(steps) // 2 :]
         numbers = f"{given.steps - len(late)} to {given.steps - 1}"
         paper, code = gains(late)

@@ -22,6 +22,7 @@ from runs.options import check_measured, check_modelled, check_sends
 from runs.papers.suites import Plan, plan_from
 from runs.parser import UsageError, options, shown
 from runs.settings import Keeping, Measuring, Modelling, Optimizing, Training
+from runs.simulate.command import check_device
 
 if TYPE_CHECKING:
     from adaptive import LinkSpec
@@ -150,6 +151,8 @@ class Conditions:
     simulated: Switch | None = None
     """With --fixed-clock: all workers of a run take turns in this process, as `simulate` has them,
     and come to the same results (off)."""
+    device: Annotated[str | None, metavar("DEVICE")] = None
+    """With --simulated on: of all workers, cpu, cuda or cuda:1 (cpu)."""
 
 
 OPTIONS = {
@@ -212,6 +215,10 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     check_modelled({name: value for name, value in given.items() if name != "model_mb"})
     if given.get("simulated") and "fixed_clock" not in given:
         raise UsageError("--simulated on: needs --fixed-clock, the seconds of a step")
+    if "device" in given:
+        if not given.get("simulated"):
+            raise UsageError(f"--device {given['device']}: needs --simulated on")
+        check_device(given["device"])
     alone = given.pop("one_worker_seconds", None)  # for the table alone, not for the runs
     model_mb = given.get("model_mb")
     if "fixed_clock" not in given:  # it then is for the table alone, not for the runs

@@ -89,7 +89,7 @@ def main(given: dict[str, Any]) -> int:
     from runs.worker import run_rank
 
     job = make_job(_with_defaults(given), None, simulated=True)
-    _check_device(job.config.device)
+    check_device(job.config.device)
     with claimed(job) as job:
         return simulate(job.config, lambda rank, *own: run_rank(job, rank, *own))
 
@@ -108,7 +108,7 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return {"workers": WORKERS, "fixed_clock": STEP_SECONDS, **given}
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     """UsageError unless the workers can compute there."""
     import torch
 

@@ -119,6 +119,7 @@ class Hook:
         clip_norm: float | None = None,
         ladder: bool = False,
         accumulate: bool = True,
+        energies: bool = True,
         optimizer: Callable[[list[Tensor]], Optimizer] = AdamW,
     ) -> None:
         policy = Goodput(goal="time")
@@ -145,7 +146,7 @@ class Hook:
             0,
             clip_norm,
         )
-        self.step, self.accumulate = 5, accumulate
+        self.step, self.accumulate, self.energies = 5, accumulate, energies
 
     def run(self, *measured: float) -> Tally:
         """One step of one bucket, sent at the first of `measured`; dense without any."""
@@ -160,6 +161,7 @@ class Hook:
             sketch=sketch,
             updates=self.memory.handover.sends_updates,
             ranks=2,
+            energies=self.energies,
             device=buffer.device,
         )
         if peers is not None:
@@ -255,6 +257,12 @@ def test_no_value_is_read_with_any_option(base: str, options: dict[str, Any]) ->
     hook.run(cf)
     hook.run(cf, hook.base.nearest(Spec((7000,), 2 * CF)))
     hook.run()
+
+
+@pytest.mark.parametrize("energies", [True, False])
+def test_no_number_is_sent_to_a_device_where_nothing_was_compressed(energies: bool) -> None:
+    """A dense step of an idle memory, of which nothing is measured but its gradient's norm."""
+    Hook(make_compressor("topk"), accumulate=False, energies=energies).run()
 
 
 def test_no_value_is_read_where_sgd_gets_its_momentum_back() -> None:

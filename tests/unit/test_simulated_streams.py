@@ -132,11 +132,11 @@ def test_a_device_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match=f"one of cpu, cuda, cuda:0, cuda:1, got '{device}'"):
-        command._check_device(device)
-    command._check_device("cuda:1")
+        command.check_device(device)
+    command.check_device("cuda:1")
 
 
 def test_without_a_gpu_only_the_host_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match=r"one of cpu \(torch finds no CUDA device here\), got"):
-        command._check_device("cuda")
+        command.check_device("cuda")
