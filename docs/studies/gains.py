@@ -1,6 +1,6 @@
 """The gains of GraVAC's ladder by model size: the experiment of docs/papers.md.
 
-    python -m docs.studies.gains --data DIR [--model resnet101] [--steps 100] [--batch-size 32] [--device cuda]
+    python -m docs.studies.gains --data DIR [--model resnet101] [--steps 100] [--device cuda]
 
 One worker trains each model by SGD with momentum on what top-k keeps at CF 10, tensor by tensor,
 with plain error feedback. The gains of the whole ladder are measured besides. Each gain is a ratio
