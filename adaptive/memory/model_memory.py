@@ -21,6 +21,7 @@ from adaptive.memory.own_moments import MomentState
 from adaptive.memory.rule import MemoryRule
 from adaptive.memory.ruled import RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
+from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
@@ -28,7 +29,7 @@ from adaptive.sync.options import Synchronisation
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
-from policies.state import require
+from policies.state import Stateful, require
 
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
@@ -182,9 +183,14 @@ class ModelMemory:
             self.now.name = Residual.name
 
     def fall_back(self) -> None:
-        """Plain error feedback from the next step on, and the optimizer's own momentum."""
+        """Plain error feedback from the next step on, and the optimizer's own momentum, with less
+        of its lag."""
         self._gave_up = True
+        before = self.now.handover
         self.release()
+        if isinstance(before, SGDHandover) and not before.foreign:
+            by = ShorterMomentum(before.optimizer, self._choice._lag_at, self._parameters)
+            self.now = Residual(self._parameters.maybe_unused, by)
 
     @property
     def may_fall_back(self) -> bool:
@@ -316,7 +322,10 @@ class ModelMemory:
 
     def check_handover(self, state: Mapping[str, Any], kind: str) -> None:
         """The same as `check`, of this."""
+        of: type[Stateful] | None
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
+        if kind == Residual.name and state:
+            of = LagShare
         if of is None:
             check_like("moments", state, {})
         else:
