@@ -423,7 +423,8 @@ class Session:
 
     def summary(self) -> Summary:
         """Totals so far."""
-        return replace(self.controller.summary(), gossip=self._sync.describe())
+        told = {"sync": self._sync.describe(), "caveat": self.settings.sync.caveat}
+        return replace(self.controller.summary(), **told)
 
     def explain(self, detail: bool) -> str:
         """The present state in words."""

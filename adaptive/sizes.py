@@ -231,5 +231,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
-        gossip=sizes.choice.messages is not None,
+        caveat=settings.sync.caveat,
     )

@@ -128,6 +128,7 @@ class Gossip(Synchronisation):
     overlap = 0
     accepted: ClassVar[Mapping[str, str]] = {**NO_GRADIENTS, "exchange": "'auto'"}
     memories: ClassVar[tuple[str, ...]] = ("auto", "none")
+    caveat: ClassVar[str] = "gossip"
     default_policy: ClassVar[str] = "fixed"
     tied_to_ranks: ClassVar[str] = "gossip has other neighbours with another number of ranks"
 

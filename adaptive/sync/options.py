@@ -49,6 +49,9 @@ class Synchronisation:
     """The rank's own parameters hold what it has not sent, so there is no residual."""
     tied_to_ranks: ClassVar[str] = ""
     """Why another number of ranks cannot load a state; "" if it can."""
+    caveat: ClassVar[str] = ""
+    """A word for headlines if step times do not show what it does to quality: then no headline
+    claims a speed-up by step times alone. "" if it trains as well as a dense run."""
     default_policy: ClassVar[str] = ""
     """The default policy; "": the compressor's default."""
     overlap: int | None = None
