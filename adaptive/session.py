@@ -423,8 +423,8 @@ class Session:
 
     def summary(self) -> Summary:
         """Totals so far."""
-        told = {"sync": self._sync.describe(), "caveat": self.settings.sync.caveat}
-        return replace(self.controller.summary(), **told)
+        totals, caveat = self.controller.summary(), self.settings.sync.caveat
+        return replace(totals, sync=self._sync.describe(), caveat=caveat)
 
     def explain(self, detail: bool) -> str:
         """The present state in words."""

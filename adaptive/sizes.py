@@ -177,7 +177,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
 
 
 def _check_rungs(settings: Settings, context: Context) -> None:
-    """ValueError for a hook or another compressor at a CF that the policy never sends."""
+    """ValueError for a rung of base at a CF that the policy never sends."""
     policy = settings.policy
     if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
         return

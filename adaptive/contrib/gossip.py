@@ -75,7 +75,7 @@ from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.statistics.vector import Tally
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
-from adaptive.sync.options import NO_GRADIENTS, Synchronisation, check_all_moved
+from adaptive.sync.options import Synchronisation, check_all_moved
 from adaptive.uniting import averaged, unite
 from compressors.base import Compressor, Key, Payload
 from compressors.kernels import all_finite
@@ -126,7 +126,7 @@ class Gossip(Synchronisation):
     consensus_step: float | None = None
     every: int = 1
     overlap = 0
-    accepted: ClassVar[Mapping[str, str]] = {**NO_GRADIENTS, "exchange": "'auto'"}
+    among_all: ClassVar[bool] = False
     memories: ClassVar[tuple[str, ...]] = ("auto", "none")
     caveat: ClassVar[str] = "gossip"
     default_policy: ClassVar[str] = "fixed"

@@ -390,7 +390,6 @@ class Doctor:
         own = replace(
             settings,
             base=base,
-            hooks={},
             policy=self._trial,
             may_stay_dense=False,
             memory=MemoryChoice(base, NAMED["auto"]),
