@@ -16,7 +16,6 @@ from adaptive.exchange.collectives import reduce_wire_bytes
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
@@ -162,7 +161,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
-        updates=are_updates(memory.name, settings.sync.numbers),
+        updates=memory.handover.sends_updates or settings.sync.numbers != (1,),
         keeps_momentum=memory.handover.keeps_momentum,
     )
     if settings.policy.layerwise and not context.layers:
@@ -198,11 +197,6 @@ def link_of(spec: LinkSpec | None, measured: LinkCost) -> tuple[float, float]:
     return 0.0, 1 / (FASTER * measured.beta)
 
 
-def are_updates(memory: str, local_steps: tuple[int, ...]) -> bool:
-    """`Context.updates`, by the name of the memory."""
-    return memory == UpdateMemory.name or local_steps != (1,)
-
-
 def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:
     """memory: the name of the one in use."""
     policy = settings.policy
@@ -227,6 +221,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
         overlap=context.overlap,
+        updates=context.updates,
         keeps_momentum=context.keeps_momentum,
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",

@@ -186,15 +186,15 @@ class ModelMemory:
         self._gave_up = True
         self.release()
 
-    @property
-    def may_fall_back(self) -> bool:
-        """The memory does an optimizer's work, which that can do itself."""
-        return isinstance(self.now, MomentumMemory)
+    def falls_back_to(self, kind: Any) -> bool:
+        """Whether `fall_back` leaves a memory of this name: now it does an optimizer's work, which
+        that can do itself."""
+        return kind == Residual.name and isinstance(self.now, MomentumMemory)
 
     def kind_of(self, found: Any) -> str:
         """The name that a state's memory must have; `found` is the one that it has. ValueError for
         momentum correction that was given up here."""
-        if found == Residual.name and self.may_fall_back:
+        if self.falls_back_to(found):
             return Residual.name
         if self._gave_up and found == MomentumMemory.name:
             raise ValueError(

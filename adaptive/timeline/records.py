@@ -31,7 +31,7 @@ class Header:
     supported: by CF that the policy may send, the nearest CF that the compressor can do.
     wire_bytes: by supported CF, the bytes of a step without statistics. link: see `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
-    during an exchange; None: half of them. keeps_momentum: see `Context`. caveat: see
+    during an exchange; None: half of them. updates, keeps_momentum: see `Context`. caveat: see
     `Synchronisation`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
@@ -52,6 +52,7 @@ class Header:
     uncoded: tuple[float, ...] = ()
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
+    updates: bool = False
     keeps_momentum: bool = False
     network: str = ""
     expression: str = ""
