@@ -25,9 +25,8 @@ from adaptive.averager import Averager
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import TOO_SMALL, Controller
-from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.choice import ExchangeChoice, measure_link
 from adaptive.exchange.link import EmulatedLink
-from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.exchange.two_level import open_exchange
 from adaptive.memory.handover import describe, learning_rate

@@ -68,8 +68,8 @@ from adaptive.exchange.collectives import Arriving
 from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.memory.inspection import MovedBetweenSteps
+from adaptive.memory.optimizer_sync import unite_moments
 from adaptive.memory.options import NAMED, Memory
-from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter, shaped
 from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.statistics.vector import Tally

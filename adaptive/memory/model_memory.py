@@ -18,8 +18,7 @@ from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
-from adaptive.memory.rule import MemoryRule
-from adaptive.memory.ruled import RuledMemory
+from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
