@@ -18,8 +18,7 @@ from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
-from adaptive.memory.rule import MemoryRule
-from adaptive.memory.ruled import RuledMemory
+from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
 from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
@@ -192,15 +191,15 @@ class ModelMemory:
             by = ShorterMomentum(before.optimizer, self._choice._lag_at, self._parameters)
             self.now = Residual(self._parameters.maybe_unused, by)
 
-    @property
-    def may_fall_back(self) -> bool:
-        """The memory does an optimizer's work, which that can do itself."""
-        return isinstance(self.now, MomentumMemory)
+    def falls_back_to(self, kind: Any) -> bool:
+        """Whether `fall_back` leaves a memory of this name: now it does an optimizer's work, which
+        that can do itself."""
+        return kind == Residual.name and isinstance(self.now, MomentumMemory)
 
     def kind_of(self, found: Any) -> str:
         """The name that a state's memory must have; `found` is the one that it has. ValueError for
         momentum correction that was given up here."""
-        if found == Residual.name and self.may_fall_back:
+        if self.falls_back_to(found):
             return Residual.name
         if self._gave_up and found == MomentumMemory.name:
             raise ValueError(

@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from adaptive.chunks import chunks
 from adaptive.exchange.collectives import Exchange
+from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, Handover, steps_as, with_settings
-from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from policies import state as saved
 
