@@ -17,8 +17,8 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from adaptive.exchange.collectives import Exchange
+from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, Handover, with_settings
-from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameters, local
 from policies.state import Stateful, require, saved
 

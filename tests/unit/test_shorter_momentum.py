@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD
 
+from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import stand_in_for
-from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.memory.shorter_momentum import ShorterMomentum
 from adaptive.parameters import ModelParameter
 from tests.unit.model_parameters import Parameters
