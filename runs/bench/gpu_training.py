@@ -146,7 +146,7 @@ def _reached(points: list[Point], loss: float) -> str:
     return "never" if first is None else f"{first.seconds:.0f} s (step {first.step})"
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     told = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     told.add_argument("--text", required=True, metavar="DIR", help="a folder of WikiText-2")
     told.add_argument("--link", default="1gbit", help="the emulated network (1gbit)")
@@ -159,7 +159,7 @@ def main() -> int:
     told.add_argument("--width", type=int, default=WIDTH)
     told.add_argument("--heads", type=int, default=HEADS)
     told.add_argument("--points", metavar="FILE", help="write all evaluations there, as JSON")
-    asked = told.parse_args()
+    asked = told.parse_args(words)
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     processes = []

@@ -45,6 +45,7 @@ from adaptive.sync.options import EveryStep
 from adaptive.timeline.recorder import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
+from policies.lateness import SHARE
 
 STEPS = 30
 LEAST = 25
@@ -58,6 +59,9 @@ WARM, DENSE_STEPS, LOW_STEPS, HIGH_STEPS = 3, 4, 6, 5
 CF, and at FAR times that."""
 
 FAR = 10.0
+
+RUNS = (100, 1_000, 10_000)
+"""Steps of the runs whose speed-up is told."""
 
 PROGRESS = "of a dense step's progress in each step"
 
@@ -90,7 +94,7 @@ class Verdict:
     step at each CF rehearsed, of a dense step's. compute, waits: the parts of a dense step that are
     work, and waiting for the network. link: seconds a message and bytes a second, measured by
     itself, or as dense steps have shown it if that is faster. noise: by how much steps of one kind
-    differ, as a share.
+    differ, as a share. rungs: CFs that send every element.
     """
 
     cf: float
@@ -108,6 +112,7 @@ class Verdict:
     ranks: int
     link: LinkCost
     noise: float = 0.0
+    rungs: tuple[float, ...] = ()
 
     @property
     def dense_seconds(self) -> float:
@@ -118,6 +123,20 @@ class Verdict:
     def seconds(self) -> float:
         """Expected of a step at `cf`."""
         return self.expected[self.cf]
+
+    def with_default(self, steps: int) -> float:
+        """Expected speed-up over dense of a run of so many steps with default settings, which keep
+        dense's quality by the bound on the CF (policies/lateness.py). The learning rate is taken
+        for constant."""
+        seconds = 0.0
+        for step in range(1, steps + 1):
+            most = min(self.cf, SHARE * step)
+            seconds += min(
+                each
+                for cf, each in self.expected.items()
+                if cf <= most or cf == DENSE or (cf in self.rungs and cf <= self.cf)
+            )
+        return steps * self.dense_seconds / seconds
 
     def __str__(self) -> str:
         interval = f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
@@ -141,6 +160,11 @@ class Verdict:
         )
         is_faster = self.expected[self.best] > WORTH * self.expected[fastest]
         between = f"; expected after these{told[False][1:]}" if told[False] else ""
+        runs = ", ".join(f"{self.with_default(steps):.3g}x in {steps:,} steps" for steps in RUNS)
+        at_dense_quality = (
+            f"  a run with default settings, which aim at dense's quality and so compress less at "
+            f"first: {runs}"
+        )
         busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
             [
@@ -149,6 +173,7 @@ class Verdict:
                 f"{self.waits:.3g} waiting for the network",
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
                 *([faster] if is_faster else []),
+                *([at_dense_quality] if self.cf != DENSE else []),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
                 *([busy] if self.noise > BUSY else []),
@@ -272,6 +297,7 @@ def conclude(
         ranks=ranks,
         link=replace(link, beta=max(link.beta, times.nbytes(DENSE) / (times.span or inf))),
         noise=max(_spread(dense), _spread(at_best)),
+        rungs=tuple(times.rungs),
     )
 
 

@@ -165,6 +165,40 @@ def test_a_verdict_says_what_to_do() -> None:
     assert "rehearsed CF 40 0.4; expected after these CF 2 0.55" in str(slow)
 
 
+def test_a_run_with_default_settings_compresses_less_at_first() -> None:
+    verdict = Verdict(
+        cf=40.0,
+        name="CF 40",
+        best=40.0,
+        best_name="CF 40",
+        expected={DENSE: 1.0, 2.0: 0.6, 10.0: 0.2, 40.0: 0.1},
+        rehearsed=(40.0,),
+        speedup=10.0,
+        low=9.0,
+        high=11.0,
+        progress={40.0: 0.9},
+        compute=0.1,
+        waits=0.9,
+        ranks=2,
+        link=LinkCost(1e-3, 1.25e7),
+        rungs=(2.0,),
+    )
+    seconds = 24 * 0.6 + 75 * 0.2 + 901 * 0.1  # from step 25 on CF 10, from step 100 on CF 40
+    assert verdict.with_default(1000) == pytest.approx(1000 / seconds)
+    speedups = [verdict.with_default(steps) for steps in (1, 24, 100, 1000, 100_000)]
+    assert speedups == sorted(speedups)
+    assert speedups[0] == pytest.approx(1 / 0.6)
+    assert speedups[-1] == pytest.approx(10.0, rel=0.01)
+    told = f"{speedups[2]:.3g}x in 100 steps, {speedups[3]:.3g}x in 1,000 steps"
+    assert (
+        f"a run with default settings, which aim at dense's quality and so {LESS}: {told}"
+        in str(verdict)
+    )
+    assert "default settings" not in str(replace(verdict, cf=DENSE, name="dense"))
+
+
+LESS = "compress less at first"
+
 SECONDS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=8)
 LADDER = (10.0, 20.0, 40.0, 80.0, 100.0, 160.0, 320.0, 640.0, 1000.0)
 RUNGS = {2.0: 0.99, 4.0: 0.98, 8.0: 0.98}
