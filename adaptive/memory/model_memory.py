@@ -124,7 +124,7 @@ class MemoryChoice:
 
     def _update_lag_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
-        momentum superfluous from CF 10 on (docs/defaults.md)."""
+        momentum superfluous from CF 10 on (docs/research/defaults.md)."""
         if self._keeps_most(cf):
             return 1.0
         return max(0.0, 1 - log10(cf))
