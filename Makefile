@@ -4,7 +4,7 @@
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one).
 # make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
-# make soak: 20,000 steps with all that a long run meets. make faults: docs/reliability.md's table.
+# make soak: 20,000 steps with all that a long run meets. make faults: docs/research/reliability.md's table.
 # make fuzz: random configurations held to invariants (make long-test: 60 of them, always the same).
 PYTHON ?= python3
 FUZZ ?= 200
@@ -57,7 +57,7 @@ fuzz: $(STAMP)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest --numprocesses 2 -m long tests/distributed/test_fuzz.py
 
 faults: $(STAMP)
-	$(BIN)/python -m tests.faults --out docs/reliability.md
+	$(BIN)/python -m tests.faults --out docs/research/reliability.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -47,13 +47,13 @@ next to nothing."""
 
 VALUES = "int4"
 """The default coding of a sparsifier's values: with error feedback as good as fp32. At CF 100 a
-kept element takes 13 bits instead of 41, its index included (docs/results.md)."""
+kept element takes 13 bits instead of 41, its index included (docs/research/results.md)."""
 
 
 def make_base(base: str | Compressor, memory: Any) -> Compressor:
     """The compressor called `base`, or `base` itself if it is one. A sparsifier named without a "+"
     sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none").
-    docs/results.md has the comparison.
+    docs/research/results.md has the comparison.
 
     ValueError for an unknown name, TypeError for anything else."""
     compressor = make_compressor(base)
@@ -65,7 +65,7 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
 
 def default_policy(base: Compressor) -> str:
     """The policy for `policy=None`: "goodput" where a shadow ladder measures the gain of every CF,
-    else "gravac". docs/results.md has the comparison."""
+    else "gravac". docs/research/results.md has the comparison."""
     return "goodput" if isinstance(base.at(inf), Sparsifier) else "gravac"
 
 
@@ -107,8 +107,8 @@ def below_range(base: Compressor) -> str:
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     """Whether the tensors of a bucket are compressed as one. "auto": where the largest elements of
     all can be told, since each layer then gets its share of them: at CF 20 and 100 that saves most
-    of what compression costs an image model (docs/results.md). Quantizers code all tensors of a
-    bucket at once, whose scales stay apart unless `granularity` is "bucket"."""
+    of what compression costs an image model (docs/research/results.md). Quantizers code all tensors
+    of a bucket at once, whose scales stay apart unless `granularity` is "bucket"."""
     above = base.at(inf)
     if granularity == "bucket":
         return True

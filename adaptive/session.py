@@ -118,7 +118,8 @@ class Session:
         self._granularity = Granularity(settings.base, as_one, settings.dense_below, segments)
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         self._agree(optimizers, scaler)
-        warm_up(settings.base, self._compressed_cfs(), world_size, self.device)
+        shards = self._choice.may_shard
+        warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
         is_real = network.spec is None and network.clock is time.perf_counter

@@ -125,7 +125,8 @@ class Sparsifier(Compressor):
     exact_count = False
     comparable = True
     selects = True
-    # The larger the CF, the longer elements wait in the residual (measured: docs/defaults.md).
+    # The larger the CF, the longer elements wait in the residual (measured:
+    # docs/research/defaults.md).
     momentum_lag = 1.2
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:

@@ -11,6 +11,7 @@ import torch
 from compressors.base import Compressor, Key, Spec
 from compressors.kernels.blocks import add_if, fill_if, scale_if, takes_triton
 from compressors.rounds import RoundsCompressor
+from compressors.sharded import Sharded
 
 log = logging.getLogger("adaptive")
 
@@ -19,9 +20,13 @@ SIZES = (4_096, 65_537)
 several; the kernels for other sizes are the same."""
 
 
-def warm_up(base: Compressor, cfs: Iterable[float], ranks: int, device: torch.device) -> None:
+def warm_up(
+    base: Compressor, cfs: Iterable[float], ranks: int, device: torch.device, shards: bool = False
+) -> None:
     """Take a tensor through all that a step does with it, once at each of the CFs. Then Triton has
     compiled the kernels, or has found them in its cache. On a host nothing is done.
+
+    shards: also as the sharded exchange does it, in a shard for each of the ranks.
 
     Nothing comes of it: the compressors are copies, no random number is drawn, and a compressor
     that wants tensors of its model only is left alone."""
@@ -43,6 +48,8 @@ def warm_up(base: Compressor, cfs: Iterable[float], ranks: int, device: torch.de
                 continue
             try:
                 _take(deepcopy(compressor), x.clone(), cf, ranks, flag)
+                if shards:
+                    _take_in_shards(deepcopy(compressor), x.clone(), cf, ranks, flag)
             except Exception as error:
                 log.debug("%s was not taken through a step beforehand: %r", compressor.name, error)
 
@@ -58,3 +65,18 @@ def _take(
     payloads = compressor.read(wire.repeat(ranks).view(ranks, -1), spec)
     compressor.add_to(x, payload.as_zeros(flag), -1.0)
     compressor.mean_of(x, payloads, 1 / ranks, flag)
+
+
+def _take_in_shards(
+    compressor: Compressor, x: torch.Tensor, cf: float, ranks: int, flag: torch.Tensor
+) -> None:
+    """`x` becomes shards of equal length, which are treated at once."""
+    x = x[: len(x) // ranks * ranks]
+    by = Sharded(compressor, ranks)
+    spec = Spec.of(x, compressor.nearest(Spec((x.numel(),), cf)), Key("warm-up"))
+    for add in (x.clone(), None):
+        payload = by.compress(x, spec, add)
+    wire = torch.empty(payload.nbytes, dtype=torch.uint8, device=x.device)
+    payload.as_nonfinite(flag).write(wire)
+    by.mean_of(x, [by.read_means(wire.view(ranks, -1), spec)], 1.0, flag)
+    by.add_to(x, payload.as_zeros(flag), -1.0)

@@ -6,7 +6,8 @@ nothing is sent only to be measured, and a changed network moves the CF as soon 
 
 Signal gain is the part of the gradient that gets through at once. The remaining part is late, not
 lost, so progress falls more slowly: as the root of signal gain. For updates of two ranks, which go
-without momentum, it falls as the fifth root (measured: docs/results.md, docs/defaults.md).
+without momentum, it falls as the fifth root (measured: docs/research/results.md,
+docs/research/defaults.md).
 
 Progress a second is not all: a run has a schedule, and must end at dense's quality in as many
 steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
@@ -24,7 +25,8 @@ VISITS of a run's time.
 
 The assumed gains of int8 and int4 are alike, so the one with fewer bytes wins as soon as the
 network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits with error feedback
-lose no quality that runs have shown (docs/defaults.md). The assumed gain of bf16 is larger.
+lose no quality that runs have shown (docs/research/defaults.md). The assumed gain of bf16 is
+larger.
 
 While dense is sent, gains are not measured in every step, since measuring costs most where there is
 nothing to gain. Step times are measured in every step, so a slower network is seen at once.
@@ -71,7 +73,7 @@ this."""
 POWER, POWER_OF_UPDATES = 0.5, 0.2
 """Default exponents of signal gain in T_comp. The second is for local steps, and for updates of two
 ranks. Large CFs cost more quality with more ranks, and beside a momentum that is kept. While local
-steps may follow, these cost less quality than the largest CFs (docs/defaults.md)."""
+steps may follow, these cost less quality than the largest CFs (docs/research/defaults.md)."""
 
 FOREIGN = 3
 """Reports arrive late: this many after a switch are about gradients from before it."""

@@ -1,4 +1,4 @@
-"""Signal gain: the part of the true gradient that gets through compression (docs/signal-gain.md).
+"""Signal gain: which part of the true gradient gets through (docs/research/signal-gain.md).
 
 What compression keeps of a step's gradient is multiplied with a second gradient, which has the same
 signal and other noise, so that the noise averages out. The second gradient is another rank's of the
@@ -27,7 +27,7 @@ from policies.state import Stateful, require, saved
 WEIGHT, WEIGHT_OF_UPDATES = 0.02, 0.005
 """Weight of a new step in a `MeanRatio`. Of gradients about fifty steps count, of updates two
 hundred. Updates make as much of small elements, and so of noise, as of large elements
-(docs/signal-gain.md)."""
+(docs/research/signal-gain.md)."""
 
 LEAST = 10
 """Steps that a `MeanRatio` needs before it can be clear."""

@@ -90,7 +90,7 @@ ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
 STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
 """Gossip algorithms with a consensus step size. The default size is min(1, this number / CF). With
-a larger one the ranks may diverge (docs/gossip.md)."""
+a larger one the ranks may diverge (docs/research/gossip.md)."""
 
 AT_ONCE = ("deepsqueeze", "choco-sgd")
 """Algorithms that mix in the step itself."""
@@ -101,7 +101,7 @@ ADDING = ("dcd-psgd", "choco-sgd")
 
 @dataclass(frozen=True, eq=False)
 class Gossip(Synchronisation):
-    """Each rank steps by itself and exchanges parameters with its neighbours only (docs/gossip.md).
+    """Each rank steps alone and exchanges parameters with its neighbours (docs/research/gossip.md).
     No rank ever has the mean of all ranks. A step costs one latency, whatever the number of ranks.
     Gossip needs policy "fixed" (its default), "schedule" or "warmup", and one optimizer of all
     parameters.

@@ -257,6 +257,11 @@ class ExchangeChoice:
         """The choice depends on the link, which is to be measured."""
         return self._fixed is None and self.messages is None and self._world_size > 2
 
+    @property
+    def may_shard(self) -> bool:
+        """Some step may send a bucket in shards."""
+        return self.measures or (self._fixed is not None and self._fixed.sharded)
+
     def pick(self, nbytes: float, cf: float) -> Strategy:
         """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
         return self._through(self._pick(nbytes, cf))

@@ -20,6 +20,7 @@ from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
 from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
+from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
@@ -27,7 +28,7 @@ from adaptive.sync.options import Synchronisation
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
-from policies.state import require
+from policies.state import Stateful, require
 
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
@@ -123,7 +124,7 @@ class MemoryChoice:
 
     def _update_lag_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
-        momentum superfluous from CF 10 on (docs/defaults.md)."""
+        momentum superfluous from CF 10 on (docs/research/defaults.md)."""
         if self._keeps_most(cf):
             return 1.0
         return max(0.0, 1 - log10(cf))
@@ -181,9 +182,14 @@ class ModelMemory:
             self.now.name = Residual.name
 
     def fall_back(self) -> None:
-        """Plain error feedback from the next step on, and the optimizer's own momentum."""
+        """Plain error feedback from the next step on, and the optimizer's own momentum, with less
+        of its lag."""
         self._gave_up = True
+        before = self.now.handover
         self.release()
+        if isinstance(before, SGDHandover) and not before.other_optimizer:
+            by = ShorterMomentum(before.optimizer, self._choice._lag_at, self._parameters)
+            self.now = Residual(self._parameters.maybe_unused, by)
 
     def falls_back_to(self, kind: Any) -> bool:
         """Whether `fall_back` leaves a memory of this name: now it does an optimizer's work, which
@@ -317,7 +323,10 @@ class ModelMemory:
 
     def check_handover(self, state: Mapping[str, Any], kind: str) -> None:
         """The same as `check`, of this."""
+        of: type[Stateful] | None
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
+        if kind == Residual.name and state:
+            of = LagShare
         if of is None:
             check_like("moments", state, {})
         else:

@@ -6,8 +6,9 @@ compression keeps it. Momentum factor masking clears the velocity of what was se
 
 A residual delays gradients, and so does a velocity: delay acts as momentum (Mitliagkas and others,
 "Asynchrony begets momentum", 2016). So while gradients are compressed, the velocity moves with a
-smaller momentum and a larger gain, and the two delays do not add up (measured: docs/defaults.md).
-When the momentum changes, the velocity is scaled: the sum of its future contributions stays.
+smaller momentum and a larger gain, and the two delays do not add up (measured:
+docs/research/defaults.md). When the momentum changes, the velocity is scaled: the sum of its future
+contributions stays.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Momentum:
     handed over: velocities are accumulated and sent in the gradients' place.
 
     lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while gradients are
-        compressed (docs/defaults.md). 1 is DGC's rule; None: the compressor's own.
+        compressed (docs/research/defaults.md). 1 is DGC's rule; None: the compressor's own.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others).
     clip_norm: see `Residual`.

@@ -3,9 +3,10 @@ to the parameters is fed back, compressed, exchanged and averaged.
 
 An optimizer that divides by the root of a second moment (Adam and those like it) must not be fed
 with decoded gradients: an element that has waited T steps in the residual arrives T times as large,
-its second moment grows with T^2, and the optimizer divides the burst away (docs/defaults.md).
-So autograd gets this rank's own gradient back, whatever a script does to it, and the user's own
-optimizer makes the step. In a compressed step, with `lr` the learning rate of the moment:
+its second moment grows with T^2, and the optimizer divides the burst away
+(docs/research/defaults.md). So autograd gets this rank's own gradient back, whatever a script does
+to it, and the user's own optimizer makes the step. In a compressed step, with `lr` the learning
+rate of the moment:
 
 1. before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
    ranks; momentum gets a share of its lag, for this step only. (`lr` of Muon: see muon.py.)
@@ -18,8 +19,8 @@ A dense step is DDP's own: before the first one the ranks agree on what their op
 
 At CFs where next to nothing waits (int8, int4) there are no bursts. There, beside Adam, the mean
 gradient is exchanged, compressed with error feedback, and the optimizer steps as after a dense
-backward: this trains as well as a dense step does (docs/defaults.md). What waits of gradients goes
-with the rank's own gradient into the next step whose updates are exchanged.
+backward: this trains as well as a dense step does (docs/research/defaults.md). What waits of
+gradients goes with the rank's own gradient into the next step whose updates are exchanged.
 
 Momentum holds updates back, and so does a residual. With both they would be late twice, so in
 compressed steps momentum keeps only a share of its lag, and what it gives up goes to the residual.

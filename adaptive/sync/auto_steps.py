@@ -7,8 +7,8 @@ residual. The two differ in where the residual is meanwhile:
 - before a round of one step it waits, in updates, and all ranks stand alike;
 - before a round of several steps it moves the rank's own parameters. All ranks keep the *anchor*,
   where they would stand alike. What a rank has not sent is the anchor less its own parameters.
-  (In a round of several steps what waits would be late by all of them; docs/defaults.md has the
-  measurements.)
+  (In a round of several steps what waits would be late by all of them; docs/research/defaults.md
+  has the measurements.)
 
 So another number of steps takes no state of its own: a round begins with the residual in its place.
 

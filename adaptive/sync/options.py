@@ -21,7 +21,8 @@ from compressors import Compressor
 from policies import Policy, checks
 
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
-"""In runs of some hundred steps these do better than DiLoCo's 0.7 and 0.9 (docs/defaults.md)."""
+"""In runs of some hundred steps these do better than DiLoCo's 0.7 and 0.9
+(docs/research/defaults.md)."""
 
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
@@ -183,8 +184,8 @@ class LocalSteps(Synchronisation):
 class Delayed(Synchronisation):
     """Each rank applies its own step at once. `steps` steps later, the mean of all ranks' steps
     replaces it (Zhu and others 2021). Up to `steps` exchanges are under way while the ranks
-    compute, which hides latency (docs/delay.md). This takes 2 * steps + 1 copies of the parameters.
-    It works with any optimizer of torch's.
+    compute, which hides latency (docs/research/delay.md). This takes 2 * steps + 1 copies of the
+    parameters. It works with any optimizer of torch's.
 
     steps: a whole number >= 1."""
 

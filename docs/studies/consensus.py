@@ -1,4 +1,4 @@
-"""Which consensus step gossip bears at which CF (docs/gossip.md).
+"""Which consensus step gossip bears at which CF (docs/research/gossip.md).
 
     python -m docs.studies.consensus
 

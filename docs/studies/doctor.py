@@ -1,4 +1,4 @@
-"""Is what the doctor expects what then happens? The table of docs/netlab.md, in eleven minutes.
+"""Is what the doctor expects what then happens? docs/research/netlab.md, in eleven minutes.
 
     python -m docs.studies.doctor [--optimizer adamw] [--log-dir FOLDER]
 

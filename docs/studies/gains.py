@@ -1,4 +1,4 @@
-"""The gains of GraVAC's ladder by model size: the experiment of docs/papers.md.
+"""The gains of GraVAC's ladder by model size: the experiment of docs/research/papers.md.
 
     python -m docs.studies.gains --data DIR [--model resnet101] [--steps 100] [--device cuda]
 

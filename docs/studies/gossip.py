@@ -1,4 +1,4 @@
-"""Time to quality on many networks, with a mean of all ranks and by gossip: docs/gossip.md.
+"""Time to quality on many networks, by all-reduce and by gossip: docs/research/gossip.md.
 
     python -m docs.studies.gossip --sizes 8 --target 28 --contenders dense 'none:sync=Gossip()' \
         --task cifar10 --model resnet8 --data DIR --batch-size 8 --steps 120 --eval-every 15

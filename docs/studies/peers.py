@@ -1,5 +1,5 @@
 """What other people's rules for training with little communication reach on one task: the table in
-docs/defaults.md.
+docs/research/defaults.md.
 
     python -m docs.studies.peers --model gpt --data DIR/wikitext-2 --steps 600 --batch-size 16 \
         --warmup 50 --lr-schedule cosine --clip-grad 1 --lr 6e-3

@@ -241,8 +241,8 @@ class DiLoCo(Rule):
     of the outer gradients, where all stood before minus where the rank is now, moves where they
     stood by SGD with Nesterov momentum, and all go on from there, with their own moments. There is
     an exchange after the last step, too: in a short run whose learning rate falls to 0 the outer
-    momentum then overshoots. On 600 steps of the GPT in docs/defaults.md perplexity was 7.37 after
-    the last outer step, and 6.79 of rank 0's own parameters before it.
+    momentum then overshoots. On 600 steps of the GPT in docs/research/defaults.md perplexity was
+    7.37 after the last outer step, and 6.79 of rank 0's own parameters before it.
     """
 
     steps: int = 50

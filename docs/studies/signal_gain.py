@@ -1,4 +1,4 @@
-"""Which part of the true gradient gets through at each CF: the experiment of docs/signal-gain.md.
+"""Which part of the true gradient gets through at each CF: the docs/research/signal-gain.md.
 
     python -m docs.studies.signal_gain --steps 120 --link 20mbit
     python -m docs.studies.signal_gain --task cifar10 --model resnet8 --data DIR --steps 240

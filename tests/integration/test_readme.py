@@ -79,7 +79,7 @@ def test_whether_it_is_the_network(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_recipes_for_other_peoples_compressors(tmp_path: Path) -> None:
-    output = _run("docs/compressors.md", "recipes.py", tmp_path)
+    output = _run("docs/own_compressor.md", "recipes.py", tmp_path)
     results = re.findall(r"(.+): loss ([0-9.]+), CF ([0-9.]+), wire factor ([0-9.]+)", output)
     assert [name for name, *_ in results] == ["a class of our contract", "a DDP hook"]
     for _, loss, _, factor in results:

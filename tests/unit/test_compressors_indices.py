@@ -234,7 +234,7 @@ def test_bytes_an_index(numel, cf, most):
 @pytest.mark.parametrize("numel", [1_000_000, 25_600_000])
 @pytest.mark.parametrize("cf", [10.0, 100.0, 1000.0])
 def test_bytes_a_kept_element(base, most, numel, cf):
-    """With its value and all headers: the table of docs/results.md."""
+    """With its value and all headers: the table of docs/research/results.md."""
     assert make_compressor(base).nbytes(Spec((numel,), cf)) <= most * kept(numel, cf)
 
 

@@ -15,6 +15,7 @@ from compressors import Compressor, TopK, make_compressor
 from compressors.base import Key, Payload, Spec
 from compressors.kernels.blocks import triton_works
 from compressors.ladder import Ladder
+from compressors.sharded import Sharded, each_shard
 from compressors.warm_up import warm_up
 from tests.unit.device_path import meta, triton_path
 
@@ -58,6 +59,43 @@ def step(compressor: Compressor, numel: int, cf: float) -> None:
         payload.write(row)
     compressor.mean_of(add, compressor.read(wire, spec), 0.5, flag)
     compressor.add_to(x, payload.as_zeros(flag), -1.0)
+
+
+def step_in_shards(compressor: Compressor, numel: int, cf: float) -> None:
+    """What a step of the sharded exchange does with a tensor, at four ranks, from the first."""
+    x, add = meta(numel), meta(numel)
+    flag = meta(1, torch.bool)[0]
+    by, key = Sharded(compressor, 4), Key("w", 3)
+    spec = Spec.of(x, compressor.nearest(Spec((numel,), cf)), key)
+    payload = by.compress(x, spec, add).as_nonfinite(flag)
+    payload.write(torch.empty(payload.nbytes, dtype=torch.uint8, device=META))
+    own, size = each_shard(spec, 4)[0], by.sizes(spec)[0]
+    rows = torch.empty(4, size, dtype=torch.uint8, device=META)
+    mean = meta(own.numel)
+    compressor.mean_of(mean, compressor.read(rows, own), 0.25, flag)
+    compressor.compress(mean, own, None)
+    rows = torch.empty(4, max(by.sizes(spec)), dtype=torch.uint8, device=META)
+    by.mean_of(add, [by.read_means(rows, spec)], 1.0, flag)
+    by.add_to(x, payload.as_zeros(flag), -1.0)
+
+
+@pytest.mark.parametrize("above", ["topk", "topk+int4", "dgc", "qsgd"])
+def test_no_step_in_shards_launches_what_was_not_compiled(
+    above: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_compressor(above)
+    if above.startswith("topk"):
+        base = Ladder({cf: RUNGS[cf] for cf in (4.0, 8.0)}, above=above)
+    cfs = [cf for cf in CFS if not base.at(cf).sums]
+    with triton_path():
+        with launches(monkeypatch) as compiled:
+            warm_up(base, cfs, 4, META, shards=True)
+        with launches(monkeypatch) as launched:
+            for cf in cfs:
+                for numel in (20_000, 280_012, 10**8):
+                    step_in_shards(base.at(cf), numel, cf)
+    assert len(launched) > 1
+    assert launched <= compiled, launched - compiled
 
 
 @pytest.mark.parametrize("above", ["topk", "topk+int4", "dgc", "qsgd", "randomk"])
