@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from adaptive.bucket import Granularity
 from adaptive.exchange.choice import ParameterServer, in_one_collective
 from adaptive.exchange.link import Network
 from adaptive.exchange.strategies import Strategy
@@ -208,6 +209,13 @@ class Settings:
     def _can_have_levels(self) -> bool:
         """Backward waits between two levels, whose collectives are of all ranks."""
         return self.sync.among_all and not self.sync.one_collective
+
+    def cutting(self) -> Granularity:
+        """How buckets are cut into what is compressed as one. What a quantizer codes at once has
+        scales for each tensor, unless the script asks for whole buckets."""
+        as_one = whole_buckets(self.granularity, self.base, self.policy)
+        segments = as_one and self.granularity != "bucket" and isinstance(self.base, Quantizer)
+        return Granularity(self.base, as_one, self.dense_below, segments)
 
     def keeps(self) -> list[Policy | Compressor]:
         """The objects that hold state of one model: no two sessions may share them."""

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from adaptive.agreement import agree
 from adaptive.averager import Averager
-from adaptive.bucket import Granularity
-from adaptive.config import Settings, whole_buckets
+from adaptive.config import Settings
 from adaptive.controller import TOO_SMALL, Controller
 from adaptive.exchange.choice import ExchangeChoice, measure_link
 from adaptive.exchange.link import EmulatedLink
@@ -44,7 +43,6 @@ from adaptive.sync.start import gradients_or_steps, start
 from adaptive.timeline.recorder import Recorder
 from adaptive.uniting import Agreed
 from compressors.base import Spec
-from compressors.quantizers import Quantizer
 from compressors.warm_up import warm_up
 from policies import DENSE
 from policies import state as saved
@@ -112,10 +110,7 @@ class Session:
             settings.server,
             self.exchange.through,
         )
-        as_one = whole_buckets(settings.granularity, settings.base, settings.policy)
-        segments = as_one and settings.granularity != "bucket"
-        segments = segments and isinstance(settings.base, Quantizer)
-        self._granularity = Granularity(settings.base, as_one, settings.dense_below, segments)
+        self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         self._agree(optimizers, scaler)
         shards = self._choice.may_shard

@@ -61,7 +61,7 @@ class Inspection:
         self.seen: dict[Optimizer, frozenset[str]] = {}  # and of which parameters they had state
         self._numbers: dict[Optimizer, dict[str, Any]] = {}  # before the step under way
 
-    def meets(self, optimizer: Optimizer) -> bool:
+    def notice(self, optimizer: Optimizer) -> bool:
         """The optimizer may have state by now, which it has not made here. Whether it is known."""
         known = optimizer in self.findings or is_torchs_own(optimizer)
         if not known:
@@ -71,7 +71,7 @@ class Inspection:
     def before_step(self, optimizer: Optimizer) -> None:
         """It is about to step."""
         if not is_torchs_own(optimizer):
-            self.meets(optimizer)
+            self.notice(optimizer)
             self._numbers[optimizer] = _numbers(optimizer, optimizer not in self.findings)
 
     def after_step(self, optimizer: Optimizer) -> bool:
@@ -145,7 +145,7 @@ class MovedBetweenSteps:
     ) -> None:
         self._inspection, self._way = Inspection(parameters), way
         self._may_differ = parameters.maybe_unused  # so that some ranks have no state of some
-        self._unknown = [of for of in optimizers if not self._inspection.meets(of)]
+        self._unknown = [of for of in optimizers if not self._inspection.notice(of)]
 
     def before_step(self, optimizer: Optimizer) -> None:
         if optimizer in self._unknown:

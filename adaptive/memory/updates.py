@@ -114,7 +114,7 @@ class UpdateHandover(Handover):
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._sync = OptimizerSync(parameters, self._of)
         self._inspection = Inspection(parameters)
-        known = [self._inspection.meets(optimizer) for optimizer in optimizers]
+        known = [self._inspection.notice(optimizer) for optimizer in optimizers]
         self._moments.state.unknown = not all(known)
         self._unknown_stepped = False  # by itself, some optimizer that is not torch's
 

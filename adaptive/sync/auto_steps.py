@@ -104,7 +104,7 @@ class AutoStepsSync(OwnStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if self._steps > 1:
             with self.averager.noting_failure():
-                self._go_off()
+                self._leave_anchor()
                 if self._backwards >= self._due:
                     self._apply_arrived()
         return super().before_step(optimizer, groups)
@@ -123,7 +123,7 @@ class AutoStepsSync(OwnStepSync):
         averager.check_whole()
         with averager.noting_failure():
             self._open, self._backwards = False, 0
-            self._go_off()
+            self._leave_anchor()
             self._apply_arrived()
         entered = controller.stopwatch.timestamps()
         with averager.replica_calls(waits=True):
@@ -133,7 +133,7 @@ class AutoStepsSync(OwnStepSync):
         controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         self._due = max(1, overlapped(self._overlap, controller.local_steps))
         if controller.local_steps == 1:
-            self._apply_arrived(meets=True)
+            self._apply_arrived(back=True)
 
     def _send(self) -> None:
         """Begin to exchange how far each rank has come from the anchor."""
@@ -163,7 +163,7 @@ class AutoStepsSync(OwnStepSync):
     # -- rounds of several steps --
 
     @torch.no_grad()
-    def _go_off(self) -> None:
+    def _leave_anchor(self) -> None:
         """In a round of several steps, from its first step on: the anchor is where all ranks stand,
         and the residual moves this rank's own parameters."""
         self.handover.part()
@@ -187,11 +187,11 @@ class AutoStepsSync(OwnStepSync):
             p.filled = False
 
     @torch.no_grad()
-    def _apply_arrived(self, meets: bool = False) -> None:
+    def _apply_arrived(self, back: bool = False) -> None:
         """Move the anchor by the mean of the last exchange, if that has not been done. The rank's
         parameters are the anchor, less what was not sent, and what it has done since it sent.
 
-        meets: a round of one step follows at once. All ranks stand at the anchor, and what was not
+        back: a round of one step follows at once. All ranks stand at the anchor, and what was not
         sent waits as updates.
 
         A mean that is not finite moves nothing. A rank that has come to what is not finite goes
@@ -204,7 +204,7 @@ class AutoStepsSync(OwnStepSync):
             any_nonfinite = either(any_nonfinite, nonfinite)
             fill_if(nonfinite, mean, 0.0)
             anchor.sub_(mean)
-            if meets:
+            if back:
                 chunk.go_to(anchor)
                 continue
             less = torch.sub(each.sent_at, chunk.here("now"), out=mean)
@@ -217,7 +217,7 @@ class AutoStepsSync(OwnStepSync):
             for tensor in self.averager.parameters:
                 if tensor.grad is not None:
                     fill_if(any_nonfinite, tensor.grad, 0.0)
-        if meets:
+        if back:
             self._anchors = {}
             self.averager.requested.follow(self.averager.memory.now)
             for p in self.averager.parameters.values():
@@ -260,7 +260,7 @@ class AutoStepsSync(OwnStepSync):
         up for. From here on all ranks have an anchor, or none."""
         self.make_up()
         if self._backwards:
-            self._go_off()
+            self._leave_anchor()
         self._apply_arrived()
 
     def averaged(self) -> AbstractContextManager[None]:
