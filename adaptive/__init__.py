@@ -8,9 +8,8 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from adaptive import beside as _beside  # noqa: F401 - first: it refuses what is in the way
 from adaptive import contrib as _contrib
-from adaptive import own_log as _own_log  # noqa: F401
+from adaptive import on_import as _on_import  # noqa: F401 - first: it refuses what is in the way
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer, register_exchange
 from adaptive.exchange.collectives import Exchange

@@ -141,11 +141,13 @@ class AdaptiveCompressor:
         server = between if isinstance(between, ParameterServer) else ParameterServer()
         way = check_exchange(between, compressor)
         if made is None:
-            made = make_policy(sync.default_policy or default_policy(compressor, hooks))
+            chosen = "gravac" if hooks else default_policy(compressor)
+            made = make_policy(sync.default_policy or chosen)
         kind = remembered.kind
         compressor = with_ladder(compressor, made, way, kind, cf_range[0])
         if hooks is not None:
-            compressor = contrib.load("with_hooks")(compressor, hooks, cf_range)
+            with_hooks = contrib.load("with_hooks")
+            compressor = with_hooks(compressor, hooks, cf_range, made, sync, server)
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
@@ -153,7 +155,6 @@ class AdaptiveCompressor:
             exchange=way,
             server=server,
             levels=levels,
-            hooks=hooks or {},
             cf_range=cf_range,
             policy=made,
             may_stay_dense=unnamed,

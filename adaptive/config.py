@@ -19,7 +19,7 @@ from adaptive.exchange.link import Network
 from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
-from adaptive.sync.options import LocalSteps, Synchronisation
+from adaptive.sync.options import Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
@@ -63,10 +63,10 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
     return compressor
 
 
-def default_policy(base: Compressor, hooks: object = None) -> str:
+def default_policy(base: Compressor) -> str:
     """The policy for `policy=None`: "goodput" where a shadow ladder measures the gain of every CF,
     else "gravac". docs/research/results.md has the comparison."""
-    return "goodput" if isinstance(base.at(inf), Sparsifier) and not hooks else "gravac"
+    return "goodput" if isinstance(base.at(inf), Sparsifier) else "gravac"
 
 
 def with_ladder(
@@ -157,7 +157,6 @@ class Settings:
     exchange: str | Strategy
     server: ParameterServer
     levels: TwoLevel | None
-    hooks: Mapping[float, Any]
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
@@ -183,11 +182,6 @@ class Settings:
                 f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
                 f"base={base.name!r}"
             )
-        if self.hooks and self.server.down_cf in ("auto", *self.hooks):
-            raise ValueError(
-                f"hooks must be empty with exchange={self.server!r}, which compresses means at CFs "
-                f"of its own; got CF {min(self.hooks):g}"
-            )
         self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
             self._check_used()
@@ -197,8 +191,6 @@ class Settings:
             why = f"policy {policy.name!r}, which gives layers CFs of their own"
             if self.granularity == "bucket":
                 raise ValueError(f"granularity must be 'layer' or 'auto' with {why}; got 'bucket'")
-            if self.hooks:
-                raise ValueError(f"hooks must be empty with {why}; got CF {min(self.hooks):g}")
             if in_half_precision:
                 raise ValueError(
                     f"base must not be summed in half precision with {why}; got base={base.name!r}"
@@ -214,8 +206,8 @@ class Settings:
 
     @property
     def _can_have_levels(self) -> bool:
-        """With a delay backward would wait between the levels; gossip is between ranks."""
-        return not (self.sync.one_collective or "exchange" in self.sync.accepted)
+        """Backward waits between two levels, whose collectives are of all ranks."""
+        return self.sync.among_all and not self.sync.one_collective
 
     def keeps(self) -> list[Policy | Compressor]:
         """The objects that hold state of one model: no two sessions may share them."""
@@ -226,13 +218,11 @@ class Settings:
         """ValueError for what does not go with the way to synchronise."""
         sync, base = self.sync, self.base
         told = f"sync={sync!r}"
-        plain = {"hooks": {}, "exchange": "auto"}
-        for name, accepted in sync.accepted.items():
-            if (value := getattr(self, name)) != plain[name]:
-                raise ValueError(
-                    f"{name} must be {accepted} with {told}, which exchanges no gradients; got "
-                    f"{value!r}"
-                )
+        if not sync.among_all and self.exchange != "auto":
+            raise ValueError(
+                f"exchange must be 'auto' with {told}, whose ranks exchange with neighbours only; "
+                f"got {self.exchange!r}"
+            )
         if self.levels is not None and not self._can_have_levels:
             raise ValueError(f"exchange must have one level with {told}, got {self.levels!r}")
         memory = self.memory.options
@@ -242,8 +232,7 @@ class Settings:
                 f"memory must have no clip_norm (clip p.grad instead) and dtype torch.float32 with "
                 f"{told}, which exchanges no gradients; got {memory!r}"
             )
-        chooses = isinstance(sync, LocalSteps) and sync.steps == "auto"
-        if chooses and not self.policy.chooses_local_steps:
+        if len(sync.numbers) > 1 and not self.policy.chooses_local_steps:
             raise ValueError(
                 f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
                 f"does not choose it as 'goodput' does"

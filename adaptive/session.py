@@ -25,12 +25,10 @@ from adaptive.averager import Averager
 from adaptive.bucket import Granularity
 from adaptive.config import Settings, whole_buckets
 from adaptive.controller import TOO_SMALL, Controller
-from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.choice import ExchangeChoice, measure_link
 from adaptive.exchange.link import EmulatedLink
-from adaptive.exchange.measure import measure_link
 from adaptive.exchange.pipeline import HookStream, Pipeline
-from adaptive.exchange.two_level import NodeExchange, NodeMeans, open_exchange
-from adaptive.memory.error_feedback import Residual
+from adaptive.exchange.two_level import open_exchange
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.pace import DenseTimer
@@ -311,9 +309,8 @@ class Session:
 
     def exchanging(self) -> Exchanging:
         """What the replica hands its buckets to."""
-        if isinstance(self.exchange, NodeExchange):
-            return NodeMeans(self.exchange, self, self._averager.replica_calls)
-        return self
+        before: Exchanging = self.exchange.before(self, self._averager.replica_calls)
+        return before
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed, or its
@@ -424,7 +421,8 @@ class Session:
 
     def summary(self) -> Summary:
         """Totals so far."""
-        return replace(self.controller.summary(), gossip=self._sync.describe())
+        totals, caveat = self.controller.summary(), self.settings.sync.caveat
+        return replace(totals, sync=self._sync.describe(), caveat=caveat)
 
     def explain(self, detail: bool) -> str:
         """The present state in words."""
@@ -537,7 +535,7 @@ class Session:
 
     def _fall_back_with(self, kind: str) -> None:
         """Be as the run of a state that is about to be loaded, whose memory had this name."""
-        if kind == Residual.name and self._memory.may_fall_back:
+        if self._memory.falls_back_to(kind):
             self._averager.fall_back()
             if self.exchange.first:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)

@@ -16,7 +16,6 @@ from adaptive.exchange.collectives import reduce_wire_bytes
 from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.memory.updates import UpdateMemory
 from adaptive.pace import network_in_words
 from adaptive.parameters import ModelParameter, ModelParameters
 from adaptive.timeline.records import Header
@@ -162,7 +161,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
-        updates=are_updates(memory.name, settings.sync.numbers),
+        updates=memory.handover.sends_updates or settings.sync.numbers != (1,),
         keeps_momentum=memory.handover.keeps_momentum,
     )
     if settings.policy.layerwise and not context.layers:
@@ -177,7 +176,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
 
 
 def _check_rungs(settings: Settings, context: Context) -> None:
-    """ValueError for a hook or another compressor at a CF that the policy never sends."""
+    """ValueError for a rung of base at a CF that the policy never sends."""
     policy = settings.policy
     if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
         return
@@ -196,11 +195,6 @@ def link_of(spec: LinkSpec | None, measured: LinkCost) -> tuple[float, float]:
     if spec is not None:
         return spec.latency, 8 / spec.bits_per_second
     return 0.0, 1 / (FASTER * measured.beta)
-
-
-def are_updates(memory: str, local_steps: tuple[int, ...]) -> bool:
-    """`Context.updates`, by the name of the memory."""
-    return memory == UpdateMemory.name or local_steps != (1,)
 
 
 def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:
@@ -227,9 +221,10 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         layers={name: tuple(shape) for name, shape in sizes.layers().items()},
         local_steps=context.local_steps,
         overlap=context.overlap,
+        updates=context.updates,
         keeps_momentum=context.keeps_momentum,
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
-        gossip=sizes.choice.messages is not None,
+        caveat=settings.sync.caveat,
     )

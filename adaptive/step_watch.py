@@ -50,10 +50,10 @@ OTHER_OPTIMIZER = (
     "with momentum correction p.grad holds velocities, not gradients"
 )
 FALLEN_BACK = (
-    "from now on plain error feedback is used and the optimizer applies its momentum itself, as "
-    "with memory='residual'. To keep momentum correction, clip by memory=Momentum(clip_norm=...), "
-    "hand a GradScaler over, attach(..., scaler=scaler), and run all but the last backward() of a "
-    "step under no_sync()"
+    "from now on plain error feedback is used and the optimizer applies its momentum itself, with "
+    "a shorter one while gradients are compressed. To keep momentum correction, clip by "
+    "memory=Momentum(clip_norm=...), hand a GradScaler over, attach(..., scaler=scaler), and run "
+    "all but the last backward() of a step under no_sync()"
 )
 UNSCALED = (
     "gradients were divided by a power of two between backward() and optimizer.step(), as a "

@@ -35,9 +35,9 @@ class Summary(Stateful):
     mean bytes of an element of the dense gradients: 4 in fp32, 2 in bf16.
     gains: by CF, (number of steps whose gain is known, sum of their gains).
     pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
-    network: an emulated or modelled link in words; "" for the real network. gossip: the algorithm,
-    and the topology with its spectral gap; "" if all ranks exchange with all. rungs: names of the
-    compressors at CFs whose gains are assumed, not measured.
+    network: an emulated or modelled link in words; "" for the real network. sync: what the way to
+    synchronise tells of itself, a line; "" if it has nothing to tell. caveat: see
+    `Synchronisation`. rungs: names of the compressors at CFs whose gains are assumed, not measured.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -55,7 +55,8 @@ class Summary(Stateful):
     element_bytes: float = 4.0
     pace: Pace = field(default_factory=Pace, metadata=_SAVED)
     network: str = ""
-    gossip: str = ""
+    sync: str = ""
+    caveat: str = ""
     rungs: dict[float, str] = field(default_factory=dict)
 
     @property
@@ -78,7 +79,7 @@ class Summary(Stateful):
             dense_share=self.steps_at_cf.get(DENSE, 0) / self.steps,
             verdict=self.verdict,
             network=self.network,
-            gossip=bool(self.gossip),
+            caveat=self.caveat,
         )
 
     @property
@@ -144,7 +145,7 @@ class Summary(Stateful):
         if self.inside_bytes:
             inside = _bytes(self.inside_bytes)
             rows.append(f"these of a node; inside it each rank sent {inside} more, dense")
-        return "\n".join([*rows, *filter(None, (self.gossip, self.verdict))])
+        return "\n".join([*rows, *filter(None, (self.sync, self.verdict))])
 
 
 def _bytes(number: float) -> str:
@@ -164,7 +165,7 @@ def headline(
     verdict: str = "",
     network: str = "",
     quality: str = "",
-    gossip: bool = False,
+    caveat: str = "",
 ) -> str:
     """One sentence in plain words: was compression worth it.
 
@@ -177,8 +178,8 @@ def headline(
     the CF in use. dense_share: the share of the steps that were dense. verdict: the policy's
     conclusion. network: a link in words, such as "emulated 10 Mbit/s link"; "" for the real
     network. quality: the run's quality compared with a dense run's, in words; "" if unknown.
-    gossip: ranks exchange parameters with neighbours. Step times do not show what gossip does to
-    quality, so with gossip no speed-up is claimed without `quality`.
+    caveat: a word for a run whose step times do not show its quality: without `quality` no speed-up
+    is claimed. See `Synchronisation`.
     """
     where = f"on this {network or 'network'}"
     sent, than_dense = bytes_in_words(saved_share), bytes_in_words(saved_share, "dense")
@@ -189,8 +190,8 @@ def headline(
     instead = f"{texts[0]} a step instead of a {how} {texts[1]}" if texts else here
     times = max(pace.speedup, 1 / pace.speedup) if pace.speedup > 0 else nan
     factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
-    if gossip and not quality:
-        told = f"gossip: {bytes_in_words(saved_share, 'a dense all-reduce')}"
+    if caveat and not quality:
+        told = f"{caveat}: {bytes_in_words(saved_share, 'a dense all-reduce')}"
         told += f", {here} {where}" if timed else ""
     elif dense_share == 1:
         told = "dense all along" + (f": {here} {where}" if timed else "")
@@ -214,11 +215,9 @@ def headline(
     return f"{told}, {quality}" if quality else told
 
 
-def headline_of(
-    record: StepRecord, network: str = "", gossip: bool = False, quality: str = ""
-) -> str:
+def headline_of(record: StepRecord, network: str = "", caveat: str = "", quality: str = "") -> str:
     """The headline of a run so far, from its last record; "" if the record has no bytes. network,
-    gossip: see `Header`. quality: see `headline`."""
+    caveat: see `Header`. quality: see `headline`."""
     if not (record.sent > 0 and record.dense > 0):
         return ""
     return headline(
@@ -229,5 +228,5 @@ def headline_of(
         verdict=record.verdict,
         network=network,
         quality=quality,
-        gossip=gossip,
+        caveat=caveat,
     )

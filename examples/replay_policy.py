@@ -15,7 +15,6 @@ from math import isfinite
 from pathlib import Path
 
 from adaptive import Header, StepRecord
-from adaptive.sizes import are_updates
 from policies import DENSE, Context, Plan, Policy
 from runs.expression import Typed, policy_from
 from runs.records import Recorded, read_records
@@ -34,7 +33,7 @@ def context_of(header: Header) -> Context:
         layers=header.layers,
         local_steps=header.local_steps,
         overlap=header.overlap,
-        updates=are_updates(header.memory, header.local_steps),
+        updates=header.updates,
         keeps_momentum=header.keeps_momentum,
     )
 

@@ -68,14 +68,14 @@ from adaptive.exchange.collectives import Arriving
 from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.memory.inspection import MovedBetweenSteps
+from adaptive.memory.optimizer_sync import unite_moments
 from adaptive.memory.options import NAMED, Memory
-from adaptive.optimizer_states import unite_moments
 from adaptive.parameters import ModelParameter, shaped
 from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.statistics.vector import Tally
 from adaptive.step_watch import Groups
 from adaptive.sync.base import Synchroniser
-from adaptive.sync.options import NO_GRADIENTS, Synchronisation, check_all_moved
+from adaptive.sync.options import Synchronisation, check_all_moved
 from adaptive.uniting import averaged, unite
 from compressors.base import Compressor, Key, Payload
 from compressors.kernels import all_finite
@@ -126,8 +126,9 @@ class Gossip(Synchronisation):
     consensus_step: float | None = None
     every: int = 1
     overlap = 0
-    accepted: ClassVar[Mapping[str, str]] = {**NO_GRADIENTS, "exchange": "'auto'"}
+    among_all: ClassVar[bool] = False
     memories: ClassVar[tuple[str, ...]] = ("auto", "none")
+    caveat: ClassVar[str] = "gossip"
     default_policy: ClassVar[str] = "fixed"
     tied_to_ranks: ClassVar[str] = "gossip has other neighbours with another number of ranks"
 

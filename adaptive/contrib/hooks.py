@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from adaptive.exchange.choice import ParameterServer
 from adaptive.exchange.collectives import Exchange
+from adaptive.sync.options import Synchronisation
 from compressors.base import Compressor, Payload, Spec
+from policies import Policy
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -89,9 +92,16 @@ class ForeignHook(Compressor):
         return str(self._rung)
 
 
-def with_hooks(base: Compressor, hooks: Any, cf_range: tuple[float, float]) -> Compressor:
+def with_hooks(
+    base: Compressor,
+    hooks: Any,
+    cf_range: tuple[float, float],
+    policy: Policy,
+    sync: Synchronisation,
+    server: ParameterServer,
+) -> Compressor:
     """A copy of `base` with the hooks at their CFs. ValueError or TypeError unless `hooks` maps CFs
-    inside `cf_range` to hooks."""
+    inside `cf_range` to hooks, and goes with the other arguments."""
     if not isinstance(hooks, Mapping):
         raise TypeError(f"hooks must map compression factors to hooks, got {hooks!r}")
     rungs, (low, high) = {}, cf_range
@@ -106,9 +116,29 @@ def with_hooks(base: Compressor, hooks: Any, cf_range: tuple[float, float]) -> C
         if not low <= cf <= high:
             raise ValueError(f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {cf:g}")
         rungs[float(cf)] = rung
+    if rungs:
+        _check_goes_with(rungs, policy, sync, server)
     base = deepcopy(base)
     foreign = {cf: ForeignHook(rung, cf) for cf, rung in rungs.items()}
     base.rungs = {**base.rungs, **foreign}
     gains = {cf: rung.gain for cf, rung in rungs.items() if rung.gain is not None}
     base.known_gains = {**base.known_gains, **gains}
     return base
+
+
+def _check_goes_with(
+    rungs: Mapping[float, HookRung],
+    policy: Policy,
+    sync: Synchronisation,
+    server: ParameterServer,
+) -> None:
+    """ValueError if hooks, which exchange the gradients of DDP's buckets, do not go with these."""
+    why = ""
+    if server.down_cf in ("auto", *rungs):
+        why = f"exchange={server!r}, which compresses means at CFs of its own"
+    elif sync.lets_ranks_differ:
+        why = f"sync={sync!r}, which exchanges no gradients"
+    elif policy.layerwise:
+        why = f"policy {policy.name!r}, which gives layers CFs of their own"
+    if why:
+        raise ValueError(f"hooks must be empty with {why}; got CF {min(rungs):g}")

@@ -10,7 +10,7 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -162,6 +162,11 @@ class Exchange:
         done = future_of(work, self.group, tensor).then(lambda future: after(future, tensor))
         self._traffic.down += wire / 2
         return self._hold(done, tensor.nbytes, wire, tensor.device)
+
+    def before(self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]) -> Any:
+        """What the replica hands its buckets to, so that they reach the session as they are to be
+        exchanged. calls: the context of a call, see `Averager.replica_calls`."""
+        return session
 
     def through(self, strategy: Any, cuts: bool) -> Any:
         """The strategy, as it is to be run. cuts: its units may be cut anywhere."""

@@ -215,6 +215,11 @@ class NodeExchange(Exchange):
         self._seat = dist.get_rank(nodes.inside)
         self._whole: Callable[[Tensor], Future[Tensor]] | None = None
 
+    def before(
+        self, session: Exchanging, calls: Callable[[bool], AbstractContextManager[None]]
+    ) -> NodeMeans:
+        return NodeMeans(self, session, calls)
+
     # -- for strategies --
 
     def through(self, strategy: Strategy, cuts: bool) -> Strategy:

@@ -36,6 +36,7 @@ from adaptive.config import Settings
 from adaptive.exchange.collectives import groups_joined, join_groups
 from adaptive.exchange.pipeline import done_with
 from adaptive.parameters import largest_shard, local
+from adaptive.reducer import SendsItself
 from adaptive.replicas import Exchanging, Replica
 from adaptive.sync.options import EveryStep
 
@@ -325,15 +326,11 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(f"mesh must have its ranks in ascending order, got {mesh}")
-    wrong = {
-        "sync": (settings.sync != EveryStep(), "None"),
-        "hooks": (settings.hooks, "empty"),
-    }
-    for name, (given, accepted) in wrong.items():
-        if given:
-            raise ValueError(
-                f"{name} must be {accepted} with attach_fsdp, got {getattr(settings, name)!r}"
-            )
+    if settings.sync != EveryStep():
+        raise ValueError(f"sync must be None with attach_fsdp, got {settings.sync!r}")
+    rungs = settings.base.rungs
+    if hooks := {cf: rung for cf, rung in rungs.items() if isinstance(rung, SendsItself)}:
+        raise ValueError(f"hooks must be empty with attach_fsdp, got {hooks!r}")
     if settings.levels is not None:
         raise ValueError(
             f"exchange must have one level with attach_fsdp, whose shards are the other, got "

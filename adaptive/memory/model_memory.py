@@ -18,9 +18,9 @@ from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
-from adaptive.memory.rule import MemoryRule
-from adaptive.memory.ruled import RuledMemory
+from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
+from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.parameters import ModelParameters
 from adaptive.state import check_like, flat_tensors
@@ -28,7 +28,7 @@ from adaptive.sync.options import Synchronisation
 from adaptive.wrappers import advice, steps_a_part
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
-from policies.state import require
+from policies.state import Stateful, require
 
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
@@ -182,19 +182,24 @@ class ModelMemory:
             self.now.name = Residual.name
 
     def fall_back(self) -> None:
-        """Plain error feedback from the next step on, and the optimizer's own momentum."""
+        """Plain error feedback from the next step on, and the optimizer's own momentum, with less
+        of its lag."""
         self._gave_up = True
+        before = self.now.handover
         self.release()
+        if isinstance(before, SGDHandover) and not before.foreign:
+            by = ShorterMomentum(before.optimizer, self._choice._lag_at, self._parameters)
+            self.now = Residual(self._parameters.maybe_unused, by)
 
-    @property
-    def may_fall_back(self) -> bool:
-        """The memory does an optimizer's work, which that can do itself."""
-        return isinstance(self.now, MomentumMemory)
+    def falls_back_to(self, kind: Any) -> bool:
+        """Whether `fall_back` leaves a memory of this name: now it does an optimizer's work, which
+        that can do itself."""
+        return kind == Residual.name and isinstance(self.now, MomentumMemory)
 
     def kind_of(self, found: Any) -> str:
         """The name that a state's memory must have; `found` is the one that it has. ValueError for
         momentum correction that was given up here."""
-        if found == Residual.name and self.may_fall_back:
+        if self.falls_back_to(found):
             return Residual.name
         if self._gave_up and found == MomentumMemory.name:
             raise ValueError(
@@ -316,7 +321,10 @@ class ModelMemory:
 
     def check_handover(self, state: Mapping[str, Any], kind: str) -> None:
         """The same as `check`, of this."""
+        of: type[Stateful] | None
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
+        if kind == Residual.name and state:
+            of = LagShare
         if of is None:
             check_like("moments", state, {})
         else:

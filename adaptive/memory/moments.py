@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, steps_as
-from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.memory.muon import is_muon
 from compressors.kernels import kernels_for
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adaptive.memory.error_feedback import Residual
-from adaptive.memory.momentum_rule import MomentumRule
+from adaptive.memory.error_feedback import MomentumRule, Residual
 from adaptive.memory.sgd import SGDHandover
 from adaptive.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if

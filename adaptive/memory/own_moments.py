@@ -140,28 +140,29 @@ class OwnMoments:
                 scale_second_moments(run.tensors, scale)
         self._change_share(share)
 
-    def meet(self) -> None:
+    def before_sync(self) -> None:
         """From here on second moments are as the mean gradient's, and momentum has all its lag, and
         takes what waits in residuals. The ranks have yet to agree on them."""
         were_own, self.state.own = self.state.own, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
             scale_second_moments(run.tensors, of_mean)
-        self._change_share(1.0, meets=were_own)
+        self._change_share(1.0, syncs=were_own)
 
-    def _change_share(self, share: float, meets: bool = False) -> None:
-        """What the steps so far have yet to deliver stays the same with another share of the lag.
+    def _change_share(self, share: float, syncs: bool = False) -> None:
+        """Changing the momentum share keeps the pending momentum (the part that later steps will
+        still apply) unchanged.
 
-        With a smaller one the residual takes what momentum no longer delivers. With a larger one,
-        and where the ranks meet, momentum takes all, and delivers over steps what a residual would
-        deliver at once.
+        With a smaller share the residual takes what momentum no longer delivers. With a larger one,
+        and before an optimizer-state sync, momentum takes all of the residual, and delivers over
+        steps what the residual would deliver at once.
 
         Adam divides by what an average that began with zeros lacks. So its first steps are as large
         as later ones, and it has a lag to deliver besides. A run that began without momentum gets
         that lag when momentum first has all of it, or it would fall behind by it."""
         before, self.state.share = self.state.share, share
         first, self.state.begun = not self.state.begun, self.state.begun or share == 1
-        if before == share and not meets:
+        if before == share and not syncs:
             return
         for chunk in self._of.chunks:
             for run in self.runs(chunk):

@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from adaptive.chunks import chunks
 from adaptive.exchange.collectives import Exchange
+from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, Handover, steps_as, with_settings
-from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
 from policies import state as saved
 
@@ -53,11 +53,11 @@ class SGDHandover(Handover):
 
     An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
     place as it steps. Velocities go on. foreign: the name of an optimizer that cannot, but has
-    stepped these parameters.
+    stepped these parameters. optimizer: the SGD.
     """
 
     def __init__(self, optimizer: SGD, parameters: ModelParameters) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._parameters = parameters
         self._dense = DenseSteps()
         self._index: dict[Tensor, int] = {}
@@ -98,7 +98,7 @@ class SGDHandover(Handover):
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        if optimizer is not self._optimizer:
+        if optimizer is not self.optimizer:
             tensors = [p for group in optimizer.param_groups for p in group["params"]]
             of = [self._parameters[p] for p in tensors if p in self._parameters]
             moved = [parameter for parameter in of if self.rule(parameter).momentum]
@@ -111,7 +111,7 @@ class SGDHandover(Handover):
                 self.foreign = type(optimizer).__name__
                 return None
             assert isinstance(optimizer, SGD)
-            self._optimizer, self._indexed = optimizer, []
+            self.optimizer, self._indexed = optimizer, []
         if self.rests:
             return None
         for group in filter(_has_momentum, groups):
@@ -127,7 +127,7 @@ class SGDHandover(Handover):
 
     def _group(self, p: Tensor) -> Group | None:
         """The user's settings for a parameter, as they stand now; None if it is not optimized."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._indexed:  # built late, and again after add_param_group
             self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
@@ -137,7 +137,7 @@ class SGDHandover(Handover):
 
     def has_buffer(self, parameter: ModelParameter) -> bool:
         """SGD has a velocity of its own for this parameter already."""
-        state = self._optimizer.state.get(parameter.tensor, {})
+        state = self.optimizer.state.get(parameter.tensor, {})
         return state.get("momentum_buffer") is not None
 
     def hand_back(self, exchange: Exchange | None) -> None:
@@ -185,7 +185,7 @@ class SGDHandover(Handover):
 
     def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
         p = parameter.tensor
-        group, state = self._group(p), self._optimizer.state[p]
+        group, state = self._group(p), self.optimizer.state[p]
         if group is not None and group["maximize"]:
             mean = -mean
         velocity = shaped(mean.to(p.dtype, copy=True), parameter.local)
@@ -201,14 +201,14 @@ class SGDHandover(Handover):
         decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
         sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
-        scale = getattr(self._optimizer, "grad_scale", None)
-        skips = getattr(self._optimizer, "found_inf", None)
+        scale = getattr(self.optimizer, "grad_scale", None)
+        skips = getattr(self.optimizer, "found_inf", None)
         begun: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients, parameters, buffers
         moved: list[tuple[Tensor, Tensor, Tensor]] = []
         for p in group["params"]:
             if p.grad is None or p not in self._parameters:
                 continue
-            parameter, state = self._parameters[p], self._optimizer.state[p]
+            parameter, state = self._parameters[p], self.optimizer.state[p]
             fresh, parameter.stepped = not parameter.stepped, True
             here, grad = parameter.local, local(p.grad)
             buffer = state.get("momentum_buffer")

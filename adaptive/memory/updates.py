@@ -45,7 +45,6 @@ from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Handover, is_torchs_own, rate_of
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
-from adaptive.memory.meeting import Meeting
 from adaptive.memory.moments import enlarge, is_adaptive, normalized, take_step
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
@@ -57,6 +56,7 @@ from adaptive.memory.optimizer_steps import (
     parameters_of,
     same_number,
 )
+from adaptive.memory.optimizer_sync import OptimizerSync
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
 from adaptive.parameters import ModelParameter, ModelParameters, local
@@ -112,7 +112,7 @@ class UpdateHandover(Handover):
         self._targets: dict[Chunk, Tensor] = {}  # where parameters go, as means are decoded
         self._read: list[Tensor | None] = []  # by the hook's stream, of which others may not know
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
-        self._meeting = Meeting(parameters, self._of)
+        self._sync = OptimizerSync(parameters, self._of)
         self._inspection = Inspection(parameters)
         known = [self._inspection.meets(optimizer) for optimizer in optimizers]
         self._moments.state.unknown = not all(known)
@@ -289,7 +289,7 @@ class UpdateHandover(Handover):
         self._change_rates(rates)
         if self.steps.pending:
             return self._moments.settings_with_share(optimizer, groups)
-        self._meeting.deliver(self.learning_rate)
+        self._sync.deliver(self.learning_rate)
         return None
 
     def replaced_by(self, optimizer: Optimizer) -> str:
@@ -380,8 +380,8 @@ class UpdateHandover(Handover):
         state = self._moments.state
         state.gradients, self.steps.over = True, False
         if state.differ:
-            self._moments.meet()
-            self._meeting.meet(exchange)
+            self._moments.before_sync()
+            self._sync.agree(exchange)
         state.differ, state.begun = False, True
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
@@ -397,11 +397,11 @@ class UpdateHandover(Handover):
         self._begin_apart(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed, over = self._moments.state.differ or bool(self._meeting.late), self.steps.over
+        differed, over = self._moments.state.differ or bool(self._sync.undelivered), self.steps.over
         self.begin_step(exchange, None)
         self.steps.over = over
         exchange.take_traffic()  # no step's
-        self._meeting.deliver(self.learning_rate)
+        self._sync.deliver(self.learning_rate)
         return differed
 
     def hand_back(self, exchange: Exchange | None) -> None:
@@ -423,7 +423,7 @@ class UpdateHandover(Handover):
     def abandon(self) -> None:
         """Forget the steps under way, and what was to go with the next one."""
         self.steps.reset()
-        for under_way in (self._meeting.late, self._moments.aside, self._targets):
+        for under_way in (self._sync.undelivered, self._moments.aside, self._targets):
             under_way.clear()
         self._enlargements.clear()
 
@@ -434,7 +434,7 @@ class UpdateHandover(Handover):
         for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
             of = self._of.get(parameter.tensor)
             if of is not None and is_adaptive(of[0]):
-                grad = normalized(grad, of[1], self._meeting.state(parameter.tensor), stride)
+                grad = normalized(grad, of[1], self._sync.state(parameter.tensor), stride)
             elif of is not None and is_muon(of[0]):
                 grad = as_muons_update(grad)
             found.append(grad)
@@ -447,12 +447,12 @@ class UpdateHandover(Handover):
         self._moments.begin_apart(share)
 
     def _back_to_residuals(self) -> None:
-        """What is late waits in residuals again. What waits there of gradients, which no step has
-        followed then, is dropped: it is in other units."""
-        if self._meeting.late and self.gradients_wait:
+        """Undelivered updates go back to the residuals. Gradients left there are dropped, because
+        they are in other units and no step has used them."""
+        if self._sync.undelivered and self.gradients_wait:
             for parameter in self._parameters.values():
                 parameter.filled = False
-        if self._meeting.put_back():
+        if self._sync.put_back():
             self._moments.state.differ, self._moments.state.gradients = True, False
 
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket import Bucket, Part
-from adaptive.memory.error_feedback import NoMemory
-from adaptive.memory.momentum_rule import MomentumRule
+from adaptive.memory.error_feedback import MomentumRule, NoMemory
 from adaptive.parameters import ModelParameter
 from adaptive.state import check_like
 from adaptive.statistics.samples import (

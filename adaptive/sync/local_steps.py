@@ -38,8 +38,8 @@ from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.exchange.pipeline import done_with
 from adaptive.memory.inspection import MovedBetweenSteps
-from adaptive.memory.ruled import RuledMemory
-from adaptive.optimizer_states import unite_moments
+from adaptive.memory.optimizer_sync import unite_moments
+from adaptive.memory.rule import RuledMemory
 from adaptive.parameters import ModelParameter
 from adaptive.state import SavedPart, check_like, flat_tensors
 from adaptive.step_watch import Groups

@@ -1,6 +1,6 @@
 """The ways in which ranks keep their models together: the values of the argument `sync`.
 
-Each way checks its own arguments. It also declares which other arguments it accepts.
+Each way checks its own arguments, and declares what it needs of the other ones.
 `adaptive/config.py` compares these with the script's arguments. `adaptive/sync/start.py` makes the
 synchroniser that does the work on a model.
 """
@@ -27,20 +27,18 @@ OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
-NO_GRADIENTS = {"hooks": "empty"}
-"""Arguments for gradients only, and the value each must have if ranks exchange something else."""
-
 
 class Synchronisation:
     """A way in which ranks keep their models together. All ranks must have the same.
 
-    accepted: for errors, the value that other arguments must have with it, by argument. memories:
-    the values of `memory` that it accepts. one_collective: a bucket's exchange may take one
-    collective only. lets_ranks_differ: the ranks' parameters may differ between steps. Then the
-    model must have no sparse or complex gradients, because DDP itself averages these in every step.
+    memories: the values of `memory` that it accepts. among_all: all ranks exchange with all, as the
+    argument `exchange` says. one_collective: a bucket's exchange may take one collective only.
+    lets_ranks_differ: no gradients are exchanged, and the ranks' parameters may differ between
+    steps. Then the model must have no sparse or complex gradients, because DDP itself averages
+    these in every step.
     """
 
-    accepted: ClassVar[Mapping[str, str]] = {}
+    among_all: ClassVar[bool] = True
     memories: ClassVar[tuple[str, ...]] = ("auto", "residual", "momentum", "updates", "none")
     one_collective: ClassVar[bool] = False
     lets_ranks_differ: ClassVar[bool] = True
@@ -50,6 +48,9 @@ class Synchronisation:
     """The rank's own parameters hold what it has not sent, so there is no residual."""
     tied_to_ranks: ClassVar[str] = ""
     """Why another number of ranks cannot load a state; "" if it can."""
+    caveat: ClassVar[str] = ""
+    """A word for headlines if step times do not show what it does to quality: then no headline
+    claims a speed-up by step times alone. "" if it trains as well as a dense run."""
     default_policy: ClassVar[str] = ""
     """The default policy; "": the compressor's default."""
     overlap: int | None = None
@@ -127,7 +128,6 @@ class LocalSteps(Synchronisation):
     outer_lr: float = OUTER_LR
     outer_momentum: float = OUTER_MOMENTUM
     overlap: int | None = None
-    accepted: ClassVar[Mapping[str, str]] = NO_GRADIENTS
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, str) and self.steps != "auto":
@@ -190,7 +190,6 @@ class Delayed(Synchronisation):
     steps: a whole number >= 1."""
 
     steps: int
-    accepted: ClassVar[Mapping[str, str]] = NO_GRADIENTS
     memories: ClassVar[tuple[str, ...]] = ("auto", "residual", "none")
     one_collective: ClassVar[bool] = True
     keeps_unsent: ClassVar[bool] = True

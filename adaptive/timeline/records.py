@@ -31,8 +31,8 @@ class Header:
     supported: by CF that the policy may send, the nearest CF that the compressor can do.
     wire_bytes: by supported CF, the bytes of a step without statistics. link: see `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
-    during an exchange; None: half of them. keeps_momentum: see `Context`. gossip: ranks exchange
-    parameters with neighbours.
+    during an exchange; None: half of them. updates, keeps_momentum: see `Context`. caveat: see
+    `Synchronisation`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
 
@@ -52,11 +52,12 @@ class Header:
     uncoded: tuple[float, ...] = ()
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
+    updates: bool = False
     keeps_momentum: bool = False
     network: str = ""
     expression: str = ""
     gain: GainKind = "gradient"
-    gossip: bool = False
+    caveat: str = ""
     version: int = VERSION
 
 

@@ -58,10 +58,10 @@ class TensorBoardTimeline(ThinnedTimeline):
             partial(SummaryWriter, str(log_dir), flush_secs=10) if self._own else lambda: log_dir
         )
         self._writer: Any = None
-        self._network, self._gossip, self._headline_due = "", False, 0.0
+        self._network, self._caveat, self._headline_due = "", "", 0.0
 
     def start(self, header: Header) -> None:
-        self._network, self._gossip = header.network, header.gossip
+        self._network, self._caveat = header.network, header.caveat
 
     def step(self, record: StepRecord) -> None:
         super().step(record)
@@ -104,7 +104,7 @@ class TensorBoardTimeline(ThinnedTimeline):
     def _write_headline(self) -> None:
         """Write the headline of the run so far, if there is one."""
         last = self._last
-        if last is not None and (text := headline_of(last, self._network, self._gossip)):
+        if last is not None and (text := headline_of(last, self._network, self._caveat)):
             self._write_texts({"policy/headline": text, HEADLINE: text}, last.report.step)
 
     def _write_texts(self, texts: Mapping[str, str], step: int) -> None:

@@ -34,9 +34,9 @@ from torch.futures import Future
 
 from adaptive import AdaptiveCompressor
 from adaptive.config import Settings, with_ladder
+from adaptive.exchange.choice import measure_link
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, new_future
-from adaptive.exchange.measure import measure_link
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import NAMED
 from adaptive.replicas import DDPReplica
@@ -390,7 +390,6 @@ class Doctor:
         own = replace(
             settings,
             base=base,
-            hooks={},
             policy=self._trial,
             may_stay_dense=False,
             memory=MemoryChoice(base, NAMED["auto"]),

@@ -54,8 +54,7 @@ def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str
     quality: see `headline`."""
     run, header = runs[0], runs[0].recorded.header
     network = run.link if header is None else header.network or run.link
-    gossip = run.config is not None and (run.config.sync or "").startswith("Gossip")
-    gossip = gossip or (header is not None and header.gossip)
+    caveat = "" if header is None else header.caveat
     if not all(each.records for each in runs):  # plain DDP, perhaps with a hook
         ending = run.ending
         if not (ending.dense_bytes > 0 and isfinite(ending.bytes_sent)):
@@ -72,7 +71,7 @@ def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str
         pace=pace or last[0].pace,
         verdict=last[0].verdict if dense else "",
     )
-    return headline_of(record, network, gossip, quality)
+    return headline_of(record, network, caveat, quality)
 
 
 def pace_beside(row: Row, dense: Row) -> Pace | None:

@@ -21,8 +21,8 @@ from adaptive import (
     MemoryTimeline,
     Momentum,
     Residual,
-    optimizer_states,
 )
+from adaptive.memory import optimizer_sync
 from adaptive.sync.local_steps import LocalStepsSync
 from compressors.kernels import blocks
 from policies import Plan
@@ -206,14 +206,14 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
         with _disable_current_modes():
             return gather(own)
 
-    number = optimizer_states._number
+    number = optimizer_sync._number
 
     def host_number(value: torch.Tensor, of: Any) -> float | None:
         # A count of steps, which lies on the host beside parameters on a device.
         with _disable_current_modes():
             return number(value, of)
 
-    optimizer_states._number = host_number
+    optimizer_sync._number = host_number
     session.controller.begin_step = begin_step
     session.reduce, session.end_backward = watched(session.reduce), watched(session.end_backward)
     session.exchange.gather_objects = gather_objects

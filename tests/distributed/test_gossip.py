@@ -154,7 +154,7 @@ def test_uncompressed_it_is_what_replicas_do_that_mix(
         assert torch.equal(mine["united"], mine["mean"])
         assert f"spectral gap {named(topology, ranks).spectral_gap:.4g}" in mine["explained"]
         summary = mine["summary"]
-        assert summary.gossip in str(summary)
+        assert summary.sync in str(summary)
         assert (summary.steps, summary.local_steps) == (STEPS // every, STEPS // every * every)
         for told in (str(mine["summary"]), mine["explained"]):
             assert told.startswith("gossip: ")

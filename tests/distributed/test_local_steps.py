@@ -26,7 +26,6 @@ from adaptive import (
     Network,
     Residual,
 )
-from adaptive.sizes import are_updates
 from compressors.kernels import blocks
 from policies import Context
 from runs.modelled_clock import ModelledClock
@@ -720,7 +719,7 @@ def replay_like(recorded: Recorded) -> list[float]:
             wire_bytes=lambda cf: wire[cf],
             local_steps=header.local_steps,
             overlap=header.overlap,
-            updates=are_updates(header.memory, header.local_steps),
+            updates=header.updates,
         )
     )
     planned = []

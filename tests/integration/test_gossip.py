@@ -35,7 +35,7 @@ def test_a_simulated_run_is_evaluated_at_the_mean_and_resumed_to_the_bit(
     run(*given, "--steps", "4", "--log-dir", str(tmp_path / "half"))
     rest = run("--resume", str(tmp_path / "half"), "--steps", "8")
     assert rest["quality"] == whole["quality"]
-    assert "spectral gap 1" in whole["summary"]["gossip"]  # three are all neighbours
+    assert "spectral gap 1" in whole["summary"]["sync"]  # three are all neighbours
     ours, theirs = states("half"), states("whole")
     assert len(theirs) == 3
     for mine, other in zip(ours, theirs, strict=True):

@@ -279,7 +279,7 @@ def test_no_value_is_read_where_sgd_gets_its_momentum_back() -> None:
     assert isinstance(handover, SGDHandover)
     assert handover.rests
     for parameter in hook.parameters:
-        assert handover._optimizer.state[parameter.tensor]["momentum_buffer"].is_meta
+        assert handover.optimizer.state[parameter.tensor]["momentum_buffer"].is_meta
 
 
 def _capturable(parameters: list[Tensor]) -> Optimizer:

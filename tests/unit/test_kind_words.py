@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptive import AdaptiveCompressor, Fixed, LinkSpec, Schedule, Warmup
-from adaptive.own_log import Fallback
+from adaptive.on_import import Fallback
 from adaptive.wrappers import unwrap
 from runs.compare.contender import parse_contender
 from runs.needs import install

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adaptive.beside import NAMES
+from adaptive.on_import import NAMES
 from runs.__main__ import COMMANDS, main
 from runs.needs import EXTRAS, OURS, install
 

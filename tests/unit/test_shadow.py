@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from adaptive.bucket import Part
-from adaptive.memory.error_feedback import NoMemory, Residual
+from adaptive.memory.error_feedback import MomentumRule, NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.momentum_rule import MomentumRule
 from adaptive.memory.sgd import SGDHandover
 from adaptive.parameters import ModelParameter
 from adaptive.statistics.shadow import ShadowLadder

@@ -6,7 +6,7 @@ before mean gradients are exchanged, and before the state of one rank is saved f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import CHUNK
+from adaptive.chunks import CHUNK, Chunk
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.moments import (
     Run,
@@ -23,8 +23,78 @@ from adaptive.memory.moments import (
     mean_share,
     scale_second_moments,
 )
-from adaptive.parameters import ModelParameter
-from compressors.kernels.blocks import is_host
+from adaptive.memory.owners import Owners
+from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
+from compressors.kernels.blocks import Scalar, is_host
+
+
+class OptimizerSync:
+    """The optimizer-state sync of one model, before a mean gradient moves its parameters.
+
+    First moments have taken what they can of residuals of updates (own_moments.py). What no first
+    moment can take (of RMSprop, Adagrad, Muon) is *undelivered*: the mean of the ranks' residuals
+    moves the parameters, dense, in the next step of their optimizer.
+
+    owners: who steps a parameter. undelivered: updates by parameter, the same on all ranks."""
+
+    def __init__(self, parameters: ModelParameters, owners: Owners) -> None:
+        self._parameters, self._of = parameters, owners
+        self.undelivered: dict[Tensor, Tensor] = {}
+
+    def agree(self, exchange: Exchange) -> None:
+        """What optimizers keep becomes the same on all ranks (collectives)."""
+        ours = [(p, parameter) for p, parameter in self._parameters.items() if p in self._of]
+        states = {parameter: self.state(p) for p, parameter in ours}
+        agree_on_states(states, exchange)
+        for parameter, state in states.items():
+            self._keep(parameter.tensor, state)
+        if any(exchange.gather_objects(any(parameter.filled for _, parameter in ours))):
+            for chunk in self._of.chunks:
+                self._take(chunk, exchange)
+
+    def state(self, p: Tensor) -> dict[str, Any]:
+        """The optimizer's of a parameter; of a sharded one with the shards that are here."""
+        of = self._of.get(p)
+        state: dict[str, Any] = {} if of is None else dict(of[0].state.get(p, {}))
+        if not hasattr(p, "to_local"):
+            return state
+        return {name: local(kept) for name, kept in state.items()}
+
+    @torch.no_grad()
+    def deliver(self, learning_rate: Callable[[ModelParameter], Scalar]) -> None:
+        """Move the parameters by undelivered updates, which learning_rate turns into moves."""
+        for p in list(self.undelivered):
+            update, here = self.undelivered.pop(p), local(p)
+            here.sub_(shaped(update, here).to(here.dtype) * learning_rate(self._parameters[p]))
+
+    def put_back(self) -> bool:
+        """Undelivered updates go back to the residuals. Returns whether there were any."""
+        undelivered, self.undelivered = self.undelivered, {}
+        for p, piece in undelivered.items():
+            self._parameters[p].open_residual().add_(piece)
+        return bool(undelivered)
+
+    def _keep(self, p: Tensor, state: dict[str, Any]) -> None:
+        """What another rank's optimizer had, and this rank's has not; numbers."""
+        if not state:
+            return
+        own = self._of[p][0].state[p]
+        for name, kept in state.items():
+            if name in own and not isinstance(kept, float):
+                continue
+            own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
+
+    def _take(self, chunk: Chunk, exchange: Exchange) -> None:
+        waiting = chunk.room("work")
+        for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
+            if parameter.filled and parameter.residual is not None:
+                piece.copy_(parameter.residual)
+            else:
+                piece.zero_()
+            parameter.filled = False
+        mean = exchange.total(waiting.div_(exchange.world_size)).wait().clone()
+        means = zip(chunk.parameters, chunk.split(mean), strict=True)
+        self.undelivered |= {parameter.tensor: piece for parameter, piece in means}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.optimizer_states import agree_on_states
+from adaptive.memory.optimizer_sync import agree_on_states
 from adaptive.parameters import ModelParameter
 
 RANKS = 4
