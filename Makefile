@@ -20,7 +20,7 @@ OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fs
 
 demo: $(STAMP)
 	rm -rf logs/demo
-	$(BIN)/python -m runs train --workers 2 --steps 500 --link 10mbit --eval-every 100 --checkpoint-every 100 --log-dir logs/demo
+	$(BIN)/python -m runs train --workers 2 --steps 500 --network 10mbit --eval-every 100 --checkpoint-every 100 --log-dir logs/demo
 	$(BIN)/python -m runs report logs/demo
 	@echo "See it: $(BIN)/tensorboard --logdir logs/demo"
 

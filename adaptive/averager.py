@@ -133,14 +133,14 @@ class Averager:
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)
             if self.exchange.shards > 1:
                 compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
-        self._heed_changed_gradients()
+        self._look_for_changed_gradients()
 
-    def _heed_changed_gradients(self) -> None:
+    def _look_for_changed_gradients(self) -> None:
         """Falling back is decided on an agreed statistic; warnings are each rank's own."""
         controller, memory = self.controller, self.memory.now
         if controller.agreed.changed > 0 and "velocity" in memory.keeps:
-            foreign = memory.handover.foreign
-            why = OTHER_OPTIMIZER.format(foreign) if foreign else CHANGED
+            other = memory.handover.other_optimizer
+            why = OTHER_OPTIMIZER.format(other) if other else CHANGED
             controller.note(f"{why}; {FALLEN_BACK}")
             self.fall_back()
         unscaled = controller.agreed.unscaled > 0 and self.scaler is None
@@ -181,9 +181,9 @@ class Averager:
         strategy = strategy_of(self.choice.pick(nbytes, plan.send))
         return self.reducer.compressed(step, flat, parameters, strategy, bucket.index())
 
-    def mean_as_it_is(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def mean_as_ddp(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """A future of the mean as DDP itself makes it, of sparse or complex gradients."""
-        return self.exchange.mean_as_it_is(bucket.buffer())
+        return self.exchange.mean_as_ddp(bucket.buffer())
 
     def end(self) -> None:
         """After the last tensor: issue all collectives that are left, and start agreeing on the

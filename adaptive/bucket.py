@@ -19,7 +19,7 @@ from adaptive.statistics.vector import Tally
 from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, cut_large, judge, kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, Scalar, fill_if, fresh
+from compressors.kernels.blocks import Flag, Scalar, fill_if, uninitialized
 from compressors.rounds import RoundsCompressor
 from compressors.sharded import Sharded, each_shard, in_shards, shard_borders
 from policies import DENSE
@@ -45,7 +45,7 @@ class StepCFs:
     """The CFs of one step, the same on every rank.
 
     send: the CF of the step. measured: ascending; with `send`, unless that is dense, in
-    whatever precision, or a foreign hook's. layers: the CFs of the layers (by parameter name) that
+    whatever precision, or a DDP hook's. layers: the CFs of the layers (by parameter name) that
     do not send at `send`.
     """
 
@@ -175,7 +175,7 @@ class Bucket:
     key: of all parts, but for their names and shapes. whole: neighbouring parts are compressed as
     one. nonfinite: a gradient is not finite. The gradients of a nonfinite bucket are set to zero.
     Finite gradients whose squares are not finite in that precision (norms above 1.8e19 in float32)
-    are cut to LARGEST; the step counts as one that tells nothing. rooms: what `room` has given
+    are cut to LARGEST; the step counts as one that tells nothing. buffers: what `buffer` has given
     out, which on the host the same bucket of the next step finds again. updates: it holds updates,
     not gradients. settled: later steps have the same bucket.
     """
@@ -183,7 +183,7 @@ class Bucket:
     work: Tensor
     key: Key
     whole: bool
-    rooms: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     parts: list[Part] = field(default_factory=list)
     nonfinite: Flag = False
     updates: bool = False
@@ -233,12 +233,12 @@ class Bucket:
         """The unit's slice of `work`."""
         return self.work[unit.start : unit.stop]
 
-    def room(self, use: str, numel: int) -> Tensor:
+    def buffer(self, use: str, numel: int) -> Tensor:
         """Working memory for one use, with whatever was left there."""
-        room = self.rooms.get(use)
-        if room is None or room.numel() != numel or room.dtype != self.work.dtype:
-            room = self.rooms[use] = fresh(numel, self.work.dtype, self.work.device)
-        return room
+        buffer = self.buffers.get(use)
+        if buffer is None or buffer.numel() != numel or buffer.dtype != self.work.dtype:
+            buffer = self.buffers[use] = uninitialized(numel, self.work.dtype, self.work.device)
+        return buffer
 
 
 def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor:

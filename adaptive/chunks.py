@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptive.parameters import ModelParameter, is_dense, storage_of
-from compressors.kernels.blocks import CACHE_BLOCK, block_size, is_host, lasting
+from compressors.kernels.blocks import CACHE_BLOCK, block_size, is_host, reused
 
 CHUNK = 25 * 2**20
 """Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
@@ -63,10 +63,10 @@ class Chunk:
         """The parameters have fewer bits than what is kept of them."""
         return self.parameters[0].tensor.dtype != self.parameters[0].dtype
 
-    def room(self, use: str) -> Tensor:
+    def buffer(self, use: str) -> Tensor:
         """A flat tensor for this use, with any values."""
         first = self.parameters[0]
-        scratch = lasting(self.scratch, first.tensor.device)
+        scratch = reused(self.scratch, first.tensor.device)
         found = scratch.get(use)
         if found is None:
             found = torch.empty(self.numel, dtype=first.dtype, device=first.tensor.device)
@@ -74,8 +74,8 @@ class Chunk:
         return found
 
     def here(self, use: str) -> Tensor:
-        """The parameters' values (a copy), flat, in the room for this use."""
-        return _join(self._read(), self.room(use))
+        """The parameters' values (a copy), flat, in the buffer for this use."""
+        return _join(self._read(), self.buffer(use))
 
     @torch.no_grad()
     def go_to(self, values: Tensor) -> None:

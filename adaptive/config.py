@@ -291,13 +291,13 @@ class Settings:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         rungs = dict(sorted(self.base.rungs.items()))
         measured = self.network.clock is time.perf_counter
-        as_they_are = "granularity dense_below exchange server levels cf_range sync debug"
+        others = "granularity dense_below exchange server levels cf_range sync debug"
         return (
             f"base={self.base!r}",
             f"rungs={rungs}",
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
-            *(f"{name}={getattr(self, name)!r}" for name in as_they_are.split()),
+            *(f"{name}={getattr(self, name)!r}" for name in others.split()),
             f"network={self.network.spec!r}, step times {'measured' if measured else 'given'}",
             "a policy chosen by the library" if self.may_stay_dense else "a policy chosen by name",
         )

@@ -105,8 +105,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     """What is kept of each parameter of a model.
 
     replica: is not kept alive. residual_dtype: see `ModelParameter`.
-    as_they_are: parameters, by name, whose gradients are exchanged as by DDP without a hook (see
-    `travel_as_they_are`); nothing is kept of these.
+    left_to_ddp: parameters, by name, whose gradients are exchanged as by DDP without a hook (see
+    `is_left_to_ddp`); nothing is kept of these.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     ) -> None:
         super().__init__()
         self._replica = weakref.ref(replica)
-        self.as_they_are: dict[str, Tensor] = {}
+        self.left_to_ddp: dict[str, Tensor] = {}
         sparse = _with_sparse_gradients(replica.module)
         for name, p in replica.parameters():
             name = name.replace(COMPILED, "")
             if p.is_complex() or p in sparse:
-                self.as_they_are[name] = p
+                self.left_to_ddp[name] = p
             else:
                 self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
@@ -150,7 +150,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         return next((p.device for p in self), torch.device("cpu"))
 
 
-def travel_as_they_are(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
+def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether a bucket's gradients are exchanged as by DDP without a hook. DDP puts a parameter
     with a sparse gradient into a bucket of its own, and complex ones, as pairs of real numbers,
     into buckets of theirs."""

@@ -58,7 +58,7 @@ from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite, squared_norm
-from compressors.kernels.blocks import Flag, Scalar, either, fill_if, lasting
+from compressors.kernels.blocks import Flag, Scalar, either, fill_if, reused
 from policies import DENSE
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
@@ -110,7 +110,7 @@ class Reducer:
     settling: int
     clip_norm: float | None = None
     _backwards: int = 0
-    _rooms: defaultdict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    _buffers: defaultdict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     def end_backward(self) -> None:
         """The next one may have other buckets."""
@@ -131,9 +131,9 @@ class Reducer:
         strategy: how payloads become the mean. to: where it goes; the bucket is scratch then.
         energy: the bucket's squared norm, if it is known. After the last bucket comes
         `Pipeline.finish`."""
-        rooms = lasting(self._rooms[index], buffer.device)
-        bucket = self._open(step, buffer, parameters, rooms, energy)  # 1
-        shards = self.exchange.world_size if strategy.sharded else strategy.seats
+        buffers = reused(self._buffers[index], buffer.device)
+        bucket = self._open(step, buffer, parameters, buffers, energy)  # 1
+        shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
         granularity = self.granularity.in_full if strategy.votes else self.granularity
         cut = granularity.in_shards if strategy.sharded else granularity.cut
         units = cut(bucket, step.cfs, shards)
@@ -141,8 +141,8 @@ class Reducer:
         record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
-        parts = by_shards(units, buffer.numel(), strategy.seats)
-        own = parts.pop(strategy.seat)
+        parts = by_shards(units, buffer.numel(), strategy.node_shards)
+        own = parts.pop(strategy.node_shard)
         for unit in itertools.chain(*parts):
             memory.accumulate(unit)
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
@@ -195,7 +195,7 @@ class Reducer:
         tally, memory = step.tally, self.memory
         looked_at = tally.cfs or tally.ladder or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
-        if untouched and all(memory.idle(parameter) for parameter in parameters):
+        if untouched and all(memory.is_empty(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan
             tally.at("grad").add_(known)
         else:
@@ -251,7 +251,7 @@ class Reducer:
         step: Step,
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
-        rooms: dict[str, Tensor],
+        buffers: dict[str, Tensor],
         energy: Scalar | None = None,
     ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
@@ -261,7 +261,7 @@ class Reducer:
         # cutting buckets anew, after backwards that were thrown away.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
-        bucket = Bucket(work, key, whole, rooms, updates=step.updates, settled=settled)
+        bucket = Bucket(work, key, whole, buffers, updates=step.updates, settled=settled)
         bucket.open(parameters, self.memory, step.tally, self.clip_norm, energy)
         _tell(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(bucket, step.tally)
@@ -303,7 +303,7 @@ def _payload(
         sent = compressor.compress(target, unit.spec)
     else:
         levels = compress_levels(unit, target, addend)
-        record_levels(unit, levels, bucket.work, step.tally, times=strategy.seats)
+        record_levels(unit, levels, bucket.work, step.tally, times=strategy.node_shards)
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)

@@ -231,7 +231,7 @@ class Session:
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """ValueError if one is of another model, or the way to synchronise cannot go with them."""
-        exchanged = {*self._parameters, *self._parameters.as_they_are.values()}
+        exchanged = {*self._parameters, *self._parameters.left_to_ddp.values()}
         for each in optimizers:
             owned = {p for group in each.param_groups for p in group["params"]}
             if exchanged and exchanged.isdisjoint(owned):
@@ -241,7 +241,7 @@ class Session:
                     f"steps copies of them (in fp32?), leave it out: attach(model)"
                 )
         sync = self.settings.sync
-        if sync.lets_ranks_differ and (names := ", ".join(self._parameters.as_they_are)):
+        if sync.lets_ranks_differ and (names := ", ".join(self._parameters.left_to_ddp)):
             raise ValueError(
                 f"sync={sync!r} does not go with sparse gradients or complex parameters, which DDP "
                 f"itself averages in every step: the model has {names}"

@@ -127,9 +127,9 @@ class Sizes:
         pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
         if not self.granularity.as_one:
             return pieces
-        apart = [piece for piece in pieces if piece.cf == DENSE]
+        uncompressed = [piece for piece in pieces if piece.cf == DENSE]
         numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
-        return [*apart, self._compressed((numel,), cf)] if numel else apart
+        return [*uncompressed, self._compressed((numel,), cf)] if numel else uncompressed
 
     def _piece(self, parameter: ModelParameter, cf: float) -> Piece:
         shape = parameter.largest

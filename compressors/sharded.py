@@ -56,9 +56,9 @@ class Joined(Payload):
         return [mark for payload in self.each for mark in payload.marks]
 
     def write(self, out: Tensor) -> None:
-        rooms = out.split([payload.nbytes for payload in self.each])
-        for payload, room in zip(self.each, rooms, strict=True):
-            payload.write(room)
+        slots = out.split([payload.nbytes for payload in self.each])
+        for payload, slot in zip(self.each, slots, strict=True):
+            payload.write(slot)
 
     def positions(self) -> Tensor | None:
         starts, found = 0, list[Tensor]()
@@ -114,24 +114,24 @@ class Sharded(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         assert isinstance(payload, Joined)
-        for room, piece in zip(_rooms(out, payload), payload.each, strict=True):
-            self.inner.add_to(room, piece, scale)
+        for slot, piece in zip(_slots(out, payload), payload.each, strict=True):
+            self.inner.add_to(slot, piece, scale)
 
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         (payload,) = payloads
         assert isinstance(payload, Joined)
-        for room, piece in zip(_rooms(out, payload), payload.each, strict=True):
-            self.inner.mean_of(room, [piece], scale, as_zeros)
+        for slot, piece in zip(_slots(out, payload), payload.each, strict=True):
+            self.inner.mean_of(slot, [piece], scale, as_zeros)
 
     def add_all(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
         (payload,) = payloads
         assert isinstance(payload, Joined)
-        for room, piece in zip(_rooms(out, payload), payload.each, strict=True):
-            self.inner.add_all(room, [piece], scale, as_zeros)
+        for slot, piece in zip(_slots(out, payload), payload.each, strict=True):
+            self.inner.add_all(slot, [piece], scale, as_zeros)
 
     def sizes(self, spec: Spec) -> tuple[int, ...]:
         """Bytes of each shard's payload."""
@@ -186,7 +186,7 @@ def _numel(group: Sequence[Spec]) -> int:
     return sum(shard.numel for shard in group)
 
 
-def _rooms(out: Tensor, payload: Joined) -> Sequence[Tensor]:
+def _slots(out: Tensor, payload: Joined) -> Sequence[Tensor]:
     """The piece of `out` for each of the payload's."""
     check_out(out, payload)
     return out.split([piece.numel for piece in payload.each])
@@ -215,11 +215,11 @@ def cut_segments(segments: tuple[int, ...], shards: int) -> tuple[tuple[int, ...
     lengths = iter(segments)
     left = 0
     for start, stop in pairwise(borders):
-        room, own = stop - start, list[int]()
-        while room:
+        space, own = stop - start, list[int]()
+        while space:
             left = left or next(lengths)
-            own.append(min(left, room))
-            room, left = room - own[-1], left - own[-1]
+            own.append(min(left, space))
+            space, left = space - own[-1], left - own[-1]
         found.append(tuple(own))
     return tuple(found)
 

@@ -1,6 +1,6 @@
 """A policy of your own: the smallest CF whose exchange fits a share of the step time.
 
-    torchrun --standalone --nproc-per-node 2 examples/budget_policy.py --link 20mbit
+    torchrun --standalone --nproc-per-node 2 examples/budget_policy.py --network 20mbit
 
 The idea is Kimad's (Xin and others, 2023): compress as much as the bandwidth of late asks for. A
 policy decides on agreed statistics only, so every rank takes the same decision in the same step.
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--share", type=float, default=0.2)
-    parser.add_argument("--link", help="emulate a slow link, e.g. 20mbit")
+    parser.add_argument("--network", help="emulate a slow link, e.g. 20mbit")
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -114,7 +114,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    compressor = AdaptiveCompressor(policy=Budget(arguments.share), network=arguments.link)
+    compressor = AdaptiveCompressor(policy=Budget(arguments.share), network=arguments.network)
     compressor.attach(model, optimizer=optimizer)
 
     teacher = torch.randn(64, 8)  # the same on all ranks, by the seed above

@@ -8,7 +8,7 @@ On both nodes, NODE0 being the name of the first one as the other knows it:
 
 On one machine, with a link that is as slow as you say:
 
-    torchrun --standalone --nproc-per-node 2 examples/gpt_two_nodes.py --link 10mbit
+    torchrun --standalone --nproc-per-node 2 examples/gpt_two_nodes.py --network 10mbit
 
 The lines that compression needs are marked with "<--".
 """
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=16, help="windows a worker")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--link", help="emulate a slow link, e.g. 10mbit")
+    parser.add_argument("--network", help="emulate a slow link, e.g. 10mbit")
     parser.add_argument("--save", type=Path, help="a folder for checkpoints")
     parser.add_argument("--resume", type=Path, help="a folder with checkpoints")
     args = parser.parse_args()
@@ -103,7 +103,7 @@ def main() -> None:
         optimizer,
         lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / args.steps)),
     )
-    compressor = AdaptiveCompressor(network=args.link)  # <-- the defaults: topk, goodput
+    compressor = AdaptiveCompressor(network=args.network)  # <-- the defaults: topk, goodput
     compressor.attach(model, optimizer=optimizer)  # <-- on every rank, before the first backward
 
     # Every rank saves and loads a file of its own: what it has not sent yet is its own.

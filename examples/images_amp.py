@@ -1,7 +1,7 @@
 """An image classifier with SGD and automatic mixed precision. Nothing is downloaded: it learns to
 read the digits of a seven-segment display, shifted, dimmed and with noise on them.
 
-    torchrun --standalone --nproc-per-node 2 examples/images_amp.py --link 10mbit
+    torchrun --standalone --nproc-per-node 2 examples/images_amp.py --network 10mbit
 
 On CUDA it computes in fp16, with a GradScaler; on a CPU in bf16, without. The lines that
 compression needs are marked with "<--".
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=32, help="images a worker")
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--link", help="emulate a slow link, e.g. 10mbit")
+    parser.add_argument("--network", help="emulate a slow link, e.g. 10mbit")
     args = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -88,7 +88,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps)
     scaler = torch.amp.GradScaler(device.type, enabled=cuda)
     compressor = AdaptiveCompressor(
-        network=args.link
+        network=args.network
     )  # <-- memory=Momentum(clip_norm=), if you clip
     compressor.attach(model, optimizer=optimizer, scaler=scaler)  # <-- the scaler, too
 

@@ -119,8 +119,8 @@ def compressor_arguments(config: TrainConfig) -> dict[str, Any]:
     settings |= {name: made_from(settings[name], name) for name in _WRITTEN if name in settings}
     if config.cf_range is not None or cf_range(config, policy) != CF_RANGE:
         settings["cf_range"] = cf_range(config, policy)
-    if config.link is not None:
-        settings["network"] = config.link
+    if config.network is not None:
+        settings["network"] = config.network
     if config.base is not None:  # else that of the user's script
         settings["base"] = made_from(config.base, "base")
     return {**settings, "policy": policy}
@@ -137,7 +137,7 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
     the model's gradients."""
     if config.fixed_clock is None:
         return None
-    link = None if config.link is None else LinkSpec.parse(config.link)
+    link = None if config.network is None else LinkSpec.parse(config.network)
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
     sync = synchronisation(config)
     delay = sync.steps if isinstance(sync, Delayed) else 0
@@ -286,5 +286,5 @@ def _with_option(message: str) -> str:
     """The library names its argument first; on the command line that is an option."""
     word = re.match(r"\w*", message)
     name = word[0] if word else ""
-    known = {"network": "link", **{each.name: each.name for each in fields(TrainConfig)}}
-    return option(known[name]) + message[len(name) :] if name in known else message
+    known = {each.name for each in fields(TrainConfig)}
+    return option(name) + message[len(name) :] if name in known else message

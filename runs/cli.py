@@ -23,7 +23,7 @@ Train a model with adaptive gradient compression, on several workers.
 examples:
   python -m runs train
       a byte-level LSTM on Python's own sources, two workers, goodput over top-k
-  python -m runs train --link 100mbit --steps 500
+  python -m runs train --network 100mbit --steps 500
       the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
   python -m runs train --cf 100
       one compression factor all along; --policy off is plain DDP without the library

@@ -19,7 +19,7 @@ CONFIG_FILE = "config.json"
 OWN = "own"
 """The contender that is a user's script as it is."""
 
-_OF_CONTENDER = tuple(each.name for each in fields(Compressing) if each.name != "link")
+_OF_CONTENDER = tuple(each.name for each in fields(Compressing) if each.name != "network")
 
 _COUNTS = ("workers", "steps", "threads", "batch_size")
 _FIELDS = Fields(
@@ -73,7 +73,7 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
         keys = [
             f"{name}={'/'.join(words_of(value))}"
             for name, value in given.items()
-            if name not in ("policy", "link") and value not in (None, 0)
+            if name not in ("policy", "network") and value not in (None, 0)
         ]
         if self.policy == "fixed" and self.base == "none":
             return ":".join(["dense", ",".join(keys[1:])] if keys[1:] else ["dense"])

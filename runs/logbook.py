@@ -224,7 +224,7 @@ class _Handler(logging.Handler):
 def emulated(config: TrainConfig) -> str:
     """What every heading says of the link: "emulated 100 Mbit/s link", or nothing."""
     how = "emulated" if config.fixed_clock is None else "modelled"
-    return f"{how} {LinkSpec.parse(config.link)} link" if config.link else ""
+    return f"{how} {LinkSpec.parse(config.network)} link" if config.network else ""
 
 
 def gain_kind(config: TrainConfig) -> GainKind:

@@ -69,10 +69,10 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
         made["lr_drop"] = drops[0]
     lab = Lab.of_environment()
     if lab is not None:
-        if made.get("link") is not None:
+        if made.get("network") is not None:
             raise UsageError(
-                f"--link {made['link']}: would be emulated on top of netlab's {lab}; accepted: "
-                f"netlab --rate {lab.rate}, or --link without netlab"
+                f"--network {made['network']}: would be emulated on top of netlab's {lab}; "
+                f"accepted: netlab --network {lab.network}, or --network without netlab"
             )
         made["netlab"] = lab.options
     made.setdefault("log_dir", _new_folder(f"{made.get('task', TrainConfig.task)}-{name}"))
@@ -177,10 +177,10 @@ def _check_together(policy: str, given: Mapping[str, Any]) -> None:
     def told(name: str) -> str:
         return f"{option(name)} {shown(given[name])}"
 
-    if policy == OFF and given.get("script") and "link" in given:
+    if policy == OFF and given.get("script") and "network" in given:
         raise UsageError(
-            f"{told('link')}: is emulated by the library's hook, which a script that stays as it "
-            f"is need not have; accepted: netlab"
+            f"{told('network')}: is emulated by the library's hook, which a script that stays as "
+            f"it is need not have; accepted: netlab"
         )
     if "ddp_hook" in given and policy != OFF:
         raise UsageError(f"{told('ddp_hook')} is for --policy off, got --policy {policy}")

@@ -61,7 +61,7 @@ def title(config: TrainConfig) -> str:
     if config.exchange is not None:
         how += f", {config.exchange} exchange"
     how += f", {config.sync}" if config.sync is not None else ""
-    link = f", {emulated(config)}" if config.link else ""
+    link = f", {emulated(config)}" if config.network else ""
     link += f", {real_links(config.netlab)}" if config.netlab else ""
     kind = "simulated worker" if config.simulated else "worker"
     workers = f"{config.workers} {kind}{'s' if config.workers > 1 else ''}"
@@ -99,7 +99,9 @@ def header(config: TrainConfig, first_step: int) -> str:
 
 def _modelled(config: TrainConfig) -> str:
     """What step times are made of, where they are not measured."""
-    link = f" and what {LinkSpec.parse(config.link)} take for its bytes" if config.link else ""
+    link = (
+        f" and what {LinkSpec.parse(config.network)} take for its bytes" if config.network else ""
+    )
     size = f", as if the gradients were {config.model_mb:g} MB" if config.model_mb else ""
     server = ""
     if config.server is not None:
@@ -262,7 +264,7 @@ def ending(
         rows.append((f"ms of a {unit}, medians", ", ".join(told_parts)))
     parts: list[RenderableType] = ["", strong(title(config)), table(("", ""), rows, (0, 1), 2)]
     if result["cf_history"]:
-        note = f" ({emulated(config)})" if config.link else ""
+        note = f" ({emulated(config)})" if config.network else ""
         of = summary.local_steps / max(1, summary.steps)
         rounds = f", in rounds of {of:.3g} steps" if in_rounds else ""
         parts += [f"  CF history{rounds}{note}", _history(result["cf_history"])]

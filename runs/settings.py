@@ -142,7 +142,7 @@ class Compressing:
     base keeps the largest elements of all (auto)."""
     dense_below: Whole | None = None
     """Send tensors of fewer elements than this uncompressed (0)."""
-    link: Rate | None = None
+    network: Rate | None = None
     """Emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms."""
 
 
@@ -195,7 +195,7 @@ class Modelling:
     """What step times are modelled by, so that a run is repeatable to the bit."""
 
     fixed_clock: Annotated[Positive | None, metavar("SECONDS")] = None
-    """Nothing waits: step times are modelled, so much and what --link takes for the bytes."""
+    """Nothing waits: step times are modelled, so much and what --network takes for the bytes."""
     model_mb: Annotated[Positive | None, metavar("MB")] = None
     """With --fixed-clock, step times as if the gradients were so large (ResNet-101 170, VGG-16 528,
     a large LSTM 252)."""

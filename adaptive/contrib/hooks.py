@@ -1,6 +1,6 @@
 """Existing DDP communication hooks as fixed rungs of the ladder.
 
-A foreign hook shows neither what it kept nor what it lost. So its gain is unknown unless the script
+A DDP hook shows neither what it kept nor what it lost. So its gain is unknown unless the script
 says what to take it for. A step through a hook is a dense step to all else: what error memories
 hold goes along with it, and what the hook loses is in no rank's residual.
 """
@@ -44,8 +44,8 @@ class HookRung:
         return f"{getattr(self.hook, '__module__', '')}.{name}, gain {self.gain}"
 
 
-class ForeignHook(Compressor):
-    """A foreign hook in a compressor's place: it exchanges gradients itself (`SendsItself`)."""
+class HookCompressor(Compressor):
+    """A DDP hook in a compressor's place: it exchanges gradients itself (`SendsItself`)."""
 
     name = "hook"
     sent_as_dense = True
@@ -119,8 +119,8 @@ def with_hooks(
     if rungs:
         _check_goes_with(rungs, policy, sync, server)
     base = deepcopy(base)
-    foreign = {cf: ForeignHook(rung, cf) for cf, rung in rungs.items()}
-    base.rungs = {**base.rungs, **foreign}
+    exchanging = {cf: HookCompressor(rung, cf) for cf, rung in rungs.items()}
+    base.rungs = {**base.rungs, **exchanging}
     gains = {cf: rung.gain for cf, rung in rungs.items() if rung.gain is not None}
     base.known_gains = {**base.known_gains, **gains}
     return base

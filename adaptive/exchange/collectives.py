@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.futures import Future
 
 from adaptive.exchange.link import EmulatedLink, new_future
-from compressors.kernels.blocks import Flag, fresh, is_host
+from compressors.kernels.blocks import Flag, is_host, uninitialized
 
 T = TypeVar("T")
 
@@ -180,7 +180,7 @@ class Exchange:
         """The same anywhere, in one collective."""
         return self.all_reduce(tensor)
 
-    def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
+    def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
         """The mean over the ranks as DDP itself makes it, also of sparse gradients, where the
         process group can sum these (gloo gathers their indices and values). Not counted."""
         work = dist.all_reduce(gradients.div_(self.world_size), group=self.group, async_op=True)
@@ -214,7 +214,7 @@ class Exchange:
         """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
         rank's payload is of the mean, not of its own gradients."""
         n, size = self.world_size, payload.numel()
-        out = fresh(n * size, payload.dtype, payload.device)
+        out = uninitialized(n * size, payload.dtype, payload.device)
         work = all_gather_single(out, payload, self.group)
         wire = gather_wire_bytes(size, n)
         self._traffic.down += wire * means
@@ -225,7 +225,7 @@ class Exchange:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
         1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
         n, size = self.world_size, sizes[self.rank]
-        out = fresh(n * size, payload.dtype, payload.device)
+        out = uninitialized(n * size, payload.dtype, payload.device)
         work = dist.all_to_all_single(
             out, payload, [size] * n, list(sizes), self.group, async_op=True
         )
@@ -240,7 +240,7 @@ class Exchange:
 
     def _pass(self, own: Tensor, to: int, source: int, nbytes: int) -> Future[Tensor]:
         """nbytes: of all that the node sends."""
-        out = fresh(own.numel(), own.dtype, own.device)
+        out = uninitialized(own.numel(), own.dtype, own.device)
         ranks = range(self.world_size)
         received, sent = ([own.numel() * (i == at) for i in ranks] for at in (source, to))
         work = dist.all_to_all_single(out, own, received, sent, self.group, async_op=True)
@@ -253,7 +253,7 @@ class Exchange:
         """Send `payload` (uint8, n elements) to each of the `receivers`, and receive as much from
         each of the `sources` (ranks of the group). Every rank must be in as many of the lists of
         others as it says, in the same order of calls."""
-        rows = fresh(len(sources) * payload.numel(), payload.dtype, payload.device)
+        rows = uninitialized(len(sources) * payload.numel(), payload.dtype, payload.device)
         rows = rows.view(len(sources), payload.numel())
         calls: list[tuple[Any, Tensor, int]] = [
             *((dist.irecv, row, rank) for row, rank in zip(rows.unbind(), sources, strict=True)),

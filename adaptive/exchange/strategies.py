@@ -32,7 +32,7 @@ from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wi
 from compressors import Compressor
 from compressors.base import Payload, Spec, any_nonfinite
 from compressors.kernels import all_finite
-from compressors.kernels.blocks import Flag, either, fill_if, fresh
+from compressors.kernels.blocks import Flag, either, fill_if, uninitialized
 from compressors.rounds import RoundsCompressor
 from compressors.sharded import Sharded, in_shards
 from policies import DENSE
@@ -124,18 +124,18 @@ class Strategy(ABC):
     name: for errors; that of the class, if it gives none.
     Of ours only. takes_sums: it compresses error-fed gradients itself. sharded: no unit crosses the
     border between the shards of two ranks. votes: payloads hold the values at any number
-    of indices, in full. seats: so many ranks hold the same bucket and share it, so that units must
-    not cross borders, and this rank compresses those of its `seat`. calls: operations and launches
-    that it takes for a bucket, with compressing and decoding, as counted on the path of a device
-    (docs/gpu.md).
+    of indices, in full. node_shards: number of ranks of this node. Each compresses its own part of
+    the bucket, number `node_shard`, so no unit may cross a border between parts. calls: operations
+    and launches that it takes for a bucket, with compressing and decoding, as counted on the path
+    of a device (docs/gpu.md).
     """
 
     name: str = ""
     takes_sums: bool = False
     sharded: bool = False
     votes: bool = False
-    seats: int = 1
-    seat: int = 0
+    node_shards: int = 1
+    node_shard: int = 0
     calls: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -179,7 +179,11 @@ class Wrapped(Strategy):
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.name = inner, inner.name
         self.takes_sums, self.sharded, self.votes = inner.takes_sums, inner.sharded, inner.votes
-        self.seats, self.seat, self.calls = inner.seats, inner.seat, inner.calls
+        self.node_shards, self.node_shard, self.calls = (
+            inner.node_shards,
+            inner.node_shard,
+            inner.calls,
+        )
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self.inner.rounds(exchange, outgoing)
@@ -308,8 +312,8 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
     down_sizes = shard_sizes(down, work.numel(), n)
     mine_down = [_downward(unit, back) for unit in mine]
     numels = [unit.numel for unit in mine]
-    room = out.bucket.room("mean of a shard", sum(numels))
-    means = list(zip(mine, room.split(numels), strict=True))
+    shard = out.bucket.buffer("mean of a shard", sum(numels))
+    means = list(zip(mine, shard.split(numels), strict=True))
     second: list[Payload] = []
     nonfinite: Flag = False
     both = zip(means, mine_down, received, strict=True)
@@ -328,7 +332,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
         second.append(payload)
         if levels:
             out.report_means(energies_of(levels))
-    nonfinite = either(nonfinite, all_finite(room) ^ True)
+    nonfinite = either(nonfinite, all_finite(shard) ^ True)
     second = [payload.as_nonfinite(nonfinite) for payload in second]
     wire = pack(out, mine_down, second, max(down_sizes))  # the collective wants equal sizes
     for unit, (_, mean), payload in zip(mine_down, means, second, strict=True):
@@ -345,7 +349,7 @@ def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
 
     everyones = [[payload] for payload in _means(down, rows, work.numel(), n)]
     nonfinite = any_nonfinite([*chain(*everyones)])
-    fill_if(nonfinite, room, 0.0)
+    fill_if(nonfinite, shard, 0.0)
     by = [unit.compressor for unit in down]
     return Received(everyones, nonfinite, 1.0, out.payloads, means, by)
 
@@ -450,18 +454,18 @@ def pack(
     ValueError if a payload has not its announced size."""
     sizes = payload_sizes(units)
     taken = sum(sizes)
-    whole = fresh(taken if size is None else size, torch.uint8, out.bucket.work.device)
+    whole = uninitialized(taken if size is None else size, torch.uint8, out.bucket.work.device)
     wire = whole[:taken]
     if whole.numel() > taken:
         whole[taken:].zero_()
-    for unit, payload, room in zip(units, payloads, wire.split(sizes), strict=True):
-        if payload.nbytes != room.numel():
+    for unit, payload, slot in zip(units, payloads, wire.split(sizes), strict=True):
+        if payload.nbytes != slot.numel():
             raise ValueError(
-                f"compressor {unit.compressor.name!r} announced {room.numel()} bytes for "
+                f"compressor {unit.compressor.name!r} announced {slot.numel()} bytes for "
                 f"{unit.numel} elements at CF {unit.cf:g} and made {payload.nbytes}; "
                 f"nbytes must depend on its arguments only"
             )
-        payload.write(room)
+        payload.write(slot)
     return whole
 
 

@@ -55,9 +55,9 @@ from adaptive.exchange.strategies import (
     payload_sizes,
     unpack,
 )
-from adaptive.parameters import travel_as_they_are
+from adaptive.parameters import is_left_to_ddp
 from adaptive.replicas import Exchanging, Replica
-from compressors.kernels.blocks import fresh
+from compressors.kernels.blocks import uninitialized
 from policies import checks
 
 R = TypeVar("R")
@@ -197,8 +197,8 @@ class NodeExchange(Exchange):
     """The collectives of a node among nodes, each of which is one rank of many.
 
     A strategy's collective returns what the ranks of this rank's place have of it. `through` has
-    each followed by the second one, inside the node, which makes it whole. seat: this rank's place
-    in its node.
+    each followed by the second one, inside the node, which makes it whole. node_shard: this
+    rank's place in its node.
 
     Bytes on the wire are those of the whole node. What stays inside is counted apart.
     """
@@ -212,7 +212,7 @@ class NodeExchange(Exchange):
         self.distinct, self.replicas = nodes.between, everyone
         self._inside = nodes.inside
         self.node_size = dist.get_world_size(nodes.inside)
-        self._seat = dist.get_rank(nodes.inside)
+        self._node_shard = dist.get_rank(nodes.inside)
         self._whole: Callable[[Tensor], Future[Tensor]] | None = None
 
     def before(
@@ -226,22 +226,22 @@ class NodeExchange(Exchange):
         """The strategy, with a second collective after each of its own. cuts: units may be cut
         anywhere."""
         if cuts and isinstance(strategy, Gathered):
-            return _InParts(strategy, self, self.node_size, self._seat)
+            return _InParts(strategy, self, self.node_size, self._node_shard)
         return _InTwo(strategy, self)
 
     def in_parts(self, out: Outgoing) -> Rounds:
         """`gathered`, where each rank of the node has compressed its part of the bucket."""
         units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
-        sizes = [sum(payload_sizes(of_seat)) for of_seat in units]
+        sizes = [sum(payload_sizes(of_shard)) for of_shard in units]
         most = max(sizes)
-        own = _padded(pack(out, units[self._seat], out.payloads), most)
+        own = _padded(pack(out, units[self._node_shard], out.payloads), most)
         out.payloads = ()  # our own come back, too
         wire = gather_wire_bytes(self.node_size * most, n)
         part = yield self._gather_between(own, sum(sizes), wire)
         shape = self.node_size, n, most
         rows = yield self._gather(part.reshape(-1), lambda whole: whole.view(shape))
-        of_seats = zip(units, rows, sizes, strict=True)
-        received = (unpack(each, row[:, :size]) for each, row, size in of_seats)
+        of_shards = zip(units, rows, sizes, strict=True)
+        received = (unpack(each, row[:, :size]) for each, row, size in of_shards)
         return as_received(chain.from_iterable(received), n)
 
     def in_two(
@@ -263,7 +263,7 @@ class NodeExchange(Exchange):
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """The sum of this rank's part of `tensor`, in place; then of all of it."""
         numel, size = tensor.numel(), self._part(tensor.numel())
-        own = tensor.view(-1)[self._seat * size : (self._seat + 1) * size]
+        own = tensor.view(-1)[self._node_shard * size : (self._node_shard + 1) * size]
 
         def whole(part: Tensor) -> Future[Tensor]:
             return self._gather(_padded(part, size), lambda rows: _fill(tensor, rows))
@@ -283,7 +283,7 @@ class NodeExchange(Exchange):
         """(nodes, bytes of this rank's part); then (nodes, n), as of ranks."""
         numel, size = payload.numel(), self._part(payload.numel())
         self._whole = partial(self._gather_rows, numel)
-        own = _padded(payload[self._seat * size : (self._seat + 1) * size], size)
+        own = _padded(payload[self._node_shard * size : (self._node_shard + 1) * size], size)
         wire = gather_wire_bytes(numel, self.world_size)
         self._traffic.down += wire * means
         return self._gather_between(own, numel, wire)
@@ -292,7 +292,7 @@ class NodeExchange(Exchange):
         """(nodes, bytes) of this rank's place. nbytes, wire: of the payload and on the wire, of all
         places."""
         n, size = self.world_size, own.numel()
-        out = fresh(n * size, own.dtype, own.device)
+        out = uninitialized(n * size, own.dtype, own.device)
         work = all_gather_single(out, own, self.group)
         self._round_the_ring()
         return self._receive(work, nbytes, wire, out.view(n, size))
@@ -301,8 +301,11 @@ class NodeExchange(Exchange):
         """(nodes, bytes of this rank's part); then (nodes, sizes[rank]), as of ranks."""
         n, parts = self.world_size, [self._part(size) for size in sizes]
         pieces = zip(payload.split(list(sizes)), parts, strict=True)
-        own = [_padded(piece[self._seat * p : (self._seat + 1) * p], p) for piece, p in pieces]
-        out = fresh(n * parts[self.rank], payload.dtype, payload.device)
+        own = [
+            _padded(piece[self._node_shard * p : (self._node_shard + 1) * p], p)
+            for piece, p in pieces
+        ]
+        out = uninitialized(n * parts[self.rank], payload.dtype, payload.device)
         self._whole = partial(self._gather_rows, sizes[self.rank])
         work = dist.all_to_all_single(
             out, torch.cat(own), [parts[self.rank]] * n, parts, self.group, async_op=True
@@ -315,7 +318,7 @@ class NodeExchange(Exchange):
         """This rank's part of what another node has passed on; then (n,), as of ranks."""
         numel, size = payload.numel(), self._part(payload.numel())
         self._whole = lambda part: self._gather(part, lambda whole: whole[:numel])
-        own = _padded(payload[self._seat * size : (self._seat + 1) * size], size)
+        own = _padded(payload[self._node_shard * size : (self._node_shard + 1) * size], size)
         return self._pass(own, to, source, numel)
 
     def _gather_rows(self, numel: int, part: Tensor) -> Future[Tensor]:
@@ -330,7 +333,7 @@ class NodeExchange(Exchange):
 
     def _gather(self, own: Tensor, made: Callable[[Tensor], Tensor]) -> Future[Tensor]:
         """Gather `own` of the ranks of the node. Returns a future of `made` of the whole."""
-        out = fresh(self.node_size * own.numel(), own.dtype, own.device)
+        out = uninitialized(self.node_size * own.numel(), own.dtype, own.device)
         if not own.numel():
             return done_with(made(out))
         self._traffic.inside += gather_wire_bytes(own.nbytes, self.node_size)
@@ -365,7 +368,7 @@ class NodeExchange(Exchange):
         pending = super().sum_later(tensor)
         return replace(pending, copies=self.node_size)
 
-    def mean_as_it_is(self, gradients: Tensor) -> Future[Tensor]:
+    def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
         work = dist.all_reduce(gradients.div_(self._all), group=self.everyone, async_op=True)
         return future_of(work, self.everyone, gradients).then(lambda future: future.value()[0])
 
@@ -395,9 +398,9 @@ class _InTwo(Wrapped):
 class _InParts(_InTwo):
     """`Gathered`, where each rank of a node compresses its part of the bucket."""
 
-    def __init__(self, inner: Strategy, nodes: NodeExchange, seats: int, seat: int) -> None:
+    def __init__(self, inner: Strategy, nodes: NodeExchange, shards: int, shard: int) -> None:
         super().__init__(inner, nodes)
-        self.seats, self.seat = seats, seat
+        self.node_shards, self.node_shard = shards, shard
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self._nodes.in_parts(outgoing)
@@ -452,8 +455,8 @@ class NodeMeans:
             self._waiting.clear()
         buffer = bucket.buffer()
         with self._calls(False):
-            as_it_is = travel_as_they_are(buffer, bucket.parameters())
-            mean = done_with(buffer) if as_it_is else self._exchange.node_mean(buffer)
+            left = is_left_to_ddp(buffer, bucket.parameters())
+            mean = done_with(buffer) if left else self._exchange.node_mean(buffer)
         self._waiting.append(_Bucket(bucket, mean, new_future(buffer.device)))
         self._hand_on(but_for=1)
         return self._waiting[-1].done

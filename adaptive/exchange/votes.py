@@ -15,7 +15,7 @@ from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wi
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from compressors.base import Key, Payload, Spec, kept
 from compressors.kernels import all_finite, kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, energies, fill_if, fresh
+from compressors.kernels.blocks import Flag, energies, fill_if, uninitialized
 from compressors.sharded import each_shard, in_shards, shard_borders
 from compressors.sparsifier import Sparsifier
 from compressors.value_list import ValueList
@@ -72,10 +72,10 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
         if isinstance(unit.compressor, Sparsifier)
     ]
     sizes = [compressor.index_nbytes(unit.spec.at(unit.cf * n)) for _, unit, compressor in sparse]
-    wire = fresh(sum(sizes), torch.uint8, out.bucket.work.device)
-    for (i, unit, compressor), room in zip(sparse, wire.split(sizes), strict=True):
+    wire = uninitialized(sum(sizes), torch.uint8, out.bucket.work.device)
+    for (i, unit, compressor), slot in zip(sparse, wire.split(sizes), strict=True):
         proposed = compressor.compress(own[i].parts[0], unit.spec.at(unit.cf * n))
-        room.copy_(compressor.pack_indices(proposed))
+        slot.copy_(compressor.pack_indices(proposed))
     rows = yield exchange.all_gather(wire)
 
     for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
@@ -93,7 +93,8 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     nonfinite = all_finite(mean) ^ True
     fill_if(nonfinite, mean, 0.0)
     exact = mean.clone()
-    wire = fresh(max(lists.sizes), torch.uint8, mean.device).zero_()  # all send equally many bytes
+    # All send equally many bytes.
+    wire = uninitialized(max(lists.sizes), torch.uint8, mean.device).zero_()
     key = key._replace(rank=key.rank + n)
     wire[: lists.sizes[me]] = lists.encode_own(lists.of(mean, me), key, nonfinite, me)
     # The next mean divides by the number of ranks what its owner alone has lost of this one.
@@ -202,7 +203,7 @@ def _rounded(payload: Payload, sent: Payload) -> Payload:
 
 def _written(payload: Payload, nonfinite: Flag, like: Tensor) -> Tensor:
     """The bytes of a payload of values; all NaN if `nonfinite`."""
-    wire = fresh(payload.nbytes, torch.uint8, like.device)
+    wire = uninitialized(payload.nbytes, torch.uint8, like.device)
     if payload.nbytes:
         payload.as_nonfinite(nonfinite).write(wire)
     return wire

@@ -89,8 +89,8 @@ class BucketMemory:
             return residual, addend
         if addend is not None:
             residual.add_(addend)
-        room = self._bucket.room("error-fed gradients", self._bucket.work.numel())
-        a = room[unit.start : unit.stop].copy_(residual)
+        buffer = self._bucket.buffer("error-fed gradients", self._bucket.work.numel())
+        a = buffer[unit.start : unit.stop].copy_(residual)
         return _fill_skipped(unit, a), None
 
     def accumulate(self, unit: Unit) -> None:
@@ -100,9 +100,9 @@ class BucketMemory:
             target.add_(addend)
 
     def take_off(self, unit: Unit, payload: Payload) -> None:
-        """What this rank has sent for a unit goes off what the memory holds. Where some of it was
-        skipped, or the residual has fewer bits, by way of the bucket, whose gradients are no longer
-        needed."""
+        """Subtract what this rank has sent for a unit from what the memory holds. Where some of it
+        was skipped, or the residual has fewer bits, by way of the bucket, whose gradients are no
+        longer needed."""
         if not self._memory.keeps or unit.skipped:
             return
         residual = self._kept("residual", unit)

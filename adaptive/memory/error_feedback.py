@@ -48,9 +48,9 @@ class MomentumRule(NamedTuple):
         now, then = self.with_lag(share).momentum, self.with_lag(other).momentum
         return share / other * (now / then if self.nesterov else 1.0)
 
-    def rate(self, fresh: bool) -> float:
+    def rate(self, first: bool) -> float:
         """What a gradient is multiplied by; SGD does not dampen the first one."""
-        return self.gain * (1.0 if fresh else 1 - self.dampening)
+        return self.gain * (1.0 if first else 1 - self.dampening)
 
     @property
     def sent_share(self) -> float:
@@ -100,7 +100,7 @@ class NoMemory:
     def forget(self, parameters: Sequence[ModelParameter]) -> None:
         """Drop what is kept beside residual and velocity."""
 
-    def idle(self, parameter: ModelParameter) -> bool:
+    def is_empty(self, parameter: ModelParameter) -> bool:
         """A dense step has nothing to fold in, now and for this parameter."""
         return not parameter.filled
 

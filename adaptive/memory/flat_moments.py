@@ -112,7 +112,7 @@ class FlatMoments:
         self._runs_for = ()
         for i, state in enumerate(states):
             if i == 0:
-                self._heed_kinds(state)
+                self._check_kinds(state)
             for name in MOMENTS:
                 if state.get(name) is not self._views[i].get(name):
                     self._take(i, name, state)
@@ -128,7 +128,7 @@ class FlatMoments:
                     return False
         return True
 
-    def _heed_kinds(self, state: Mapping[str, Any]) -> None:
+    def _check_kinds(self, state: Mapping[str, Any]) -> None:
         """Begin anew with what is of another precision, or on another device, than before."""
         for name in MOMENTS:
             flat = self._steps if name == "step" else self.tensors.get(name)

@@ -30,11 +30,11 @@ class Handover:
     sends_updates: in some compressed steps updates are exchanged, and not gradients.
     keeps_momentum: see `Context`.
     leaves_gradients: `p.grad` is as DDP without a compressor leaves it, or the script's to change.
-    foreign: the name of an optimizer that has stepped our parameters, and in whose place nothing
-    can be done. dense_because: why the next step must be dense; "": it need not."""
+    other_optimizer: the name of an optimizer that has stepped our parameters, and in whose place
+    nothing can be done. dense_because: why the next step must be dense; "": it need not."""
 
     sends_updates = False
-    foreign = ""
+    other_optimizer = ""
     dense_because = ""
 
     @property
@@ -77,7 +77,7 @@ class Handover:
         again. What velocities have yet to deliver goes to them (a collective), or to residuals."""
 
     def forget_moments(self) -> None:
-        """The optimizers' states were loaded: what was put aside of them is of before."""
+        """The optimizers' states were loaded: what was kept of them is of before."""
 
     def state_dict(self) -> dict[str, Any]:
         """Between steps, before what a memory keeps of each parameter is saved."""

@@ -187,7 +187,7 @@ class ModelMemory:
         self._gave_up = True
         before = self.now.handover
         self.release()
-        if isinstance(before, SGDHandover) and not before.foreign:
+        if isinstance(before, SGDHandover) and not before.other_optimizer:
             by = ShorterMomentum(before.optimizer, self._choice._lag_at, self._parameters)
             self.now = Residual(self._parameters.maybe_unused, by)
 
@@ -214,10 +214,12 @@ class ModelMemory:
             return ""
         handover = self.now.handover
         if isinstance(handover, UpdateHandover):
-            apart = [of.name for p, of in self._parameters.items() if handover.apart([p])]
+            left = [p for p in self._parameters if handover.without_optimizer([p])]
             said = []
-            if apart:
-                few = ", ".join(apart[:3]) + ", ..." * (len(apart) > 3)
+            if left:
+                few = ", ".join(self._parameters[p].name for p in left[:3]) + ", ..." * (
+                    len(left) > 3
+                )
                 said.append(
                     f"parameters of no optimizer that was handed over ({few}) are exchanged "
                     f"uncompressed beside updates: hand all optimizers over, "

@@ -115,21 +115,21 @@ def take_step(
     now: Tensor,
     read: Callable[[Tensor], Tensor],
     runs: Sequence[Run],
-    aside: Tensor | None,
+    old_mean: Tensor | None,
     shrink: Any,
     rate: Any,
     share: float,
     ranks: int,
 ) -> Tensor | None:
     """On a device, a whole step's updates in one pass over the tensors: before *= shrink; first
-    moments take in their gradients (they are `aside` until then); now = rate * (before -
+    moments take in their gradients (they are `old_mean` until then); now = rate * (before -
     parameters), enlarged. Returns the squared norm of `now`.
 
     before, now: flat, of a chunk whose moments are `runs`. read: writes the chunk's parameters to a
     flat tensor. None, and nothing is done, where one pass is not enough: without Triton, or where
     some parameters have no moments."""
     tensors = [x for run in runs for x in (run.mean, run.square)]
-    fused = kernels_for(now).fused(before, now, aside, *tensors)
+    fused = kernels_for(now).fused(before, now, old_mean, *tensors)
     numbers = isinstance(rate, float) and isinstance(shrink, (int, float))
     if fused is None or not numbers or sum(run.stop - run.start for run in runs) != now.numel():
         return None
@@ -137,7 +137,7 @@ def take_step(
     squares = []
     for run in runs:
         part = slice(run.start, run.stop)
-        old, weight = None if aside is None else aside[part], 1 - run.group["betas"][0]
+        old, weight = None if old_mean is None else old_mean[part], 1 - run.group["betas"][0]
         limits = *_weights(noise_of(run, share), ranks), 1 / ranks, LEAST, run.ends
         of = before[part], now[part], run.mean, run.square, old
         squares.append(fused.take_step(*of, shrink, rate, weight, *limits))

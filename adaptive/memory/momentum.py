@@ -82,7 +82,7 @@ class MomentumMemory(Residual):
         pairs = zip(parameters, found, strict=True)
         return [flag if p.tensor.grad is None or p.sharded else False for p, flag in pairs]
 
-    def idle(self, parameter: ModelParameter) -> bool:
+    def is_empty(self, parameter: ModelParameter) -> bool:
         return self._of.rests
 
     def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
@@ -119,7 +119,7 @@ class MomentumMemory(Residual):
         full = self._of.rule(parameter)
         # SGD's first step, which it does not dampen, is over on all ranks or on none. A backward
         # whose step was left out is none.
-        fresh = not (parameter.stepped or self._of.has_buffer(parameter))
+        first = not (parameter.stepped or self._of.has_buffer(parameter))
         if not full.momentum:
             return None, full
         if parameter.velocity is None:
@@ -127,7 +127,7 @@ class MomentumMemory(Residual):
         _change_lag(parameter, full, lag)
         rule = full.with_lag(lag)
         scale_if(nonfinite ^ True, parameter.velocity, rule.momentum)
-        parameter.velocity.add_(grad, alpha=rule.rate(fresh))
+        parameter.velocity.add_(grad, alpha=rule.rate(first))
         parameter.started = True
         return parameter.velocity, rule
 

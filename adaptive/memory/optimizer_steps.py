@@ -164,7 +164,7 @@ class OptimizerSteps:
         backward, and whoever reads the model before the exchange finds the same on all ranks."""
         for chunk, before in self.before.items():
             if chunk not in self._stood:
-                self._stood[chunk] = chunk.room("stood").copy_(before)
+                self._stood[chunk] = chunk.buffer("stood").copy_(before)
             self._held[chunk] = chunk.here("held")
             chunk.go_to(self._stood[chunk])
 

@@ -85,7 +85,7 @@ class OptimizerSync:
             own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
 
     def _take(self, chunk: Chunk, exchange: Exchange) -> None:
-        waiting = chunk.room("work")
+        waiting = chunk.buffer("work")
         for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
             if parameter.filled and parameter.residual is not None:
                 piece.copy_(parameter.residual)

@@ -34,15 +34,15 @@ class MomentState(saved.Stateful):
 
     differ: they are each rank's own, and residuals may hold updates. own: second moments are of
     this rank's own gradients, with all of their noise. gradients: residuals hold
-    gradients, if anything. begun: momentum has had all of its lag. share: of its lag that momentum
-    had in the last step, in [0, 1]. muon_steps: that were seen of a Muon. unknown: some optimizer
-    is yet to be looked at (see inspection.py). by_gradients: one was found that cannot step by
-    itself on each rank, so that gradients are exchanged in all steps."""
+    gradients, if anything. had_full_lag: momentum has had all of its lag. share: of its lag that
+    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon. unknown: some
+    optimizer is yet to be looked at (see inspection.py). by_gradients: one was found that cannot
+    step by itself on each rank, so that gradients are exchanged in all steps."""
 
     differ: bool = saved.saved(False)
     own: bool = saved.saved(False)
     gradients: bool = saved.saved(False)
-    begun: bool = saved.saved(False)
+    had_full_lag: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
     unknown: bool = saved.saved(False)
@@ -58,12 +58,12 @@ class MomentState(saved.Stateful):
 class OwnMoments:
     """First and second moments of the parameters that some optimizer steps.
 
-    owners: who steps them. ranks: world size. aside: first moments (flat) before a step without
+    owners: who steps them. ranks: world size. old_means: first moments (flat) before a step without
     momentum, until they take in its gradients."""
 
     def __init__(self, owners: Owners, ranks: int) -> None:
         self.state = MomentState()
-        self.aside: dict[Chunk, Tensor] = {}
+        self.old_means: dict[Chunk, Tensor] = {}
         self._of, self._ranks = owners, ranks
         self._flats: dict[Chunk, FlatMoments] = {}
 
@@ -87,7 +87,7 @@ class OwnMoments:
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
         """Parameter groups of a step in which momentum of our parameters has its share of the lag;
-        None: as they are. With no lag first moments are put aside, since they tell what is noise.
+        None: as they are. With no lag first moments are kept, since they tell what is noise.
         """
         if self.state.share == 1 or not is_adaptive(optimizer):
             return None
@@ -107,28 +107,28 @@ class OwnMoments:
             changed += [{**group, "params": others}] if others else []
             without = self.state.share == 0
         if without:
-            self._put_aside(optimizer)
+            self._keep_means(optimizer)
         return changed
 
-    def _put_aside(self, optimizer: Optimizer) -> None:
-        """Copy the first moments of chunks with some of an optimizer's parameters, in a room that
+    def _keep_means(self, optimizer: Optimizer) -> None:
+        """Copy the first moments of chunks with some of an optimizer's parameters, in a buffer that
         is not needed until after the step."""
         for chunk in self._of.chunks:
             if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
                 continue
             mean = self._flat(chunk).tensors.get("exp_avg")
-            work = chunk.room("work")
-            self.aside[chunk] = work.zero_() if mean is None else work.copy_(mean)
+            work = chunk.buffer("work")
+            self.old_means[chunk] = work.zero_() if mean is None else work.copy_(mean)
 
     @torch.no_grad()
     def put_back(self) -> None:
         """After a step without momentum first moments are its gradients: average them."""
-        for chunk, aside in self.aside.items():
+        for chunk, old_mean in self.old_means.items():
             for run in self.runs(chunk):
-                average(run, aside, run.inside(run.start, run.stop))
-        self.aside = {}
+                average(run, old_mean, run.inside(run.start, run.stop))
+        self.old_means = {}
 
-    def begin_apart(self, share: float) -> None:
+    def begin_own_steps(self, share: float) -> None:
         """From here on moments are this rank's, and momentum has this share of its lag."""
         self.state.differ = True
         if not self.state.own:
@@ -161,7 +161,8 @@ class OwnMoments:
         as later ones, and it has a lag to deliver besides. A run that began without momentum gets
         that lag when momentum first has all of it, or it would fall behind by it."""
         before, self.state.share = self.state.share, share
-        first, self.state.begun = not self.state.begun, self.state.begun or share == 1
+        first = not self.state.had_full_lag
+        self.state.had_full_lag = not first or share == 1
         if before == share and not syncs:
             return
         for chunk in self._of.chunks:

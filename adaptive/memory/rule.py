@@ -111,7 +111,7 @@ class RuledMemory(Residual):
         if wide is not mean:
             mean.copy_(wide)
 
-    def idle(self, parameter: ModelParameter) -> bool:
+    def is_empty(self, parameter: ModelParameter) -> bool:
         turns_means = type(self.rule).received is not MemoryRule.received
         return not (parameter.filled or self.rule.keeps or turns_means)
 

@@ -52,8 +52,8 @@ class SGDHandover(Handover):
     than without compression. With the next compressed step velocities begin at zero.
 
     An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
-    place as it steps. Velocities go on. foreign: the name of an optimizer that cannot, but has
-    stepped these parameters. optimizer: the SGD.
+    place as it steps. Velocities go on. other_optimizer: the name of an optimizer that
+    cannot, but has stepped these parameters. optimizer: the SGD.
     """
 
     def __init__(self, optimizer: SGD, parameters: ModelParameters) -> None:
@@ -108,7 +108,7 @@ class SGDHandover(Handover):
                 if self.rests:
                     return None
                 self._show_gradients(moved)
-                self.foreign = type(optimizer).__name__
+                self.other_optimizer = type(optimizer).__name__
                 return None
             assert isinstance(optimizer, SGD)
             self.optimizer, self._indexed = optimizer, []
@@ -203,22 +203,22 @@ class SGDHandover(Handover):
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
         scale = getattr(self.optimizer, "grad_scale", None)
         skips = getattr(self.optimizer, "found_inf", None)
-        begun: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients, parameters, buffers
+        made: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients, parameters, buffers
         moved: list[tuple[Tensor, Tensor, Tensor]] = []
         for p in group["params"]:
             if p.grad is None or p not in self._parameters:
                 continue
             parameter, state = self._parameters[p], self.optimizer.state[p]
-            fresh, parameter.stepped = not parameter.stepped, True
+            new, parameter.stepped = not parameter.stepped, True
             here, grad = parameter.local, local(p.grad)
             buffer = state.get("momentum_buffer")
             if buffer is not None:
                 moved.append((grad, here, local(buffer)))
             elif decay:
-                first = here * (decay if fresh else rate * decay)
+                first = here * (decay if new else rate * decay)
                 state["momentum_buffer"] = like(first, p)
-                begun.append((grad, here, first))
-        if not begun and not moved:
+                made.append((grad, here, first))
+        if not made and not moved:
             return
         _, heres, buffers = map(list, zip(*moved, strict=True)) if moved else ([], [], [])
         before = [] if skips is None else [buffer.clone() for buffer in buffers]
@@ -228,9 +228,9 @@ class SGDHandover(Handover):
         if skips is not None:
             for buffer, old in zip(buffers, before, strict=True):
                 buffer.lerp_(old, skips.to(buffer.dtype))
-            for *_, buffer in begun:
+            for *_, buffer in made:
                 buffer.mul_(1 - skips.to(buffer.dtype))
-        grads, heres, buffers = map(list, zip(*begun, *moved, strict=True))
+        grads, heres, buffers = map(list, zip(*made, *moved, strict=True))
         nesterov = [(heres, sign * decay), (buffers, sign * momentum)]
         for tensors, factor in nesterov if group["nesterov"] else [(buffers, sign)]:
             if scale is None:

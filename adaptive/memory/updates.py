@@ -108,7 +108,7 @@ class UpdateHandover(Handover):
         self.steps = OptimizerSteps(self._of)
         self._moments = OwnMoments(self._of, ranks)
         stepped = any(optimizer.state for optimizer in optimizers)
-        self._moments.state.differ = self._moments.state.begun = stepped
+        self._moments.state.differ = self._moments.state.had_full_lag = stepped
         self._targets: dict[Chunk, Tensor] = {}  # where parameters go, as means are decoded
         self._read: list[Tensor | None] = []  # by the hook's stream, of which others may not know
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
@@ -135,7 +135,7 @@ class UpdateHandover(Handover):
         """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
         return self._of.chunks
 
-    def apart(self, parameters: Iterable[Tensor]) -> list[int]:
+    def without_optimizer(self, parameters: Iterable[Tensor]) -> list[int]:
         """Places of the parameters that no known optimizer steps."""
         if len(self._of) == len(self._parameters):
             return []
@@ -149,7 +149,7 @@ class UpdateHandover(Handover):
         if self.gradients_wait:  # of parameters that this backward has not used
             for parameter in self._parameters.values():
                 parameter.filled = False
-        self._begin_apart(self._lag(cf))
+        self._begin_own_steps(self._lag(cf))
 
     @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
@@ -158,7 +158,7 @@ class UpdateHandover(Handover):
         optimizer has stepped since backward.
 
         All is done to one block after the other, while that is in the cache."""
-        before, work = self.steps.before.get(chunk), chunk.room("work")
+        before, work = self.steps.before.get(chunk), chunk.buffer("work")
         if before is None:
             return work.zero_(), None
         rates = self.steps.rates_of(chunk)
@@ -166,18 +166,18 @@ class UpdateHandover(Handover):
         shrink = self.steps.take_shrink(chunk)
         energies: list[Scalar] = []
         runs, share = self._moments.runs(chunk), self._moments.state.share
-        aside = self._moments.aside.pop(chunk, None)
-        self._read.append(aside)
+        old_mean = self._moments.old_means.pop(chunk, None)
+        self._read.append(old_mean)
         blocks = chunk.blocks()
         # On a device there is one block.
-        of = before, work, blocks[0].joined, runs, aside, shrink, rate, share, self._ranks
+        of = before, work, blocks[0].joined, runs, old_mean, shrink, rate, share, self._ranks
         if (energy := take_step(*of)) is not None:
             energies, blocks = [energy], []
         for block in blocks:
             inside = [run.inside(block.start, block.stop) for run in runs]
-            if aside is not None:
+            if old_mean is not None:
                 for run, part in zip(runs, inside, strict=True):
-                    average(run, aside, part)
+                    average(run, old_mean, part)
             update, stood = work[block.start : block.stop], before[block.start : block.stop]
             if is_tensor(shrink) or shrink != 1:
                 stood.mul_(shrink)
@@ -321,7 +321,7 @@ class UpdateHandover(Handover):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> bool:
-        """First moments that were put aside take in the gradients of the step: here, or block by
+        """First moments that were kept take in the gradients of the step: here, or block by
         block in `outgoing`, if that comes next. Returns whether there is news of an optimizer that
         is not torch's, which the ranks have yet to agree on."""
         news = self._inspection.after_step(optimizer)
@@ -382,7 +382,7 @@ class UpdateHandover(Handover):
         if state.differ:
             self._moments.before_sync()
             self._sync.agree(exchange)
-        state.differ, state.begun = False, True
+        state.differ, state.had_full_lag = False, True
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """That the parameter's updates are told in; an optimizer must step it."""
@@ -394,7 +394,7 @@ class UpdateHandover(Handover):
         waits in residuals."""
         self.steps.over = False
         self._of.relearn()
-        self._begin_apart(1.0)
+        self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
         differed, over = self._moments.state.differ or bool(self._sync.undelivered), self.steps.over
@@ -418,12 +418,12 @@ class UpdateHandover(Handover):
         self._moments.state.load_state_dict(state)
 
     def forget_moments(self) -> None:
-        self._moments.aside.clear()
+        self._moments.old_means.clear()
 
     def abandon(self) -> None:
         """Forget the steps under way, and what was to go with the next one."""
         self.steps.reset()
-        for under_way in (self._sync.undelivered, self._moments.aside, self._targets):
+        for under_way in (self._sync.undelivered, self._moments.old_means, self._targets):
             under_way.clear()
         self._enlargements.clear()
 
@@ -440,11 +440,11 @@ class UpdateHandover(Handover):
             found.append(grad)
         return found
 
-    def _begin_apart(self, share: float) -> None:
+    def _begin_own_steps(self, share: float) -> None:
         if not self._moments.state.own:
             self._back_to_residuals()
         self._moments.state.gradients = False
-        self._moments.begin_apart(share)
+        self._moments.begin_own_steps(share)
 
     def _back_to_residuals(self) -> None:
         """Undelivered updates go back to the residuals. Gradients left there are dropped, because

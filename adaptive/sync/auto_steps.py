@@ -152,7 +152,7 @@ class AutoStepsSync(OwnStepSync):
         strategy = averager.choice.pick(averager.sizes.bucket_nbytes(cfs), send)
         for i, chunk in enumerate(self._chunks):
             here = chunk.here("sent at")
-            done = torch.sub(self._anchors[chunk], here, out=chunk.room("done"))
+            done = torch.sub(self._anchors[chunk], here, out=chunk.buffer("done"))
             all_nan_if_too_large(done)
             if averager.compresses:
                 mean = reducer.compressed(step, done, chunk.parameters, strategy, i)
@@ -174,7 +174,7 @@ class AutoStepsSync(OwnStepSync):
         )  # what is exchanged is in other units
         for chunk in self._chunks:
             anchor = self._anchors[chunk] = chunk.here("anchor")
-            rest = chunk.room("done").zero_()
+            rest = chunk.buffer("done").zero_()
             for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
                 if p.filled and p.residual is not None:
                     piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
@@ -324,7 +324,7 @@ class AutoStepsSync(OwnStepSync):
                 self._arriving[chunk] = _Arriving(mean, sent_at)
 
     def _joined(self, chunk: Chunk, by_name: Mapping[str, Tensor], use: str) -> Tensor:
-        flat = chunk.room(use)
+        flat = chunk.buffer(use)
         for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
             piece.copy_(by_name[p.name])
         return flat

@@ -66,7 +66,7 @@ class DelayedSync(LocalStepsSync):
             arrival.due -= 1
         self.apply_arrived(0)
         self._rounds += 1  # the round of `delay` rounds ago is over, and its buffers are free
-        self._rooms = self._of_rounds[self._rounds % self._delay]
+        self._buffers = self._of_rounds[self._rounds % self._delay]
 
     def _mean(
         self, bucket: dist.GradBucket, flat: Tensor, parameters: Sequence[ModelParameter]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from adaptive.averager import Averager
 from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.parameters import ModelParameter, local, shaped, travel_as_they_are
+from adaptive.parameters import ModelParameter, is_left_to_ddp, local, shaped
 from adaptive.step_watch import Groups, sample
 from adaptive.sync.base import Synchroniser
 from compressors.kernels import kernels_for
@@ -28,8 +28,8 @@ class AsDDP(Synchroniser):
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         exchange, buffer = self.averager.exchange, bucket.buffer()
-        if travel_as_they_are(buffer, bucket.parameters()):
-            done = exchange.mean_as_it_is(buffer)
+        if is_left_to_ddp(buffer, bucket.parameters()):
+            done = exchange.mean_as_ddp(buffer)
         else:
             exchange.count_floats(buffer.numel())
             done = exchange.total(buffer.div_(exchange.world_size))
@@ -69,8 +69,8 @@ class EveryStepSync(Synchroniser):
         scale_now = loss_scale(averager.scaler, buffer.device)
         work, scale = buffer, None
         parameters: list[ModelParameter] = []
-        if travel_as_they_are(buffer, of):
-            done = averager.mean_as_it_is(bucket)
+        if is_left_to_ddp(buffer, of):
+            done = averager.mean_as_ddp(bucket)
         else:
             if (scale := scale_now) is not None:  # in float32: small gradients do not underflow
                 work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
@@ -158,7 +158,7 @@ class EveryStepSync(Synchroniser):
         if not averager.watch.ours:
             return None  # another DDP's gradients, say, which no memory has changed
         changed = memory.now.handover.before_step(optimizer, groups)
-        if memory.now.handover.foreign:
+        if memory.now.handover.other_optimizer:
             averager.watch.note_change()
         return changed
 

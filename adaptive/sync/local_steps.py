@@ -47,7 +47,7 @@ from adaptive.sync.base import Synchroniser
 from adaptive.sync.options import LocalSteps
 from adaptive.uniting import averaged, unite
 from compressors.kernels import all_finite, kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, either, fill_if, lasting
+from compressors.kernels.blocks import Flag, either, fill_if, reused
 from policies.state import require
 from policies.step_time import overlapped
 
@@ -116,7 +116,7 @@ class LocalStepsSync(Synchroniser):
         self._parameters = list(self.averager.parameters.values())
         self.anchors = {p: as_flat(p.tensor).to(p.dtype, copy=True) for p in self._parameters}
         self._moving = {p: p.zeros() for p in self._parameters} if self._momentum else {}
-        self._rooms: dict[tuple[int, str], Tensor] = {}
+        self._buffers: dict[tuple[int, str], Tensor] = {}
         self._arrived: list[Arrival] = []
         self._sent = 0  # elements, of the exchange that has begun last
         self._stepped = True  # an optimizer has, since then
@@ -214,18 +214,18 @@ class LocalStepsSync(Synchroniser):
         return unsent
 
     def _unsent(self, index: int, parameters: Sequence[ModelParameter]) -> Tensor:
-        room = self._joined(index, "sent", [self.anchors[p] for p in parameters])
-        torch._foreach_sub_(split(room, parameters), [as_flat(p.tensor) for p in parameters])
-        return room
+        buffer = self._joined(index, "sent", [self.anchors[p] for p in parameters])
+        torch._foreach_sub_(split(buffer, parameters), [as_flat(p.tensor) for p in parameters])
+        return buffer
 
     def _joined(self, index: int, what: str, tensors: list[Tensor]) -> Tensor:
         """Flat tensors of bucket `index` as one, in the same buffer every time."""
-        rooms = lasting(self._rooms, tensors[0].device)
-        room = rooms.get((index, what))
-        if room is not None and room.numel() == sum(tensor.numel() for tensor in tensors):
-            return torch.cat(tensors, out=room)
-        rooms[index, what] = torch.cat(tensors)
-        return rooms[index, what]
+        buffers = reused(self._buffers, tensors[0].device)
+        buffer = buffers.get((index, what))
+        if buffer is not None and buffer.numel() == sum(tensor.numel() for tensor in tensors):
+            return torch.cat(tensors, out=buffer)
+        buffers[index, what] = torch.cat(tensors)
+        return buffers[index, what]
 
     def _under_way(
         self, index: int, parameters: Sequence[ModelParameter], mean: Future[Tensor], overlap: int

@@ -22,7 +22,7 @@ from adaptive.exchange.pipeline import done_with
 from adaptive.memory.handover import is_torchs_own, loss_scale
 from adaptive.memory.model_memory import unmeasured
 from adaptive.memory.updates import UpdateHandover
-from adaptive.parameters import travel_as_they_are
+from adaptive.parameters import is_left_to_ddp
 from adaptive.reducer import Step
 from adaptive.statistics.timing import Span
 from adaptive.step_watch import Groups
@@ -120,8 +120,8 @@ class OwnStepSync(EveryStepSync):
         """This rank's own. Parameters that no optimizer handed over steps, and gradients that only
         DDP can average, get the mean."""
         buffer, of = bucket.buffer(), bucket.parameters()
-        if travel_as_they_are(buffer, of):
-            return self.averager.mean_as_it_is(bucket)
+        if is_left_to_ddp(buffer, of):
+            return self.averager.mean_as_ddp(bucket)
         return self._measured(buffer, of)
 
     def _measured(self, buffer: Tensor, of: Sequence[Tensor]) -> Future[Tensor]:
@@ -138,8 +138,8 @@ class OwnStepSync(EveryStepSync):
             for p in of:
                 averager.parameters.find(p)  # raises if it is none of the model's
             self._buckets.add(seen)
-        apart = self.handover.apart(of)
-        if not (sums or apart or self.handover.gradients_wait):
+        left = self.handover.without_optimizer(of)
+        if not (sums or left or self.handover.gradients_wait):
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
         pieces = buffer.split([p.numel for p in parameters])
@@ -149,7 +149,7 @@ class OwnStepSync(EveryStepSync):
                 averager.requested.sums.add(parameter, own, self._nonfinite)
         if self.handover.gradients_wait:
             self.handover.add_waiting(parameters, pieces, scale)
-        return self._mean_apart(buffer, [pieces[i] for i in apart]) if apart else done_with(buffer)
+        return self._mean_of(buffer, [pieces[i] for i in left]) if left else done_with(buffer)
 
     def _add_energy(self, energy: Tensor) -> None:
         """Count a squared norm (0-dim) of gradients that the loss scale multiplies."""
@@ -157,7 +157,7 @@ class OwnStepSync(EveryStepSync):
         energy = energy if scale is None else energy / scale.square()
         self.averager.controller.tally.at("grad").add_(energy)
 
-    def _mean_apart(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
+    def _mean_of(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
         """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
         exchange = self.averager.exchange
         flat = torch.cat([*pieces]).div_(exchange.world_size)

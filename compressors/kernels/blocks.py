@@ -213,7 +213,7 @@ def scale_if(flag: Flag, x: Tensor, factor: float) -> None:
 
 
 def triton_for_flags(*tensors: Tensor) -> ModuleType | None:
-    """The module that makes flags and heeds them in Triton, if it may with these tensors."""
+    """The module that makes and reads flags in Triton, if it may with these tensors."""
     for x in tensors:
         known = takes_triton(x) and x.dtype == torch.float32
         if not known or not x.is_contiguous() or not x.numel():
@@ -257,7 +257,7 @@ def scratch_like(use: str, tensor: Tensor) -> Tensor:
     return scratch(use, tensor.numel(), tensor.dtype, tensor.device)
 
 
-def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def uninitialized(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor of `count` elements with arbitrary contents. NumPy asks Linux for large pages:
     to write 50 MB for the first time then takes 8 ms, after `torch.empty` 24."""
     if not is_host(device) or count == 0:
@@ -265,10 +265,10 @@ def fresh(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 
 
-def lasting(rooms: dict[Use, Tensor], device: torch.device) -> dict[Use, Tensor]:
-    """`rooms`: working memory by its use, which the next step finds again. On a device an empty
+def reused(buffers: dict[Use, Tensor], device: torch.device) -> dict[Use, Tensor]:
+    """`buffers`: working memory by its use, which the next step finds again. On a device an empty
     dictionary: its allocator keeps memory."""
-    return rooms if is_host(device) else {}
+    return buffers if is_host(device) else {}
 
 
 def block_size(numel: int, device: torch.device, size: int = CODE_BLOCK) -> int:

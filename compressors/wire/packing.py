@@ -112,9 +112,9 @@ def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor, tensors: int = 
     codes = scratch("codes", q.numel(), torch.int8, q.device).copy_(q).add_(offset)
     codes, native = codes.view(torch.uint8), kernels_for(q).native
     if tensors > 1:
-        rooms = _blocks(out.view(tensors, -1), codes_nbytes(CODE_BLOCK, levels))
-        for piece, room in zip(_blocks(codes.view(tensors, -1), CODE_BLOCK), rooms, strict=True):
-            pack_numbers(piece, levels, -(-piece.shape[-1] // rows) * rows, room)
+        slots = _blocks(out.view(tensors, -1), codes_nbytes(CODE_BLOCK, levels))
+        for piece, slot in zip(_blocks(codes.view(tensors, -1), CODE_BLOCK), slots, strict=True):
+            pack_numbers(piece, levels, -(-piece.shape[-1] // rows) * rows, slot)
         return
     if q.numel() <= CODE_BLOCK:
         pack_numbers(native(codes), levels, -(-q.numel() // rows) * rows, native(out))
@@ -133,9 +133,9 @@ def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor, tensors:
     rows, byte_rows = _rows(levels)
     if tensors > 1:
         pieces = _blocks(packed.view(tensors, -1), codes_nbytes(CODE_BLOCK, levels))
-        for piece, room in zip(pieces, _blocks(out.view(tensors, -1), CODE_BLOCK), strict=True):
+        for piece, slot in zip(pieces, _blocks(out.view(tensors, -1), CODE_BLOCK), strict=True):
             numbers, _ = unpack_numbers(piece, levels, piece.shape[-1] // byte_rows * rows)
-            room.copy_(numbers[..., : room.shape[-1]].sub(offset).view(torch.int8))
+            slot.copy_(numbers[..., : slot.shape[-1]].sub(offset).view(torch.int8))
         return
     several = out.numel() > CODE_BLOCK
     data = _by_columns(packed, codes_nbytes(CODE_BLOCK, levels), byte_rows) if several else packed

@@ -28,11 +28,11 @@ from compressors.kernels.blocks import (
     Scalar,
     block_bounds,
     fill_up,
-    fresh,
     numbers_of_rows,
     rows,
     scratch,
     scratch_like,
+    uninitialized,
     widened,
 )
 from compressors.kernels.blocks import energies as sum_of
@@ -186,17 +186,17 @@ class BlockFormat(ValueFormat):
         """Decode a block into `out` (float32 or float64) from its slices of the parts."""
 
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        decoded = fresh(values.numel(), values.dtype, values.device)
+        decoded = uninitialized(values.numel(), values.dtype, values.device)
         parts, _ = encode_sum(self, values, None, Spec.of(values, key=key), decoded)
         return parts, decoded
 
     def _empty(self, x: Tensor, spec: Spec) -> Parts:
         """Memory for the parts that `x` becomes."""
         layout = self.layout(x.numel(), x.dtype, spec.segments)
-        return tuple(fresh(size, dtype, x.device) for size, dtype in layout)
+        return tuple(uninitialized(size, dtype, x.device) for size, dtype in layout)
 
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
-        out = fresh(count, widened(dtype), parts[0].device)
+        out = uninitialized(count, widened(dtype), parts[0].device)
         for start, stop in block_bounds(out):
             self.decode_from(parts, (count,), start, out[start:stop], dtype)
         return out.to(dtype)
@@ -302,7 +302,7 @@ def encode_rows(
         parts += (wide.new_empty(len(of)) for _ in range(form.shared))
         form.share(sums, torch.from_numpy(of.lengths).to(x.device, non_blocking=True), (*parts,))
     layout = form.block_layout(x.numel() // rows, x.dtype)
-    parts += (fresh(rows * size, dtype, x.device) for size, dtype in layout)
+    parts += (uninitialized(rows * size, dtype, x.device) for size, dtype in layout)
     sent = form.code(wide, 0, spec.key, (*parts,), cut._replace(rows=rows))
     norms = squared_norms([wide, sent, wide - sent])
     return tuple(parts), norms

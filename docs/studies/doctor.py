@@ -41,7 +41,7 @@ HEAD += ["speed-up, expected", "then", "larger error"]
 
 def _run(rate: str, workers: int, words: list[str]) -> None:
     """In a lab of its own; if it fails the end of what it said ends this process."""
-    lab = ["-m", "runs", "netlab", "--rate", rate, "--workers", str(workers), "--"]
+    lab = ["-m", "runs", "netlab", "--network", rate, "--workers", str(workers), "--"]
     done = subprocess.run(
         [sys.executable, *lab, *words], capture_output=True, text=True, timeout=LIMIT
     )

@@ -1,6 +1,6 @@
 """Which part of the true gradient gets through at each CF: the docs/research/signal-gain.md.
 
-    python -m docs.studies.signal_gain --steps 120 --link 20mbit
+    python -m docs.studies.signal_gain --steps 120 --network 20mbit
     python -m docs.studies.signal_gain --task cifar10 --model resnet8 --data DIR --steps 240
 
 What is not named in --help goes on to `python -m runs train`. Trained are
@@ -241,7 +241,7 @@ def main(words: list[str] | None = None) -> None:
     add("--cfs", type=float, nargs="+", default=[10.0, 100.0, 1000.0], help="two or more")
     add("--epsilon", type=float, default=0.3, help="of GraVAC")
     add("--window", type=int, help="of GraVAC (a twentieth of the steps)")
-    add("--link", default="2mbit", help="of the runs with GraVAC")
+    add("--network", default="2mbit", help="of the runs with GraVAC")
     add("--optimizer", default="sgd")
     add("--log-dir", type=Path, default=Path("logs/study-signal-gain"))
     given, rest = parser.parse_known_args(words)
@@ -249,7 +249,7 @@ def main(words: list[str] | None = None) -> None:
     common = ["--steps", f"{given.steps}", "--optimizer", given.optimizer, "--lr-drop", f"{drop}"]
     common += [*COMMON, *rest]
     window = given.window or max(5, given.steps // 20)
-    gravac, how = f"epsilon={given.epsilon:g}, window={window}", ("--link", given.link)
+    gravac, how = f"epsilon={given.epsilon:g}, window={window}", ("--network", given.network)
     corrected = "momentum" if given.optimizer == "sgd" else "updates"
     runs = list(all_runs(cfs, drop, corrected, gravac, how))
     for run in runs:

@@ -1,6 +1,6 @@
 """How true the links of `netlab` are: one TCP connection between its first two workers.
 
-python -m runs netlab --rate 100mbit --workers 2 -- docs/studies/tcp.py
+python -m runs netlab --network 100mbit --workers 2 -- docs/studies/tcp.py
 """
 
 from __future__ import annotations

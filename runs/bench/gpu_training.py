@@ -1,6 +1,6 @@
 """Training a GPT of GPT-2's size on a GPU over an emulated slow network: seconds to the same loss.
 
-    python -m runs.bench.gpu_training --text DIR [--link 1gbit] [--seconds 180] [--workers 2]
+    python -m runs.bench.gpu_training --text DIR [--network 1gbit] [--seconds 180] [--workers 2]
 
 All workers are on one device, joined by gloo, whose collectives `network=` holds back until such a
 link could have carried them. The contenders train side by side, each for so many seconds, from the
@@ -67,7 +67,7 @@ def _worker(rank: int, name: str, asked: argparse.Namespace, port: int, points: 
     model = DDP(gpt, gradient_as_bucket_view=True)
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.95), fused=fused)
-    compressor = AdaptiveCompressor(**CONTENDERS[name], network=asked.link)
+    compressor = AdaptiveCompressor(**CONTENDERS[name], network=asked.network)
     compressor.attach(model, optimizer=optimizer)
     train, test = (_bytes(Path(asked.text, part)) for part in ("test.txt", "valid.txt"))
     order = torch.Generator().manual_seed(1000 + rank)
@@ -149,7 +149,7 @@ def _reached(points: list[Point], loss: float) -> str:
 def main(words: list[str] | None = None) -> int:
     told = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     told.add_argument("--text", required=True, metavar="DIR", help="a folder of WikiText-2")
-    told.add_argument("--link", default="1gbit", help="the emulated network (1gbit)")
+    told.add_argument("--network", default="1gbit", help="the emulated network (1gbit)")
     told.add_argument("--seconds", type=float, default=180, help="of each contender (180)")
     told.add_argument("--every", type=float, default=4, help="seconds between evaluations (4)")
     told.add_argument("--workers", type=int, default=2, help="of each contender (2)")

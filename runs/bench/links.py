@@ -181,7 +181,7 @@ def _compare(
     lab: tuple[str, ...] = ()
     if shaped and cell.rate != "none":
         shared = ("--per-node", str(cell.per_node)) * (cell.per_node > 1)
-        lab = ("netlab", "--rate", cell.rate, "--workers", str(cell.workers), *shared, "--")
+        lab = ("netlab", "--network", cell.rate, "--workers", str(cell.workers), *shared, "--")
     contenders = [word for label in labels for word in ("--contender", label)]
     command = [sys.executable, "-m", "runs", *lab, "compare", "--workers", str(cell.workers)]
     command += ["--slice", "0", "--smooth", str(SMOOTH), "--log-dir", str(folder)]

@@ -37,7 +37,7 @@ _KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compres
 _OWN = {
     *(each.name for group in (Compressing, Optimizing) for each in fields(group)),
     *("steps", "coding"),
-} - {"policy", "link"}
+} - {"policy", "network"}
 """The options that a contender may have of its own; the others are the same for all."""
 
 _cf = number_that(lambda cf: cf >= 1, "a CF >= 1 after @")

@@ -41,7 +41,7 @@ Train the same task from the same seeds with several contenders, and compare the
 {GRAMMAR}
 
 examples:
-  python -m runs compare --link 100mbit
+  python -m runs compare --network 100mbit
       {", ".join(CONTENDERS)} on the text task
   python -m runs compare --contender dense --contender topk@100 --contender gravac --seeds 0 1 2
   python -m runs compare --contender dense --contender "topk+bf16@50" \\
@@ -146,7 +146,7 @@ class Comparing:
 class Conditions:
     """How, for all contenders."""
 
-    link: Rate | None = None
+    network: Rate | None = None
     """Emulate a slow network between the workers, e.g. 100mbit or 1gbit,5ms."""
     simulated: Switch | None = None
     """With --fixed-clock: all workers of a run take turns in this process, as `simulate` has them,
@@ -195,7 +195,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     if plan is not None:
         contenders = (*plan.contenders, *contenders)
         given = {**plan.options, **given}
-        given.setdefault("bandwidths", (given["link"],))
+        given.setdefault("bandwidths", (given["network"],))
         given.setdefault("slice", 0)
     folders = [contender.folder for contender in contenders]
     for i, contender in enumerate(contenders):
@@ -209,7 +209,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
             f"arguments, as in -- my_script.py --seed {{seed}}"
         )
     # What the runs take on the link that they have is in the table anyhow.
-    others = [rate for rate in BANDWIDTHS if rate != given.get("link")]
+    others = [rate for rate in BANDWIDTHS if rate != given.get("network")]
     networks = _networks(given.pop("bandwidths", others))
     check_sends(given)
     check_modelled({name: value for name, value in given.items() if name != "model_mb"})

@@ -198,7 +198,7 @@ def _network(config: TrainConfig) -> str:
 
 
 def _title(comparison: Comparison, config: TrainConfig) -> str:
-    link = f", {_network(config)}" if config.link or config.netlab else ""
+    link = f", {_network(config)}" if config.network or config.netlab else ""
     seeds = " ".join(map(str, comparison.seeds))
     lengths = sorted({comparison.steps_of(contender) for contender in comparison.contenders})
     steps = " or ".join(map(str, lengths))

@@ -26,7 +26,7 @@ examples:
   python -m runs doctor --workers 2 -- my_script.py --epochs 3
   torchrun --nproc-per-node 4 -m runs doctor -- my_script.py
       over several nodes, as you start it otherwise
-  python -m runs netlab --rate 100mbit --workers 4 -- doctor -- my_script.py
+  python -m runs netlab --network 100mbit --workers 4 -- doctor -- my_script.py
       as if the workers were joined by 100 Mbit/s
 
 The script is started as torchrun starts it, and ended after the steps that the doctor needs (with

@@ -590,5 +590,5 @@ def _quiet() -> Iterator[None]:
 
 def _dense_mean(exchange: Exchange, gradients: Tensor) -> Future[Tensor]:
     if gradients.is_sparse:
-        return exchange.mean_as_it_is(gradients)
+        return exchange.mean_as_ddp(gradients)
     return exchange.total(gradients.div_(exchange.world_size))

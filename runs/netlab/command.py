@@ -19,17 +19,17 @@ have user namespaces. Each worker has a network namespace of its own, joined to 
 that the kernel limits to a rate (tc tbf), both ways; processes talk TCP as over any network.
 
 examples:
-  python -m runs netlab --rate 100mbit --workers 4 -- train --steps 200
-  python -m runs netlab --rate 1gbit,5ms -- train --policy off
+  python -m runs netlab --network 100mbit --workers 4 -- train --steps 200
+  python -m runs netlab --network 1gbit,5ms -- train --policy off
       frames take 5 ms; a process forwards them, some hundred Mbit/s at most
-  python -m runs netlab --rate 1gbit --slow-rank 1:100mbit -- train
-  python -m runs netlab --rate 1gbit --per-node 2 --workers 4 -- train
+  python -m runs netlab --network 1gbit --slow-rank 1:100mbit -- train
+  python -m runs netlab --network 1gbit --per-node 2 --workers 4 -- train
       two nodes of two workers, as torchrun --nnodes 2 --nproc-per-node 2 would have them
-  python -m runs netlab --rate 1gbit --rate-at 200:10mbit --rate-at 400:1gbit -- train
+  python -m runs netlab --network 1gbit --rate-at 200:10mbit --rate-at 400:1gbit -- train
       rates change after 200 steps of the optimizer, and after 400
-  python -m runs netlab --rate 50mbit --workers 2 -- my_script.py --epochs 3
+  python -m runs netlab --network 50mbit --workers 2 -- my_script.py --epochs 3
       a script of your own, as torchrun would start it: RANK, WORLD_SIZE, MASTER_ADDR, ... are set
-  python -m runs netlab --rate 100mbit -- compare --contender off --contender goodput
+  python -m runs netlab --network 100mbit -- compare --contender off --contender goodput
       every contender that way
 
 What the interface of rank 0 has sent is printed in the end beside what the run reports, and is in
@@ -42,8 +42,8 @@ OPTIONS = {"links": options(Lab, without=("holder", "inside", "switch"))}
 
 def main(given: dict[str, Any]) -> int:
     """Build the lab and run the command, given["command"], in it; returns its exit code."""
-    if "rate" not in given:
-        raise UsageError("--rate: must be given, as in --rate 100mbit")
+    if "network" not in given:
+        raise UsageError("--network: must be given, as in --network 100mbit")
     words = _check_command(given.pop("command"))
     usual = 2 * given.get("per_node", 1)
     words, given["workers"] = _agree_on_workers(words, given.get("workers"), usual)
@@ -56,7 +56,7 @@ def main(given: dict[str, Any]) -> int:
 def _check_command(words: list[str]) -> list[str]:
     """UsageError unless these words are a command that starts workers, or a script."""
     if not words:
-        raise UsageError("-- COMMAND: none given; accepted: netlab --rate RATE -- train ...")
+        raise UsageError("-- COMMAND: none given; accepted: netlab --network RATE -- train ...")
     if words[0] not in INSIDE and Path(words[0]).suffix != ".py":
         raise UsageError(
             f"-- {words[0]}: must be {', '.join(INSIDE)}, or a script whose name ends in .py"

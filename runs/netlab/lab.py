@@ -71,8 +71,9 @@ class Link:
 
     @classmethod
     def parse(cls, option: str, text: str) -> Link:
-        """From "100mbit" or "1gbit,5ms", as `--link` takes it (which needs torch: namespaces must
-        be had before any library has threads). UsageError for anything else."""
+        """From "100mbit" or "1gbit,5ms", as `AdaptiveCompressor(network=)` takes it (which needs
+        torch: namespaces must be had before any library has threads). UsageError for anything
+        else."""
         found = None if "Bps" in text else _LINK.fullmatch("".join(text.split()).lower())
         if found is None or not 1e3 <= float(found[1]) * _PREFIXES[found[2]] <= 1e11:
             raise UsageError(
@@ -138,7 +139,7 @@ class Lab:
 
     # The namespaces of some workers, seen from one process; the first fields are the options of the
     # command, as they are written.
-    rate: Annotated[str, metavar("RATE[,DELAY]")]
+    network: Annotated[str, metavar("RATE[,DELAY]")]
     """Of each worker's link, each way, as 100mbit or 1gbit,5ms."""
     workers: Count = 2
     """Places in the lab (the command's, or 2)."""
@@ -160,7 +161,7 @@ class Lab:
         accepted."""
         if self.workers > MOST:
             raise UsageError(f"--workers {self.workers}: a lab has places for {MOST} at most")
-        links = [Link.parse("--rate", self.rate)] * self.nodes
+        links = [Link.parse("--network", self.network)] * self.nodes
         changes = [
             _numbered("--rate-at", text, "STEP:RATE, as in 200:10mbit") for text in self.rate_at
         ]
@@ -196,7 +197,7 @@ class Lab:
         slow = [("--slow-rank", text) for text in self.slow_rank]
         changes = [("--rate-at", text) for text in self.rate_at]
         shared = [("--per-node", str(self.per_node))] if self.per_node > 1 else []
-        pairs = [("--rate", self.rate), *shared, *slow, *changes]
+        pairs = [("--network", self.network), *shared, *slow, *changes]
         return tuple(word for pair in pairs for word in pair)
 
     def __str__(self) -> str:

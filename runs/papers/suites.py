@@ -143,7 +143,7 @@ class Plan:
             "model": part.model if self.scale >= 1 else part.small,
             "steps": self.steps,
             "fixed_clock": FIXED_CLOCK,
-            "link": LINK,
+            "network": LINK,
             "model_mb": part.model_mb,
             "lr_drop": [self._scaled(step) for step in part.drops] or None,
             "weight_decay": part.weight_decay,

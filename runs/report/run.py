@@ -31,7 +31,7 @@ from runs.result import is_dense, title
 from runs.tasks import quality_of
 from runs.times import one_worker_seconds, scaling_efficiency, step_seconds
 
-_IN_TITLE = ("base", "link", "exchange", "sync")
+_IN_TITLE = ("base", "network", "exchange", "sync")
 
 
 @dataclass(frozen=True)

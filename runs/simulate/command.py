@@ -30,11 +30,11 @@ decisions and bytes are those of `train` with as many processes; step times are 
 how long one process takes says nothing about a cluster.
 
 examples:
-  python -m runs simulate --workers 16 --link 1gbit --step-seconds 0.2 --policy goodput
+  python -m runs simulate --workers 16 --network 1gbit --step-seconds 0.2 --policy goodput
       what 16 machines would do that compute for 0.2 s a step and are joined by 1 Gbit/s
-  python -m runs simulate --workers 16 --link 1gbit --step-seconds 0.2 --model-mb 102
+  python -m runs simulate --workers 16 --network 1gbit --step-seconds 0.2 --model-mb 102
       the same as if the model had the gradients of a ResNet-50: bytes take so much longer
-  python -m runs simulate --workers 32 --link 100mbit --exchange all_gather --steps 100
+  python -m runs simulate --workers 32 --network 100mbit --exchange all_gather --steps 100
   python -m runs simulate --workers 8 --policy fixed --cf 100 --memory none
       how quality goes at one CF, here without error feedback; no network: only compute takes time
   python -m runs simulate --resume logs/sim16 --steps 600
@@ -50,7 +50,7 @@ class StepTime:
     """How long a step takes."""
 
     step_seconds: Annotated[Positive, metavar("SECONDS")] = STEP_SECONDS
-    """Of forward, backward and optimizer on a worker; --link's seconds come on top."""
+    """Of forward, backward and optimizer on a worker; --network's seconds come on top."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ OPTIONS = {
     "compression": options(
         Compressing,
         told={
-            "link": "model a network between the workers, e.g. 1gbit,5ms; the latency is of each "
-            "hop of each bucket: N - 1 round a ring of N workers, one to neighbours"
+            "network": "model a network between the workers, e.g. 1gbit,5ms; the latency is of "
+            "each hop of each bucket: N - 1 round a ring of N workers, one to neighbours"
         },
     ),
     "policy": options(PolicyArguments),

@@ -25,11 +25,11 @@ HELP = """\
 Search for the settings that train best, with Optuna. Every trial is a real run of all workers.
 
 examples:
-  python -m runs tune --link 100mbit --trials 20
+  python -m runs tune --network 100mbit --trials 20
       GraVAC's epsilon and omega: the Pareto front of final quality and bytes sent
-  python -m runs tune --link 100mbit --search epsilon=0.1..0.9 lr=0.1..2 base=topk,dgc
+  python -m runs tune --network 100mbit --search epsilon=0.1..0.9 lr=0.1..2 base=topk,dgc
       in these ranges, and of these names
-  python -m runs tune --policy goodput --objective quality seconds --link 100mbit
+  python -m runs tune --policy goodput --objective quality seconds --network 100mbit
       Goodput's margin and power: quality and measured seconds
   python -m runs tune --base topk --cf 50 --objective quality --search lr clip_grad --sampler random
       Harris's procedure (2020): a random search for one compression setting

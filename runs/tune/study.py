@@ -214,7 +214,7 @@ def nothing_to_tune(study: optuna.Study, tuning: Tuning) -> str:
         f"nothing to tune: a dense step waits {share:.0%} of its "
         f"{median(report.seconds for report in dense):.3g} s for the network, so no CF makes it "
         f"much faster, and {run.shares.get(DENSE, 0):.0%} of the steps were sent dense; a slower "
-        f"network is --link, and --anyway goes on for fewer bytes"
+        f"network is --network, and --anyway goes on for fewer bytes"
     )
 
 
@@ -356,7 +356,7 @@ def _why_none(tuning: Tuning, trials: Sequence[FrozenTrial]) -> str:
 
 def written(config: TrainConfig) -> str:
     """The settings of a run as Python writes them."""
-    names = (each.name for each in fields(Compressing) if each.name not in ("ddp_hook", "link"))
+    names = (each.name for each in fields(Compressing) if each.name not in ("ddp_hook", "network"))
     given = {name: getattr(config, name) for name in names}
     arguments = []
     for name, value in given.items():

@@ -34,11 +34,11 @@ def _net() -> nn.Module:
 def _run(
     rank: int, memory: str, options: dict[str, Any], exchange: str = "auto", unused: bool = False
 ) -> dict[str, Any]:
-    """places: where what is kept for each bucket lies, by step. rooms: where working memory lies,
+    """places: where what is kept for each bucket lies, by step. buffers: where working memory lies,
     by step and use. unused: the last bucket holds a parameter that is."""
     places: list[list[int]] = []
-    rooms: list[list[tuple[str, int]]] = []
-    original, room = bucket_memory.lay_out, Bucket.room
+    buffers: list[list[tuple[str, int]]] = []
+    original, buffer = bucket_memory.lay_out, Bucket.buffer
 
     def recorded(*args: Any) -> Any:
         flat = original(*args)
@@ -46,12 +46,12 @@ def _run(
         return flat
 
     def counted(self: Bucket, use: str, numel: int) -> torch.Tensor:
-        given = room(self, use, numel)
-        rooms[-1].append((use, given.data_ptr()))
+        given = buffer(self, use, numel)
+        buffers[-1].append((use, given.data_ptr()))
         return given
 
     bucket_memory.lay_out = recorded
-    Bucket.room = counted  # type: ignore[method-assign]
+    Bucket.buffer = counted  # type: ignore[method-assign]
     net = _net()
     if unused:
         net.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
@@ -64,13 +64,13 @@ def _run(
     compressor.attach(model, optimizer=optimizer)
     for step in range(STEPS):
         places.append([])
-        rooms.append([])
+        buffers.append([])
         draw = torch.Generator().manual_seed(10 * step + rank)
         x = torch.randn(4, 3, 8, 8, generator=draw, dtype=torch.float64)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    return {"rooms": rooms, "places": places, "parameters": flat_parameters(model)}
+    return {"buffers": buffers, "places": places, "parameters": flat_parameters(model)}
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
@@ -82,7 +82,7 @@ def test_it_lies_together_and_nothing_is_copied(memory: str, options: dict[str, 
         settled = one["places"][2:]
         assert len(settled[0]) > 2 * (2 if memory == "momentum" else 1)
         assert all(places == settled[0] for places in settled)
-        assert options or not any(one["rooms"])
+        assert options or not any(one["buffers"])
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
@@ -91,10 +91,10 @@ def test_working_memory_is_that_of_the_step_before(exchange: str) -> None:
     everyone = run_ranks(2, _run, "residual", options, exchange, True)
     assert same(everyone[0]["parameters"], everyone[1]["parameters"])
     for one in everyone:
-        settled = one["rooms"][2:]
+        settled = one["buffers"][2:]
         assert "error-fed gradients" in dict(settled[0])
         assert ("mean of a shard" in dict(settled[0])) == (exchange == "sharded")
-        assert all(rooms == settled[0] for rooms in settled)
+        assert all(buffers == settled[0] for buffers in settled)
 
 
 def _parameters(sizes: tuple[int, ...]) -> list[ModelParameter]:

@@ -104,7 +104,7 @@ def words(
     """Of a new run."""
     given = ["--data", data, "--log-dir", log_dir, "--steps", steps]
     given += ["--checkpoint-every", every] if every else []
-    given += ["--seed", seed, "--fixed-clock", 0.02, "--link", "100mbit", "--batch-size", 1]
+    given += ["--seed", seed, "--fixed-clock", 0.02, "--network", "100mbit", "--batch-size", 1]
     return [*given, "--policy", "GraVAC(window=3)"]
 
 

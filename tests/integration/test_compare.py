@@ -119,7 +119,7 @@ BAD = {
     "--contender topk@10:cf_range=1/2": ["--cf-range 1 2 is for the other policies"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
     "--contender dense --contender dense": ["dense", "twice"],
-    "--contender off --link 1gbit": ["--contender off", "--link 1gbit", "hook"],
+    "--contender off --network 1gbit": ["--contender off", "--network 1gbit", "hook"],
     "--bandwidths fast": ["--bandwidths fast", "'100mbit'"],
     "--model-mb 0": ["--model-mb", "'0'", "> 0"],
     "--model-mb 170 --workers 1": ["--model-mb 170", "--workers 2"],

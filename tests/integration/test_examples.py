@@ -38,7 +38,7 @@ def _wire_factor(output: str) -> float:
 
 
 def test_a_gpt_learns_is_saved_and_goes_on(tmp_path: Path) -> None:
-    options = ("--batch-size", "4", "--link", "10mbit")
+    options = ("--batch-size", "4", "--network", "10mbit")
     first = _run("gpt_two_nodes.py", "--steps", "20", *options, "--save", str(tmp_path))
     assert _losses(first)[-1] < _losses(first)[0] < 5.7  # log(256) = 5.5 knows nothing
     assert _wire_factor(first) > 10
@@ -52,7 +52,7 @@ def test_a_gpt_learns_is_saved_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_image_model_learns_in_mixed_precision() -> None:
-    output = _run("images_amp.py", "--steps", "80", "--batch-size", "16", "--link", "10mbit")
+    output = _run("images_amp.py", "--steps", "80", "--batch-size", "16", "--network", "10mbit")
     assert _losses(output)[-1] < _losses(output)[0]
     accuracy = re.search(r"accuracy ([0-9.]+) on 1000 other images", output)
     assert accuracy
@@ -61,7 +61,7 @@ def test_an_image_model_learns_in_mixed_precision() -> None:
 
 
 def test_a_policy_of_ones_own_compresses_on_a_slow_link() -> None:
-    output = _run("budget_policy.py", "--steps", "60", "--link", "1mbit")
+    output = _run("budget_policy.py", "--steps", "60", "--network", "1mbit")
     assert re.search(r"step 60: loss [0-9.]+, CF [1-9][0-9]", output)
     assert _wire_factor(output) > 2
 

@@ -21,7 +21,7 @@ def test_contenders_start_alike_and_the_table_has_all(
         rng.integers(97, 105, 4_000, dtype=np.uint8).tofile(tmp_path / name)
     points = tmp_path / "points.json"
     words = ["--text", str(tmp_path), "--device", "cpu", "--seconds", "0.5", "--every", "0.2"]
-    words += ["--contenders", "dense", "the default", "--link", "100mbit", *SMALL]
+    words += ["--contenders", "dense", "the default", "--network", "100mbit", *SMALL]
     assert main([*words, "--points", str(points)]) == 0
     found = json.loads(points.read_text())
     first = [found[name][0] for name in ("dense", "the default")]

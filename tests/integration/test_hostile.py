@@ -199,7 +199,7 @@ def test_what_lies_beside_may_be_no_file_either(name: str, tmp_path: Path, capfd
     "wrong",
     [
         *({"steps": "12"}, {"steps": -1}, {"steps": 10**400}, {"workers": 0}, {"lr": "x"}),
-        *({"policy": "what"}, {"policy": []}, {"task": "what"}, {"base": "what"}, {"link": "x"}),
+        *({"policy": "what"}, {"policy": []}, {"task": "what"}, {"base": "what"}, {"network": "x"}),
         *({"cf_range": [1, 2, 3]}, {"cf_range": ["1", "2"]}, {"probe": 3}, {"sync": "os.x()"}),
         *(
             {"schedule": ["x"], "policy": "schedule"},

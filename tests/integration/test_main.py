@@ -101,5 +101,7 @@ def test_an_option_cut_short_suggests_the_whole_one(capfd: Any) -> None:
 def test_an_emulated_link_over_real_links_is_refused(
     capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lab, "of_environment", lambda: Lab(rate="100mbit"))
-    assert_refused(capfd, "train", "--link", "1gbit", parts=["--link 1gbit", "netlab's real links"])
+    monkeypatch.setattr(Lab, "of_environment", lambda: Lab(network="100mbit"))
+    assert_refused(
+        capfd, "train", "--network", "1gbit", parts=["--network 1gbit", "netlab's real links"]
+    )

@@ -63,7 +63,7 @@ def on_this_machine() -> set[str]:
 def test_a_run_over_real_links(start: Start, tmp_path: Path) -> None:
     """Bytes of the interface are those reported; the lab leaves nothing behind."""
     before = on_this_machine()
-    lab = ["--rate", "50mbit,1ms", "--slow-rank", "1:40mbit", "--rate-at", "3:200mbit"]
+    lab = ["--network", "50mbit,1ms", "--slow-rank", "1:40mbit", "--rate-at", "3:200mbit"]
     text, folder = write_text_file(tmp_path), tmp_path / "log"
     options = ["--data", text, "--steps", "6", "--policy", "off", "--log-dir", folder]
     run = start(*python_m("netlab"), *lab, "--", "train", *options)
@@ -84,7 +84,7 @@ def test_a_run_over_real_links(start: Start, tmp_path: Path) -> None:
 def test_a_script_of_the_users_own(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    run = start(*python_m("netlab"), "--rate", "100mbit", "--workers", "4", "--", path)
+    run = start(*python_m("netlab"), "--network", "100mbit", "--workers", "4", "--", path)
     assert run.end() == 0, run.err
     assert sorted(run.out.splitlines()) == [f"rank {rank} of 4 lab0" for rank in range(4)]
     assert "rank 0 has sent" in run.err
@@ -100,7 +100,7 @@ def test_workers_of_a_node_exchange_inside_it(start: Start, tmp_path: Path) -> N
     for exchange in ("auto", "all_gather"):
         folder = tmp_path / exchange
         options = ["--data", text, "--steps", "6", "--cf", "10", "--exchange", exchange]
-        words = ["--rate", "100mbit", "--per-node", "2", "--", "train", *options]
+        words = ["--network", "100mbit", "--per-node", "2", "--", "train", *options]
         run = start(*python_m("netlab"), *words, "--log-dir", folder)
         assert run.end() == 0, run.err
         assert "real links of 100mbit, each shared by 2" in run.out
@@ -115,13 +115,13 @@ def test_an_interrupted_run_goes_on_over_the_same_links(start: Start, tmp_path: 
     """What delays frames is there until the workers have done their last step."""
     text, folder = write_text_file(tmp_path), tmp_path / "log"
     options = ["--data", text, "--steps", "100000", "--batch-size", "1", "--log-dir", folder]
-    run = start(*python_m("netlab"), "--rate", "100mbit,1ms", "--", "train", *options)
+    run = start(*python_m("netlab"), "--network", "100mbit,1ms", "--", "train", *options)
     run.until(lambda: "step      1/" in run.err)
     run.interrupt()
     assert run.end() == 130, run.err
     assert "Traceback" not in run.err
     assert (folder / "checkpoint" / "meta.json").exists()
-    advice = f"netlab --rate 100mbit,1ms --workers 2 -- train --resume {folder}"
+    advice = f"netlab --network 100mbit,1ms --workers 2 -- train --resume {folder}"
     assert f"go on with: python -m runs {advice}\n" in run.out
     plain = start(*python_m("train"), "--resume", folder)
     assert plain.end() == 2
@@ -140,7 +140,7 @@ def test_nothing_is_left_of_a_lab_that_is_ended(
 ) -> None:
     before, path = on_this_machine(), tmp_path / "script.py"
     path.write_text("import os, time; print('up', os.getpid(), flush=True); time.sleep(100)")
-    run = start(*python_m("netlab"), "--rate", "100mbit,1ms", "--", path)
+    run = start(*python_m("netlab"), "--network", "100mbit,1ms", "--", path)
     run.until(lambda: run.out.count("up") == 2)
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text()
     assert len(children.split()) >= 4  # two workers, multiprocessing's tracker, what delays frames

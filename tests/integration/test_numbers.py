@@ -52,7 +52,7 @@ def _as_the_dashboard_has_it(run: Run) -> tuple[float, float, str]:
     return rate, seconds.step / seconds.value, headline
 
 
-@pytest.mark.parametrize("options", [("--link", "10mbit"), ()], ids=["slow", "fast"])
+@pytest.mark.parametrize("options", [("--network", "10mbit"), ()], ids=["slow", "fast"])
 def test_one_run_has_one_number(options: tuple[str, ...], text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "log"
     words = ("--data", text, *SMALL, "--steps", 40, *options, "--log-dir", folder)
@@ -82,7 +82,7 @@ def test_one_run_has_one_number(options: tuple[str, ...], text: Path, tmp_path: 
 
 def test_a_comparison_and_a_report_of_it_say_the_same(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "log"
-    words = ["--data", text, *SMALL, "--steps", 24, "--slice", 12, "--link", "10mbit"]
+    words = ["--data", text, *SMALL, "--steps", 24, "--slice", 12, "--network", "10mbit"]
     for contender in ("dense", "topk@100"):
         words += ["--contender", contender]
     compared, _ = _run("compare", *words, "--log-dir", folder)

@@ -197,7 +197,7 @@ def test_a_script_is_tuned_and_pruned(script: Path, tmp_path: Path, capfd: Any) 
 def test_over_real_links(script: Path, tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "comparison"
     words = ("--log-dir", folder, "--contender", "own", "--json", "--", script, "plain", 20, 1)
-    run = start(*python_m("netlab"), "--rate", "50mbit", "--", "compare", *words)
+    run = start(*python_m("netlab"), "--network", "50mbit", "--", "compare", *words)
     assert run.end() == 0, run.err
     (row,) = json.loads(run.out)["rows"]
     assert row["interface_bytes"]["mean"] > 20 * 4 * 60 * 40 / 2

@@ -27,7 +27,7 @@ from runs.train import train
 from tests.distributed.setting import same
 from tests.integration.commands import Start, assert_refused, python_m
 
-SHORT = ("--batch-size", "1", "--link", "100mbit", "--policy", "goodput")
+SHORT = ("--batch-size", "1", "--network", "100mbit", "--policy", "goodput")
 
 
 def _simulate(text: Path, folder: Path, *words: str) -> int:

@@ -39,7 +39,7 @@ def test_a_run_ends_with_consistent_files(text: Path, tmp_path: Path, start: Sta
         1,
         "--eval-every",
         8,
-        "--link",
+        "--network",
         "100mbit",
         "--json",
     )
@@ -69,7 +69,7 @@ def test_a_run_ends_with_consistent_files(text: Path, tmp_path: Path, start: Sta
     metrics = _json_lines(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics if "loss" in m] == list(range(16))
 
-    assert json.loads((folder / "config.json").read_text())["link"] == "100mbit"
+    assert json.loads((folder / "config.json").read_text())["network"] == "100mbit"
     sent = set(_scalar_steps(folder, "cf/sent"))  # thinned out, but around the switch
     assert {0, 9, 10, 15} <= sent <= set(range(16))
     assert _scalar_steps(folder, "train/loss") == list(range(16))

@@ -64,7 +64,7 @@ BAD = {
     "--exchange ParameterServer(down_cf=0.5)": ["--exchange", "down_cf=0.5", ">= 1"],
     "--exchange ParameterServer(": ["--exchange", "'ParameterServer('", "never closed"],
     "--base Ladder(3)": ["--base", "'Ladder(3)'"],
-    "--link slow": ["--link", "'slow'", "100mbit,5ms"],
+    "--network slow": ["--network", "'slow'", "100mbit,5ms"],
     "--policy gravac --cf 10": ["--cf", "10", "--policy fixed"],
     "--policy Accordion(gain='raw')": ["--policy", "takes no gain"],
     "--policy Goodput(gain='raw')": ["gain='raw'", "'signal'"],
@@ -104,7 +104,7 @@ BAD = {
     "--policy fixed --cf 0.5": ["cf=0.5", ">= 1"],
     "--policy fixed --cf-range 10 20": ["--cf-range", "10 20", "--cf"],
     "--policy Accordion(eta=0)": ["eta=0", "> 0"],
-    "--policy off --link 1gbit": ["--link", "1gbit", "--policy off"],
+    "--policy off --network 1gbit": ["--network", "1gbit", "--policy off"],
     "--base none --policy gravac": ["--base none", "--policy gravac"],
     "--model-mb 170": ["--model-mb 170", "--fixed-clock"],
     "--batch-size 99999999": ["--batch", "99999999", "smaller"],
@@ -151,7 +151,7 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_where_nothing_is
 @pytest.mark.parametrize(
     "options",
     [
-        "--link 1gbit,5ms --steps 7 --policy GraVAC(epsilon=0.4) --cf-range 1.5 200 --seed 3",
+        "--network 1gbit,5ms --steps 7 --policy GraVAC(epsilon=0.4) --cf-range 1.5 200 --seed 3",
         "--policy fixed --cf 1 --memory Momentum(masking=False,clip_norm=2.5)",
         "--policy Accordion(eta=0.3,interval=9) --sync LocalSteps(4,overlap=2) --eval-every 4",
         "--policy off --task text --model gpt --batch-size 2 --checkpoint-every 5",

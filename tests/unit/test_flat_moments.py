@@ -148,7 +148,7 @@ def test_as_many_operations_for_hundreds_of_tensors_as_for_a_few() -> None:
             moments.runs(owners)
             chunk.here("before")
             for block in chunk.blocks():
-                block.joined(chunk.room("work")[block.start : block.stop])
-            chunk.go_to(chunk.room("work"))
+                block.joined(chunk.buffer("work")[block.start : block.stop])
+            chunk.go_to(chunk.buffer("work"))
         calls.append(counted.calls)
     assert calls[0] == calls[1] <= 20

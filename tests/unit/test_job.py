@@ -19,12 +19,13 @@ from runs.parser import UsageError
 def test_a_run_goes_on_over_the_links_that_it_has_begun_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rate: str | None, present: str | None
 ) -> None:
-    config = TrainConfig(log_dir=str(tmp_path), netlab=None if rate is None else ("--rate", rate))
-    lab = "" if rate is None else f"netlab --rate {rate} --workers 2 -- "
+    netlab = None if rate is None else ("--network", rate)
+    config = TrainConfig(log_dir=str(tmp_path), netlab=netlab)
+    lab = "" if rate is None else f"netlab --network {rate} --workers 2 -- "
     assert config.resume_command == f"python -m runs {lab}train --resume {tmp_path}"
     monkeypatch.setattr(job, "find_checkpoint", lambda folder: Checkpoint(folder, 3, 2, config, ()))
     monkeypatch.setattr(
-        Lab, "of_environment", lambda: None if present is None else Lab(rate=present)
+        Lab, "of_environment", lambda: None if present is None else Lab(network=present)
     )
     given = {"resume": str(tmp_path), "steps": 1000}
     if rate == present:

@@ -39,9 +39,9 @@ def test_bytes_a_second_are_not_bits(text: str) -> None:
     with pytest.raises(ValueError, match="a rate is in bits: '100MBps' is '800mbit'"):
         LinkSpec.parse(text)
     with pytest.raises(UsageError, match="in bits: 100MBps is 800mbit"):
-        Link.parse("--rate", text)
+        Link.parse("--network", text)
     as_bits = text.replace("B", "b")
-    assert LinkSpec.parse(as_bits).bits_per_second == Link.parse("--rate", as_bits).rate
+    assert LinkSpec.parse(as_bits).bits_per_second == Link.parse("--network", as_bits).rate
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,19 @@ from tests.integration.commands import assert_refused
     [("100mbit", 1e8, 0.0), ("1gbit,5ms", 1e9, 5e-3), ("2.5 Gbit/s, 100us", 2.5e9, 1e-4)],
 )
 def test_a_link_is_read(text: str, rate: float, delay: float) -> None:
-    link = Link.parse("--rate", text)
+    link = Link.parse("--network", text)
     assert (link.rate, link.delay) == (rate, pytest.approx(delay))
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0mbit", "1bit", "1000gbit", "10mbit,5", "-1mbit"])
 def test_what_is_no_link_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--rate must be a rate from 1kbit to 100gbit"):
+    with pytest.raises(UsageError, match="--network must be a rate from 1kbit to 100gbit"):
         Lab(text).links()
 
 
 def test_a_burst_is_small_and_never_less_than_two_frames() -> None:
     rates = [f"{mbit}mbit" for mbit in (1, 10, 100, 500, 1000, 10000)]
-    bursts = [Link.parse("--rate", rate).burst for rate in rates]
+    bursts = [Link.parse("--network", rate).burst for rate in rates]
     assert bursts == sorted(bursts)
     assert bursts[0] >= 2 * 1514
     assert bursts[-1] / (10e9 / 8) < 1e-3
@@ -95,12 +95,13 @@ def test_child_processes_learn_of_the_lab(monkeypatch: pytest.MonkeyPatch) -> No
     "text",
     [
         *("{", "[1]", "5", "[" * 10**5),
-        *('{"rate": 5}', '{"rate": "1gbit", "what": 1}', '{"rate": "1gbit", "workers": "2"}'),
-        *('{"rate": "1gbit", "per_node": 0}', '{"rate": "1gbit", "inside": ["a"]}'),
-        '{"rate": "1gbit", "slow_rank": ["7:1mbit"]}',
+        *('{"network": 5}', '{"network": "1gbit", "what": 1}'),
+        '{"network": "1gbit", "workers": "2"}',
+        *('{"network": "1gbit", "per_node": 0}', '{"network": "1gbit", "inside": ["a"]}'),
+        '{"network": "1gbit", "slow_rank": ["7:1mbit"]}',
     ],
 )
-@pytest.mark.parametrize("words", [["train", "--steps", "1"], ["netlab", "--rate", "1gbit"]])
+@pytest.mark.parametrize("words", [["train", "--steps", "1"], ["netlab", "--network", "1gbit"]])
 def test_a_lab_that_nobody_has_made_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: Any, words: list[str], text: str
 ) -> None:
@@ -126,17 +127,23 @@ def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--rate", "fast", "--", "train"], ["--rate must be a rate", "'fast'"]),
-        (["--rate", "1gbit"], ["-- COMMAND: none given"]),
-        (["--", "train"], ["--rate"]),
-        (["--rate", "1gbit", "--", "report"], ["-- report: must be train, compare"]),
-        (["--rate", "1gbit", "--workers", "2", "--", "train", "--workers", "4"], ["--workers 4"]),
-        (["--rate", "1gbit", "--slow-rank", "2:1mbit", "--", "train"], ["ranks 0 to 1"]),
-        (["--rate", "1gbit", "--slow-rank", "1mbit", "--", "train"], ["must be RANK:RATE"]),
-        (["--rate", "1gbit", "--rate-at", "5:1mbit,1ms", "--", "train"], ["a rate alone"]),
-        (["--rate", "1gbit", "--per-node", "2", "--workers", "3", "--", "train"], ["divide", "3"]),
+        (["--network", "fast", "--", "train"], ["--network must be a rate", "'fast'"]),
+        (["--network", "1gbit"], ["-- COMMAND: none given"]),
+        (["--", "train"], ["--network"]),
+        (["--network", "1gbit", "--", "report"], ["-- report: must be train, compare"]),
         (
-            ["--rate", "1gbit", "--workers", "100000000", "--", "train"],
+            ["--network", "1gbit", "--workers", "2", "--", "train", "--workers", "4"],
+            ["--workers 4"],
+        ),
+        (["--network", "1gbit", "--slow-rank", "2:1mbit", "--", "train"], ["ranks 0 to 1"]),
+        (["--network", "1gbit", "--slow-rank", "1mbit", "--", "train"], ["must be RANK:RATE"]),
+        (["--network", "1gbit", "--rate-at", "5:1mbit,1ms", "--", "train"], ["a rate alone"]),
+        (
+            ["--network", "1gbit", "--per-node", "2", "--workers", "3", "--", "train"],
+            ["divide", "3"],
+        ),
+        (
+            ["--network", "1gbit", "--workers", "100000000", "--", "train"],
             ["--workers", "500 at most"],
         ),
     ],
@@ -151,7 +158,7 @@ def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.undo()
     monkeypatch.setattr(labs.sys, "platform", "linux")
     monkeypatch.setattr(labs, "_tool", lambda name: None)
-    command = ["--rate", "1gbit", "--", "train"]
+    command = ["--network", "1gbit", "--", "train"]
     assert_refused(capfd, "netlab", *command, parts=["ip and tc not found: install iproute2"])
     monkeypatch.setattr(labs, "_tool", lambda name: f"/sbin/{name}")
 

@@ -57,7 +57,7 @@ def test_a_contender_names_what_is_not_the_scripts_own(script: Path) -> None:
 
 
 def test_the_command_of_a_run_makes_it_again(script: Path) -> None:
-    given = {"metric": "val loss {}", "link": "100mbit", "workers": 3}
+    given = {"metric": "val loss {}", "network": "100mbit", "workers": 3}
     labels = ("dense", "gravac:epsilon=0.5,cf_range=10/500,memory=residual", "topk+bf16@50")
     made = comparison(script, "--epochs", "3", contender=labels, **given)
     for one in made.contenders:
@@ -69,7 +69,7 @@ def test_the_command_of_a_run_makes_it_again(script: Path) -> None:
             script,
             *behind[1:],
             contender=(options["contender"],),
-            link=options["link"],
+            network=options["network"],
             metric=options["metric"],
             workers=int(options["workers"]),
         )
@@ -83,7 +83,7 @@ def test_the_command_of_a_run_makes_it_again(script: Path) -> None:
         ({"steps": 9}, ["--steps 9", "the script's own", "{steps}"]),
         ({"contender": ("goodput:lr=0.1",)}, ["--lr 0.1", "{lr}"]),
         ({"contender": ("off",)}, ["own, the script as it is"]),
-        ({"contender": ("own",), "link": "1gbit"}, ["--link 1gbit", "netlab"]),
+        ({"contender": ("own",), "network": "1gbit"}, ["--network 1gbit", "netlab"]),
         ({"seeds": (0, 1)}, ["--seeds 0 1", "{seed}"]),
         ({"slice": 3}, ["--slice 3", "from its beginning to its end"]),
         ({"metric": "loss"}, ["--metric 'loss'", "val loss {}"]),

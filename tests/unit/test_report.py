@@ -142,8 +142,8 @@ def test_measured_seconds_are_made_of_the_same_steps_as_the_rate() -> None:
 def test_the_first_axis_is_measured_time_and_dense_is_first_and_grey() -> None:
     evaluations = ((4, 6.0), (8, 5.0))
     runs = [
-        made("goodput", evaluations=evaluations, policy="goodput", link="10mbit"),
-        made("dense", evaluations=evaluations, link="10mbit", **DENSE),
+        made("goodput", evaluations=evaluations, policy="goodput", network="10mbit"),
+        made("dense", evaluations=evaluations, network="10mbit", **DENSE),
     ]
     chart = make_pictures(runs).chart
     assert chart is not None
@@ -157,7 +157,7 @@ def test_the_first_axis_is_measured_time_and_dense_is_first_and_grey() -> None:
 
 
 def test_runs_of_different_links_are_not_set_side_by_side_without_a_word() -> None:
-    runs = [made("here", link="10mbit"), made("there")]
+    runs = [made("here", network="10mbit"), made("there")]
     (note,) = link_notes(runs)
     assert "emulated 10 Mbit/s link: here" in note
     assert "no emulated link: there" in note

@@ -82,17 +82,17 @@ def test_updates_are_enlarged_as_by_torch(
 @given(
     sizes=st.lists(st.integers(1, 2500), min_size=1, max_size=4),
     several=st.booleans(),
-    had_aside=st.booleans(),
+    had_mean=st.booleans(),
     shrink=st.sampled_from([1, 0.999]),
     seed=st.integers(0, 99),
 )
 def test_a_step_in_one_pass_is_that_of_several(
-    sizes: list[int], several: bool, had_aside: bool, shrink: float, seed: int
+    sizes: list[int], several: bool, had_mean: bool, shrink: float, seed: int
 ) -> None:
     """Updates, decay, first moments that take in their gradients, and the norm."""
     numel, share, ranks = sum(sizes), 0.0, 4
     now, whole = _moments(numel, seed, torch.tensor(3.0))
-    before, aside = (normal(numel, seed=seed + i).to(DEVICE) for i in (5, 6))
+    before, old_mean = (normal(numel, seed=seed + i).to(DEVICE) for i in (5, 6))
     ends = [0, *accumulate(sizes)] if several else [0, numel]
 
     def runs() -> list[Run]:
@@ -108,12 +108,12 @@ def test_a_step_in_one_pass_is_that_of_several(
     for run in those:
         part = slice(run.start, run.stop)
         every = slice(0, run.stop - run.start)
-        if had_aside:
-            average(run, aside, every)
+        if had_mean:
+            average(run, old_mean, every)
         with device_path():
             enlarge(expected[part], run, every, share, ranks)
     found, here, these = now.clone(), before.clone(), runs()
-    old = aside if had_aside else None
+    old = old_mean if had_mean else None
     arguments = here, found, lambda out: out, these, old, shrink, 200.0, share, ranks
     assert take_step(*arguments) is None  # on a host
     with triton_path():
@@ -128,12 +128,12 @@ def test_a_step_in_one_pass_is_that_of_several(
 
 
 def test_the_kernel_compiles_for_a_gpu() -> None:
-    pointers = ("update", "mean", "square", "before", "aside", "factors")
+    pointers = ("update", "mean", "square", "before", "old_mean", "factors")
     odd = ("factor", "constant", "least_share", "least", "shrink", "rate", "weight")
     types = {**dict.fromkeys(pointers, "*fp32"), **dict.fromkeys(odd, "fp32")}
     types |= {"squares": "*fp64", "ends": "*i64", "numel": "i32", "parameters": "i32"}
     fixed = {"shrinks": True, "block": triton_moments.BLOCK}
-    alone = dict.fromkeys(("before", "aside", "squares", "factors", "ends"))
+    alone = dict.fromkeys(("before", "old_mean", "squares", "factors", "ends"))
     kernels = [
         Kernel("_enlarge", types, constants, odd=(*odd, "parameters"), warps=8)
         for constants in (fixed, {**fixed, **alone})

@@ -183,7 +183,7 @@ def test_a_study_holds_the_numbers_that_ran(sampler: str, tmp_path: Path) -> Non
     [
         ({"steps": 30}, "--steps: .* begun with 20, not 30"),
         ({"seed": 1}, "--seed: .* begun with None, not 1"),
-        ({"link": "1gbit"}, "--link: .* begun with None, not 1gbit"),
+        ({"network": "1gbit"}, "--network: .* begun with None, not 1gbit"),
         ({"search": ["lr"]}, "--search: .* begun with epsilon=.*, not lr=.*"),
         ({"objective": ["quality"]}, "--objective: .* begun with .*bytes"),
     ],

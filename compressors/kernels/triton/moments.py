@@ -38,7 +38,7 @@ def take_step(
     now: Tensor,
     mean: Tensor,
     square: Tensor,
-    aside: Tensor | None,
+    old_mean: Tensor | None,
     shrink: float,
     rate: float,
     weight: float,
@@ -49,13 +49,13 @@ def take_step(
     ends: Tensor | None,
 ) -> Tensor:
     """before *= shrink; now = rate * (before - now), enlarged as by `enlarge`. Before that mean =
-    aside + weight * (mean - aside), unless `aside` is None.
+    old_mean + weight * (mean - old_mean), unless `old_mean` is None.
 
     All tensors are flat, float32, and alike in length. Returns the squared norm of `now` in pieces
     (float64)."""
     squares = now.new_empty(cdiv(now.numel(), BLOCK), dtype=torch.float64)
     share = factor, constant, least_share, least, ends
-    _launch(now, mean, square, before, aside, squares, share, shrink, rate, weight)
+    _launch(now, mean, square, before, old_mean, squares, share, shrink, rate, weight)
     return squares
 
 
@@ -64,7 +64,7 @@ def _launch(
     mean: Tensor,
     square: Tensor,
     before: Tensor | None,
-    aside: Tensor | None,
+    old_mean: Tensor | None,
     squares: Tensor | None,
     share: tuple[Any, ...],
     *numbers: float,
@@ -74,7 +74,7 @@ def _launch(
     factors = (factor, ends, 0.0) if each else (None, None, factor)
     shrink, rate, weight = numbers or (1.0, 1.0, 1.0)
     launch(
-        _enlarge, (cdiv(update.numel(), BLOCK),), update, update, mean, square, before, aside,
+        _enlarge, (cdiv(update.numel(), BLOCK),), update, update, mean, square, before, old_mean,
         squares, *factors, constant, least_share, least, shrink, rate, weight, update.numel(),
         len(factor) if each else 0, shrinks=shrink != 1, block=BLOCK, num_warps=8,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def _launch(
 
 @triton.jit(do_not_specialize=["parameters"])
 def _enlarge(
-    update, mean, square, before, aside, squares, factors, ends, factor, constant, least_share,
+    update, mean, square, before, old_mean, squares, factors, ends, factor, constant, least_share,
     least, shrink, rate, weight, numel, parameters, shrinks: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * block
@@ -96,8 +96,8 @@ def _enlarge(
             tl.store(before + at, stood, mask=inside)
         u = (stood - u) * rate
     m = tl.load(mean + at, mask=inside, other=0.0)
-    if aside is not None:
-        old = tl.load(aside + at, mask=inside, other=0.0)
+    if old_mean is not None:
+        old = tl.load(old_mean + at, mask=inside, other=0.0)
         m = old + weight * (m - old)
         tl.store(mean + at, m, mask=inside)
     v = tl.load(square + at, mask=inside, other=0.0)
