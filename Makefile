@@ -1,4 +1,4 @@
-# make demo: sets up and runs the main job. make test: sets up and passes the tests.
+# make demo: sets up and runs the main job, three minutes. make test: sets up and passes the tests.
 # make long-test: what takes long, and needs Lightning, Accelerate, Transformers, torchft, and
 # optimizers from their packages.
 # make browser-test: the TensorBoard page in a real browser.
@@ -20,9 +20,10 @@ OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fs
 
 demo: $(STAMP)
 	rm -rf logs/demo
-	$(BIN)/python -m runs train --workers 2 --steps 500 --network 10mbit --eval-every 100 --checkpoint-every 100 --log-dir logs/demo
+	$(BIN)/python -m runs compare --verbose --workers 2 --network 10mbit --contender goodput:steps=500 \
+		--contender dense:steps=20 --eval-every 20 --slice 0 --log-dir logs/demo
 	$(BIN)/python -m runs report logs/demo
-	@echo "See it: $(BIN)/tensorboard --logdir logs/demo"
+	@echo "See it: $(BIN)/tensorboard --logdir logs/demo/runs"
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest --numprocesses 2 tests/unit

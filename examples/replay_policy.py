@@ -1,7 +1,7 @@
 """What a policy would have decided in a recorded run, as far as the record goes.
 
-    python examples/replay_policy.py logs/demo/timeline.jsonl
-    python examples/replay_policy.py logs/demo/timeline.jsonl "GraVAC(epsilon=0.5)"
+    python examples/replay_policy.py logs/mine/timeline.jsonl
+    python examples/replay_policy.py logs/mine/timeline.jsonl "GraVAC(epsilon=0.5)"
 
 A policy decides on agreed statistics only, and the record of a step holds all of them. So the
 recorded policy repeats its decisions to the bit. Another policy is followed up to the first step in

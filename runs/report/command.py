@@ -20,8 +20,8 @@ Nothing is trained; the page opens in a browser without a server, and its pictur
 answer to pointing and zooming.
 
 examples:
-  python -m runs report logs/demo
-      one run, into logs/demo/{FOLDER}/report.html
+  python -m runs report logs/mine
+      one run, into logs/mine/{FOLDER}/report.html
   python -m runs report logs/dense logs/gravac logs/goodput --target 5.8 --out report
       three runs of one task side by side; the time that each took to a perplexity of 5.8
   python -m runs report logs/compare-text-1a2b3c4d --title "LSTM, 100 Mbit/s"
