@@ -23,7 +23,7 @@ class Header:
 
     policy, settings: the policy's name and arguments. expression: the Python call that makes the
     policy. gain: the kind of gain that the policy decides on. assumed: gains by CF that are assumed
-    and not measured. uncoded: see `Context`.
+    and not measured. rungs: names of the compressors at these CFs. uncoded: see `Context`.
     base, memory: names of the compressor and of the memory.
     numel: elements of all gradients. layers: shapes by name of the parameters that may have CFs of
     their own.
@@ -49,6 +49,7 @@ class Header:
     link: tuple[float, float] = (0.0, 0.0)
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     assumed: Mapping[float, float] = field(default_factory=dict)
+    rungs: Mapping[float, str] = field(default_factory=dict)
     uncoded: tuple[float, ...] = ()
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0

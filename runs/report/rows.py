@@ -76,8 +76,14 @@ class Row:
 
 
 def history(run: Run) -> str:
-    """Its CFs, as CF x steps: "dense x10, 10 x50"."""
-    parts = [f"{cf_name(part.cf)} x{part.last - part.first + 1}" for part in run.history]
+    """Its CFs, as CF x steps: "dense x10, int4 (CF 8) x20, 10 x50"."""
+    header = run.recorded.header
+    names = {} if header is None else header.rungs
+    told = {cf: f"{name} (CF {cf:g})" for cf, name in names.items()}
+    parts = [
+        f"{told.get(part.cf, cf_name(part.cf))} x{part.last - part.first + 1}"
+        for part in run.history
+    ]
     if len(parts) > SHOWN:
         left_out = len(parts) - SHOWN + 1
         parts[SHOWN // 2 : SHOWN // 2 + left_out] = [f"... {left_out} more ..."]

@@ -36,6 +36,7 @@ HEADER = Header(
     supported={10.0: 10.0},
     wire_bytes={10.0: 400.5},
     layers={"fc.weight": (10, 100)},
+    rungs={8.0: "int4"},
 )
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from adaptive import LinkSpec
+from adaptive.timeline.records import Header
 from runs.compare.report import modelled
 from runs.config import TrainConfig
 from runs.parser import UsageError
 from runs.report.make import choose_target, link_notes
 from runs.report.pictures import Records, looks, make_pictures, scripts
-from runs.report.rows import Row
+from runs.report.rows import Row, history
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
 from runs.report.table import columns, make_text, row_as_json, shown
@@ -35,6 +36,14 @@ def test_every_switch_of_a_long_run_is_kept() -> None:
     switched = [i for i in range(1, 5000) if cfs[i] != cfs[i - 1]]
     assert [part.first for part in run.history[1:]] == switched
     assert run.shares == {1.0: pytest.approx(715 / 5000), 10.0: pytest.approx(4285 / 5000)}
+
+
+def test_a_history_calls_rungs_by_their_compressors() -> None:
+    run = made(records=[record(i, cf) for i, cf in enumerate([1.0, 8.0, 8.0, 40.0])])
+    header = Header("fixed", {}, (10, 1000), 2, "topk", "residual", 9, 36.0, {}, {})
+    header = replace(header, rungs={8.0: "int4"})
+    run = replace(run, recorded=replace(run.recorded, header=header))
+    assert history(run) == "dense x1, int4 (CF 8) x2, 40 x1"
 
 
 # -- the target --------------------------------------------------------------------------------
