@@ -50,8 +50,8 @@ OTHER_OPTIMIZER = (
     "with momentum correction p.grad holds velocities, not gradients"
 )
 FALLEN_BACK = (
-    "from now on plain error feedback is used and the optimizer applies its momentum itself, with "
-    "a shorter one while gradients are compressed. To keep momentum correction, clip by "
+    "from now on plain error feedback is used and the optimizer applies its momentum itself (an "
+    "SGD a shorter one while gradients are compressed). To keep momentum correction, clip by "
     "memory=Momentum(clip_norm=...), hand a GradScaler over, attach(..., scaler=scaler), and run "
     "all but the last backward() of a step under no_sync()"
 )

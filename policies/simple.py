@@ -123,7 +123,7 @@ class Warmup(DeclaredPolicy):
     """A policy whose CF grows exponentially at the start of a run. Then another policy takes over
     (Deep Gradient Compression, section 3.4).
 
-    Early gradients are large and change fast. Keeping only a few of their elements does reused
+    Early gradients are large and change fast. Keeping only a few of their elements does lasting
     harm. So the warm-up sends CF factor, factor^2, ... for `steps` steps each. The paper has an
     epoch each.
 

@@ -325,7 +325,8 @@ class ModelMemory:
         """The same as `check`, of this."""
         of: type[Stateful] | None
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
-        if kind == Residual.name and state:
+        shortened = isinstance(self.now.handover, ShorterMomentum) or self.falls_back_to(kind)
+        if shortened and kind == Residual.name and state:
             of = LagShare
         if of is None:
             check_like("moments", state, {})

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import MomentumRule
-from adaptive.memory.handover import Group, Handover, with_settings
+from adaptive.memory.handover import Group, Handover, steps_as, with_settings
 from adaptive.parameters import ModelParameters, local
 from policies.state import Stateful, require, saved
 
@@ -34,13 +34,14 @@ class LagShare(Stateful):
 
 
 class ShorterMomentum(Handover):
-    """Steps of an SGD with a share of its momentum's lag.
+    """Steps of an SGD with a share of its momentum's lag. One that a script makes anew takes the
+    first one's place.
 
     lag: the share in a compressed step at a CF, in (0, 1]. In a dense step it is 1. What a buffer
     has yet to deliver stays when the share changes."""
 
     def __init__(
-        self, optimizer: SGD, lag: Callable[[float], float], parameters: ModelParameters
+        self, optimizer: Optimizer, lag: Callable[[float], float], parameters: ModelParameters
     ) -> None:
         self._optimizer, self._lag, self._parameters = optimizer, lag, parameters
         self._now, self._wanted = LagShare(), 1.0
@@ -52,7 +53,9 @@ class ShorterMomentum(Handover):
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
         if optimizer is not self._optimizer:
-            return None
+            if not steps_as(optimizer, SGD) or not _tensors(optimizer) & _tensors(self._optimizer):
+                return None
+            self._optimizer, self._now = optimizer, LagShare()  # made anew, with new buffers
         self._move_to(self._wanted, groups)
         if self._now.share == 1:
             return None
@@ -89,6 +92,10 @@ class ShorterMomentum(Handover):
         self._now = LagShare()
         if state:
             self._now.load_state_dict(state)
+
+
+def _tensors(optimizer: Optimizer) -> set[torch.Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _rule(group: Group) -> MomentumRule:

@@ -4,8 +4,8 @@
 
 All workers are on one device, joined by gloo, whose collectives `network=` holds back until such a
 link could have carried them. The contenders train side by side, each for so many seconds, from the
-same weights on the same batches; what evaluations take does not count. It needs nothing but torch
-and NumPy.
+same weights on the same batches, of test.txt. Losses are those on valid.txt; what these take does
+not count. It needs nothing but torch and NumPy.
 """
 
 from __future__ import annotations

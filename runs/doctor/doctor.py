@@ -128,13 +128,15 @@ class Verdict:
         """Expected speed-up over dense of a run of so many steps with default settings, which keep
         dense's quality by the bound on the CF (policies/lateness.py). The learning rate is taken
         for constant."""
+        whole = {cf for cf in self.expected if cf == DENSE or cf in self.rungs}
+        smallest = min(self.expected.keys() - whole, default=DENSE)
         seconds = 0.0
         for step in range(1, steps + 1):
-            most = min(self.cf, SHARE * step)
+            most = max(smallest, SHARE * step)
             seconds += min(
                 each
                 for cf, each in self.expected.items()
-                if cf <= most or cf == DENSE or (cf in self.rungs and cf <= self.cf)
+                if cf <= self.cf and (cf in whole or cf <= most)
             )
         return steps * self.dense_seconds / seconds
 
@@ -173,7 +175,7 @@ class Verdict:
                 f"{self.waits:.3g} waiting for the network",
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
                 *([faster] if is_faster else []),
-                *([at_dense_quality] if self.cf != DENSE else []),
+                *([] if self.cf in (DENSE, *self.rungs) else [at_dense_quality]),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
                 *([busy] if self.noise > BUSY else []),

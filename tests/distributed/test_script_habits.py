@@ -355,6 +355,40 @@ def test_a_run_that_clips_goes_on_from_the_lag_that_its_momentum_had() -> None:
         assert 0 < kept["share"] < 1
 
 
+def _optimizer_made_anew(rank: int) -> tuple[float, bool]:
+    """The share of the lag after a script that clips has made its SGD anew, and whether the buffers
+    of another SGD, of other parameters, are left alone."""
+    model = DDP(small_net())
+    first, *others = (list(layer.parameters()) for layer in model.module if [*layer.parameters()])
+    rest = [p for group in others for p in group]
+    other = torch.optim.SGD(rest, lr=0.02, momentum=0.5)
+    ours = torch.optim.SGD(first, lr=0.02, momentum=0.9)
+    compressor = AdaptiveCompressor("topk+fp32", policy=Scripted([10.0]))
+    compressor.attach(model, optimizer=ours)
+    alone = True
+    for step in range(10):
+        if step == 6:
+            ours = torch.optim.SGD(first, lr=0.02, momentum=0.9)
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        before = [other.state[p]["momentum_buffer"].clone() for p in rest] if step else []
+        other.step()
+        grads = [p.grad for p in rest]
+        if step > 6:
+            expected = [0.5 * buffer + grad for buffer, grad in zip(before, grads, strict=True)]
+            after = [other.state[p]["momentum_buffer"] for p in rest]
+            alone &= all(map(torch.allclose, expected, after))
+        clip_grad_norm_(first, 1e-3)
+        ours.step()
+    return compressor.state_dict()["moments"]["share"], alone
+
+
+def test_an_sgd_made_anew_takes_the_place_of_the_first_after_clipping_too() -> None:
+    for share, alone in run_ranks(2, _optimizer_made_anew):
+        assert 0 < share < 1
+        assert alone
+
+
 def _state_of_plain_error_feedback(rank: int) -> list[str]:
     """What is said when momentum correction is asked for, and the state has none."""
     states, told = [], listen()
