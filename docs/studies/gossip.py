@@ -245,7 +245,7 @@ def main(words: list[str] | None = None) -> None:
     all_trained = [trained(label, run, config, target) for label, run, config in found]
     goal = f"{found[0][1].quality_name} {target:.4g}"
     draw(all_trained, given.step_seconds, given.log_dir / PLOT_FILE)
-    write(make_table(all_trained, given.networks, given.step_seconds, goal), given.log_dir)
+    write(make_table(all_trained, given.links, given.step_seconds, goal), given.log_dir)
 
 
 if __name__ == "__main__":
