@@ -70,7 +70,7 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 # The versions of all but torch, and what it has its own opinion of, are those that CI runs.
