@@ -290,7 +290,7 @@ class Controller(saved.Stateful):
             verdict=self.policy.verdict(),
             element_bytes=self.sizes.element_nbytes(),
             network=self.dense_timer.network,
-            rungs={cf: base.at(cf).name for cf in base.known_gains},
+            rungs=base.rung_names,
         )
 
     def explain(self, detail: bool = False) -> str:

@@ -209,7 +209,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         settings=policy.state_dict().get("settings", {}),
         cf_range=context.cf_range,
         assumed=context.assumed,
-        rungs={cf: settings.base.at(cf).name for cf in context.assumed},
+        rungs=settings.base.rung_names,
         uncoded=tuple(sorted(context.uncoded)),
         world_size=context.world_size,
         base=settings.base.name,

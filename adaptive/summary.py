@@ -14,7 +14,13 @@ from adaptive.pace import Pace
 from adaptive.timeline.records import StepRecord
 from policies import DENSE
 from policies.state import Stateful, require
-from policies.words import bytes_in_words, named, seconds_in_words, two_times_in_words
+from policies.words import (
+    bytes_in_words,
+    named,
+    rung_named,
+    seconds_in_words,
+    two_times_in_words,
+)
 
 _SAVED = {"saved": True}
 """Marks a field as part of the saved state. Unlike a field of `policies.state.saved` it is also an
@@ -131,7 +137,7 @@ class Summary(Stateful):
             name = "dense" if cf == DENSE else f"{cf:.4g}"
             gain = f"{gains[cf]:.4f}" if cf in gains else "-"
             if cf in self.rungs:
-                name, gain = f"{self.rungs[cf]} (CF {cf:g})", "assumed"
+                name, gain = rung_named(self.rungs[cf], cf), "assumed"
             rows.append(f"{name:>12} {steps:>8} {steps / max(1, self.steps):>7.1%} {gain:>10}")
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / max(1, self.steps):.3g} steps" if rounds else "steps"

@@ -315,6 +315,11 @@ class Compressor(ABC):
         CFs."""
         return self.rungs.get(cf, self)
 
+    @property
+    def rung_names(self) -> dict[float, str]:
+        """Names of the compressors at the CFs of `known_gains`."""
+        return {cf: self.at(cf).name for cf in self.known_gains}
+
     @abstractmethod
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         """x += add in place, if given, then the payload of flat `x`. `add` has the dtype, length

@@ -12,6 +12,11 @@ def named(cf: float) -> str:
     return "dense" if cf == DENSE else f"CF {cf:.4g}"
 
 
+def rung_named(name: str, cf: float) -> str:
+    """A rung of the ladder, by its compressor: "int4 (CF 8)"."""
+    return f"{name} (CF {cf:g})"
+
+
 def percent(share: float) -> str:
     """The size of a share in two digits: "3.1%", "48%", "0.4%". The caller words the sign."""
     value = 100 * abs(share)

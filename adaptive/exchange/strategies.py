@@ -179,11 +179,8 @@ class Wrapped(Strategy):
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.name = inner, inner.name
         self.takes_sums, self.sharded, self.votes = inner.takes_sums, inner.sharded, inner.votes
-        self.node_shards, self.node_shard, self.calls = (
-            inner.node_shards,
-            inner.node_shard,
-            inner.calls,
-        )
+        self.node_shards, self.node_shard = inner.node_shards, inner.node_shard
+        self.calls = inner.calls
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self.inner.rounds(exchange, outgoing)

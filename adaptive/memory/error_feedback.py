@@ -30,6 +30,11 @@ class MomentumRule(NamedTuple):
     nesterov: bool = False
     gain: float = 1.0
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> MomentumRule:
+        """That of a parameter group of an SGD."""
+        return cls(group["momentum"], group["dampening"], group["nesterov"])
+
     @lru_cache(maxsize=64)  # noqa: B019  # asked for every parameter in every step
     def with_lag(self, share: float) -> MomentumRule:
         """With this share of the lag m / (1 - m), the mean age in steps of what a velocity holds.

@@ -101,7 +101,7 @@ class MemoryChoice:
         momenta = {group.get("momentum", 0) for o in optimizers for group in o.param_groups}
         if plain and momenta - {0} and isinstance(optimizer, SGD):
             handover = SGDHandover(optimizer, parameters)
-            return MomentumMemory(handover, self._masking, self._lag_at, maybe_unused)
+            return MomentumMemory(handover, self._masking, self.lag_at, maybe_unused)
         if self.kind == "auto":
             return Residual(maybe_unused)
         raise ValueError(
@@ -110,7 +110,7 @@ class MemoryChoice:
             f"{' without momentum' * plain}"
         )
 
-    def _lag_at(self, cf: float) -> float:
+    def lag_at(self, cf: float) -> float:
         """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""
         return 1.0 if self._keeps_most(cf) else self._lag_of_base(cf)
 
@@ -188,7 +188,7 @@ class ModelMemory:
         before = self.now.handover
         self.release()
         if isinstance(before, SGDHandover) and not before.other_optimizer:
-            by = ShorterMomentum(before.optimizer, self._choice._lag_at, self._parameters)
+            by = ShorterMomentum(before.optimizer, self._choice.lag_at, self._parameters)
             self.now = Residual(self._parameters.maybe_unused, by)
 
     def falls_back_to(self, kind: Any) -> bool:

@@ -91,9 +91,7 @@ class SGDHandover(Handover):
     def rule(self, parameter: ModelParameter) -> MomentumRule:
         """Its momentum settings as they stand now; no momentum if it is not optimized."""
         group = self._group(parameter.tensor)
-        if group is None:
-            return MomentumRule(0.0)
-        return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])
+        return MomentumRule(0.0) if group is None else MomentumRule.of(group)
 
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]

@@ -62,7 +62,7 @@ class ShorterMomentum(Handover):
         return [changed for group in groups for changed in self._with_share(group)]
 
     def _with_share(self, group: Group) -> list[dict[str, Any]]:
-        rule = _rule(group).with_lag(self._now.share)
+        rule = MomentumRule.of(group).with_lag(self._now.share)
         shorter = {"momentum": rule.momentum, "lr": group["lr"] * rule.gain}
         return with_settings([group], shorter, lambda _: True, self._parameters)
 
@@ -73,7 +73,7 @@ class ShorterMomentum(Handover):
         if share == before:
             return
         for group in groups:
-            rule = _rule(group)
+            rule = MomentumRule.of(group)
             gains = rule.with_lag(before).gain / rule.with_lag(share).gain
             ours = (p for p in group["params"] if p in self._parameters)
             found = [self._optimizer.state.get(p, {}).get("momentum_buffer") for p in ours]
@@ -96,7 +96,3 @@ class ShorterMomentum(Handover):
 
 def _tensors(optimizer: Optimizer) -> set[torch.Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
-
-
-def _rule(group: Group) -> MomentumRule:
-    return MomentumRule(group["momentum"], group["dampening"], group["nesterov"])

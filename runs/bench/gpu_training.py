@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
+import shutil
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -56,9 +57,8 @@ class Point:
     cf: float
 
 
-def _worker(rank: int, name: str, asked: argparse.Namespace, port: int, points: Any) -> None:
+def _worker(rank: int, name: str, asked: argparse.Namespace, store: str, points: Any) -> None:
     device = torch.device(asked.device)
-    store = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(
         "gloo", store, timedelta(seconds=300), rank=rank, world_size=asked.workers
     )
@@ -124,9 +124,7 @@ def _loss(model: nn.Module, text: Tensor, device: torch.device) -> float:
 
 def table(points: dict[str, list[Point]]) -> list[str]:
     """Lines: each contender's end, and when it came to the losses at which the others ended."""
-    lines = [
-        "contender       steps  seconds/step  MB sent    CF   loss  " + "seconds to the end of"
-    ]
+    lines = [f"{'contender':<14}  steps  seconds/step  MB sent    CF   loss  seconds to the end of"]
     for name, own in points.items():
         end = own[-1]
         reached = ", ".join(
@@ -162,11 +160,11 @@ def main(words: list[str] | None = None) -> int:
     asked = told.parse_args(words)
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    processes = []
+    processes, stores = [], tempfile.mkdtemp()
     for name in asked.contenders:
-        port = _free_port()
+        store = f"file://{stores}/{name.replace(' ', '-')}"
         for rank in range(asked.workers):
-            process = context.Process(target=_worker, args=(rank, name, asked, port, queue))
+            process = context.Process(target=_worker, args=(rank, name, asked, store, queue))
             process.start()
             processes.append(process)
     points: dict[str, list[Point]] = {name: [] for name in asked.contenders}
@@ -176,18 +174,13 @@ def main(words: list[str] | None = None) -> int:
             continue
         name, point = queue.get()
         points[name].append(point)
+    shutil.rmtree(stores)
     if asked.points:
         kept = {name: [asdict(point) for point in own] for name, own in points.items()}
         Path(asked.points).write_text(json.dumps(kept))
     if all(points.values()):
         print("\n".join(table(points)))
     return max(abs(process.exitcode or 0) for process in processes)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -402,7 +402,7 @@ class Doctor:
         with _quiet():
             self._session = Session(own, replica)
         self._rehearsal = self._session.exchanging()
-        self._names = {cf: base.at(cf).name for cf in base.known_gains}
+        self._names = base.rung_names
         self._low = self._session.supported(low)
         self._high = self._session.supported(min(FAR * low, settings.cf_range[1]))
         self._best, self._chosen = self._low, 0  # and in which step that was

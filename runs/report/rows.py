@@ -8,6 +8,7 @@ from math import inf, isfinite, nan
 from statistics import mean, stdev
 from typing import Any
 
+from policies.words import rung_named
 from runs.files import known
 from runs.progress import cf_name, number_text
 from runs.report.run import Run
@@ -79,7 +80,7 @@ def history(run: Run) -> str:
     """Its CFs, as CF x steps: "dense x10, int4 (CF 8) x20, 10 x50"."""
     header = run.recorded.header
     names = {} if header is None else header.rungs
-    told = {cf: f"{name} (CF {cf:g})" for cf, name in names.items()}
+    told = {cf: rung_named(name, cf) for cf, name in names.items()}
     parts = [
         f"{told.get(part.cf, cf_name(part.cf))} x{part.last - part.first + 1}"
         for part in run.history
