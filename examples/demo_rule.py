@@ -124,8 +124,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = DDP(nn.Linear(128, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, weight_decay=0.1)
-    rule = {"base": FastComponents(chunk=16), "memory": DecoupledMomentum(0.95)}
-    compressor = AdaptiveCompressor(**rule, policy=Fixed(32)).attach(model)
+    base, memory = FastComponents(chunk=16), DecoupledMomentum(0.95)
+    compressor = AdaptiveCompressor(base, memory=memory, policy=Fixed(32)).attach(model)
     generator = torch.Generator().manual_seed(1 + rank)  # other inputs on every rank
     for _ in range(200):
         inputs = torch.randn(64, 128, generator=generator)

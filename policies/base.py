@@ -102,6 +102,9 @@ class Plan:
     local_steps: int = 0
     # Measure no gains of the shadow ladder in this step, and in a dense one no norm of gradients.
     skip_gains: bool = False
+    # Measure what `send` and `probe` keep of each layer, too (`StepReport.layer_measurements`).
+    # Only policies with `layerwise = True` may ask for it.
+    by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,9 @@ class StepReport:
     steady_gain: Mapping[float, float] = field(default_factory=dict)
     # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
+    # `kept`, `error` and `total` by layer and by the CF at which that layer was sent or probed,
+    # where the plan asks for them (`by_layer`). Empty if a gradient was not finite.
+    layer_measurements: Mapping[str, Mapping[float, Measurement]] = field(default_factory=dict)
     decode_seconds: float = nan  # decoding what was received, mean over ranks
     compute_seconds: float = nan  # forward and backward, mean over ranks. nan without a model
     # For the gain "signal". Let c be what plain error feedback would have sent in the step before

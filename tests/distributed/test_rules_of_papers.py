@@ -3,7 +3,8 @@ train as a plain loop of the paper's equations does, to rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, Fixed
 from compressors.kernels import blocks
 from examples.demo_rule import DecoupledMomentum, FastComponents
+from examples.layer_budget import LayerBudget
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net
 
@@ -100,8 +102,70 @@ def _demo_by_parts(rank: int) -> Tensor:
     return flat_parameters(_train(rank, int(DEMO["steps"]), **rule, **options)[0])
 
 
+# -- L-GreCo --
+
+BUDGET = {"cf": 5.0, "cfs": (2.0, 5.0, 10.0, 20.0), "interval": 4, "window": 2, "parts": 100_000}
+
+
+class _Remembering(LayerBudget):
+    """Remembers what it has chosen."""
+
+    def _chosen(self, errors: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
+        self.choices = [*getattr(self, "choices", ()), super()._chosen(errors)]
+        return self.choices[-1]
+
+
+def _largest(x: Tensor, cf: float) -> Tensor:
+    """Top-k by the paper."""
+    indices = x.abs().topk(max(1, int(x.numel() / cf))).indices
+    return torch.zeros_like(x).index_copy_(0, indices, x[indices])
+
+
+def _layer_budget(steps: int, choices: Sequence[Mapping[str, float]]) -> Tensor:
+    """Layers at the CFs that were chosen, each of which must be the best of all choices there are:
+    the fewest elements with an error of no more than that of one CF for all."""
+    model, cfs = small_net(), [*BUDGET["cfs"]]
+    ps = dict(model.named_parameters())
+    waiting = [{name: torch.zeros(p.numel()).double() for name, p in ps.items()} for _ in range(2)]
+    now, chosen = dict.fromkeys(ps, BUDGET["cf"]), iter(choices)
+    errors: dict[str, np.ndarray] = {}
+    kept = {name: np.array([max(1, int(p.numel() / cf)) for cf in cfs]) for name, p in ps.items()}
+    for step in range(steps):
+        if step % BUDGET["interval"] == BUDGET["window"]:
+            now = next(chosen)
+            of_best = np.inf
+            budget = sum(of[cfs.index(BUDGET["cf"])] for of in errors.values())
+            for picks in product(range(len(cfs)), repeat=len(ps)):
+                at = [*zip(ps, picks, strict=True)]
+                if sum(errors[name][i] for name, i in at) <= budget:
+                    of_best = min(of_best, sum(kept[name][i] for name, i in at))
+            ours = [(name, cfs.index(now[name])) for name in ps]
+            assert sum(kept[name][i] for name, i in ours) == of_best
+            assert sum(errors[name][i] for name, i in ours) <= budget
+        if step % BUDGET["interval"] == 0:
+            errors = {name: np.zeros(len(cfs)) for name in ps}
+        of_ranks = _gradients(model, step)
+        for name, *grads in zip(ps, *of_ranks, strict=True):
+            mean = torch.zeros(ps[name].numel()).double()
+            for kept_back, grad in zip(waiting, grads, strict=True):
+                a = kept_back[name] + grad.flatten()
+                errors[name] += [float((a - _largest(a, cf)).square().sum()) for cf in cfs]
+                kept_back[name] = a - _largest(a, now[name])
+                mean += _largest(a, now[name]) / RANKS
+            with torch.no_grad():
+                ps[name].sub_(mean.view_as(ps[name]), alpha=LR)
+    return flat_parameters(model)
+
+
+def _layer_budget_by_parts(rank: int) -> tuple[Tensor, list[Mapping[str, float]]]:
+    policy = _Remembering(**BUDGET)
+    options = {"base": "topk+fp32", "cf_range": (2, 20), "policy": policy, "memory": "residual"}
+    return flat_parameters(_train(rank, 11, **options)[0]), policy.choices
+
+
 def _ranks(rank: int) -> dict[str, Any]:
-    found = {"demo": _demo_by_parts(rank)}
+    found: dict[str, Any] = {"demo": _demo_by_parts(rank)}
+    found["l-greco"], found["choices"] = _layer_budget_by_parts(rank)
     blocks.force_device_path = True
     found["demo, device"] = _demo_by_parts(rank)
     return found
@@ -109,7 +173,11 @@ def _ranks(rank: int) -> dict[str, Any]:
 
 def test_each_is_its_papers() -> None:
     results = run_ranks(RANKS, _ranks, limit=150)
-    papers = {"demo": _demo()}
+    choices = [result.pop("choices") for result in results]
+    assert choices[0] == choices[1]
+    assert len(choices[0]) == 3
+    assert all(len({*chosen.values()}) > 1 for chosen in choices[0])
+    papers = {"demo": _demo(), "l-greco": _layer_budget(11, choices[0])}
     _compare(results, papers)
 
 

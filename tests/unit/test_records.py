@@ -51,6 +51,7 @@ def _record(step: int, cf: float = 10.0) -> StepRecord:
         dense_wire_bytes=4000.0,
         steady_gain={cf: 0.5},
         layer_norms={"fc.weight": 0.25},
+        layer_measurements={"fc.weight": {10.0: Measurement(2.0, 1.0, 3.0)}},
         signal={cf: -0.1},
         signal_total=-0.2,
     )
