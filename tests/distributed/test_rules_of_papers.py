@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, LocalSteps
 from compressors.kernels import blocks
 from examples.demo_rule import DecoupledMomentum, FastComponents
 from examples.layer_budget import LayerBudget
+from examples.own_memory import Decayed
+from examples.own_sparsifier import ChunkedTopK
+from examples.sparse_loco import TwoMeans
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net
 
@@ -163,8 +166,77 @@ def _layer_budget_by_parts(rank: int) -> tuple[Tensor, list[Mapping[str, float]]
     return flat_parameters(_train(rank, 11, **options)[0]), policy.choices
 
 
+# -- SparseLoCo --
+
+LOCO = {"every": 3, "cf": 16.0, "decay": 0.95, "steps": 13}
+CHUNK = 64
+
+
+class _Small(ChunkedTopK):
+    """Several chunks a tensor of small tensors."""
+
+    CHUNK = CHUNK
+
+
+def _two_bits(e: Tensor) -> Tensor:
+    """The largest of each chunk, each by its sign and one of two magnitudes."""
+    total = max(1, int(e.numel() / LOCO["cf"]))
+    width = min(e.numel(), max(CHUNK, -(-e.numel() // total)))
+    ranked = []
+    for start in range(0, e.numel(), width):
+        order = e[start : start + width].abs().argsort(descending=True)
+        ranked += [(rank, start, start + int(i)) for rank, i in enumerate(order)]
+    sent = torch.zeros_like(e)
+    for _, _, i in sorted(ranked)[:total]:
+        sent[i] = e[i]
+    magnitudes = sent[sent != 0].abs()
+    for kind in (magnitudes > magnitudes.mean(), magnitudes <= magnitudes.mean()):
+        magnitudes = torch.where(kind, magnitudes[kind].sum() / kind.sum().clamp(min=1), magnitudes)
+    sent[sent != 0] = magnitudes * sent[sent != 0].sign()
+    return sent
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _sparse_loco() -> list[Tensor]:
+    """Algorithm 1. As everywhere in this library the gradient of a round's first step is of where
+    the rank stood: the exchange goes on meanwhile."""
+    ranks = [small_net() for _ in range(RANKS)]
+    optimizers = [_adamw(model) for model in ranks]
+    anchor = [p.detach().flatten().clone() for p in ranks[0].parameters()]
+    waiting = [[torch.zeros_like(a) for a in anchor] for _ in ranks]
+    for step in range(int(LOCO["steps"])):
+        for rank, (model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+        if step and step % LOCO["every"] == 0:
+            for i, a in enumerate(anchor):
+                mean = torch.zeros_like(a)
+                for model, errors in zip(ranks, waiting, strict=True):
+                    moved = a - [*model.parameters()][i].detach().flatten()
+                    e = LOCO["decay"] * errors[i] + moved
+                    errors[i], mean = e - _two_bits(e), mean + _two_bits(e) / RANKS
+                anchor[i] = a - mean
+            for model in ranks:
+                for p, a in zip(model.parameters(), anchor, strict=True):
+                    p.data.copy_(a.view_as(p))
+        for optimizer in optimizers:
+            optimizer.step()
+    return [flat_parameters(model) for model in ranks]
+
+
+def _sparse_loco_by_parts(rank: int) -> Tensor:
+    sync = LocalSteps(int(LOCO["every"]), overlap=0)
+    options = {"sync": sync, "memory": Decayed(LOCO["decay"]), "optimizer": _adamw}
+    options |= {"policy": Fixed(LOCO["cf"]), "base": _Small(values=TwoMeans())}
+    return flat_parameters(_train(rank, int(LOCO["steps"]), **options)[0])
+
+
 def _ranks(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"demo": _demo_by_parts(rank)}
+    found["sparseloco"] = _sparse_loco_by_parts(rank)
     found["l-greco"], found["choices"] = _layer_budget_by_parts(rank)
     blocks.force_device_path = True
     found["demo, device"] = _demo_by_parts(rank)
@@ -178,12 +250,12 @@ def test_each_is_its_papers() -> None:
     assert len(choices[0]) == 3
     assert all(len({*chosen.values()}) > 1 for chosen in choices[0])
     papers = {"demo": _demo(), "l-greco": _layer_budget(11, choices[0])}
-    _compare(results, papers)
+    for result, own in zip(results, _sparse_loco(), strict=True):
+        _compare(result, {**papers, "sparseloco": own})
 
 
-def _compare(results: Sequence[dict[str, Any]], papers: dict[str, Tensor]) -> None:
-    for result in results:
-        for name, parameters in result.items():
-            paper = papers[name.partition(",")[0]]
-            off = float((parameters - paper).abs().max())
-            assert off < ATOL, (name, off)
+def _compare(result: dict[str, Tensor], papers: dict[str, Tensor]) -> None:
+    for name, parameters in result.items():
+        paper = papers[name.partition(",")[0]]
+        off = float((parameters - paper).abs().max())
+        assert off < ATOL, (name, off)
