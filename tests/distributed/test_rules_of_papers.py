@@ -19,6 +19,7 @@ from examples.layer_budget import LayerBudget
 from examples.own_memory import Decayed
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
+from examples.streaming_diloco import Fragments
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net
 
@@ -35,7 +36,7 @@ def _gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
 
 def _train(rank: int, steps: int, optimizer: Any = None, **options: Any) -> Any:
     """A model that is trained by these options, and its compressor."""
-    model = DDP(small_net())
+    model = DDP(small_net(), bucket_cap_mb=0.004)  # several buckets
     made = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else optimizer(model)
     compressor = AdaptiveCompressor(**options).attach(model)
     for step in range(steps):
@@ -234,9 +235,49 @@ def _sparse_loco_by_parts(rank: int) -> Tensor:
     return flat_parameters(_train(rank, int(LOCO["steps"]), **options)[0])
 
 
+# -- Streaming DiLoCo --
+
+STREAM = {"every": 2, "lr": 0.7, "steps": 13}
+
+
+def _turns(model: nn.Module) -> dict[str, int]:
+    """Layers 0, 2 and 4 are fragments 0, 1 and 0."""
+    return {name: int(name[0]) // 2 % 2 for name, _ in model.named_parameters()}
+
+
+def _streaming() -> list[Tensor]:
+    """Algorithm 1, with a plain outer step; of the first gradient after it see `_sparse_loco`."""
+    ranks = [small_net() for _ in range(RANKS)]
+    optimizers = [_adamw(model) for model in ranks]
+    anchor = {name: p.detach().clone() for name, p in ranks[0].named_parameters()}
+    for step in range(int(STREAM["steps"])):
+        for rank, (model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+        exchange, rest = divmod(step, int(STREAM["every"]))
+        for name, turn in _turns(ranks[0]).items() if step and not rest else ():
+            if turn == (exchange - 1) % 2:
+                here = [dict(model.named_parameters())[name].data for model in ranks]
+                moved = [anchor[name] - x for x in here]
+                anchor[name] -= STREAM["lr"] * sum(moved) / RANKS
+                for x in here:
+                    x.copy_(anchor[name])
+        for optimizer in optimizers:
+            optimizer.step()
+    return [flat_parameters(model) for model in ranks]
+
+
+def _streaming_by_parts(rank: int) -> Tensor:
+    sync = LocalSteps(int(STREAM["every"]), outer_lr=STREAM["lr"], overlap=0)
+    options = {"sync": sync, "policy": Fixed(2), "cf_range": (2, 2), "optimizer": _adamw}
+    base = Fragments(_turns(small_net()))
+    return flat_parameters(_train(rank, int(STREAM["steps"]), base=base, **options)[0])
+
+
 def _ranks(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"demo": _demo_by_parts(rank)}
     found["sparseloco"] = _sparse_loco_by_parts(rank)
+    found["streaming"] = _streaming_by_parts(rank)
     found["l-greco"], found["choices"] = _layer_budget_by_parts(rank)
     blocks.force_device_path = True
     found["demo, device"] = _demo_by_parts(rank)
@@ -250,8 +291,9 @@ def test_each_is_its_papers() -> None:
     assert len(choices[0]) == 3
     assert all(len({*chosen.values()}) > 1 for chosen in choices[0])
     papers = {"demo": _demo(), "l-greco": _layer_budget(11, choices[0])}
-    for result, own in zip(results, _sparse_loco(), strict=True):
-        _compare(result, {**papers, "sparseloco": own})
+    own = zip(results, _sparse_loco(), _streaming(), strict=True)
+    for result, sparse_loco, streaming in own:
+        _compare(result, {**papers, "sparseloco": sparse_loco, "streaming": streaming})
 
 
 def _compare(result: dict[str, Tensor], papers: dict[str, Tensor]) -> None:
