@@ -180,14 +180,14 @@ class Controller(saved.Stateful):
         """Empty, for what a step with this plan measures."""
         requested, shadow = self.requested, not (self.forced_dense or plan.skip_gains)
         layers = requested.layers if plan.read_sum else ()
+        measured = requested.layers if plan.by_layer else ()
         peers = requested.peers if shadow else None
         return Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
             layers=len(layers),
-            by_layer={each.name: i for i, each in enumerate(requested.layers)}
-            if plan.by_layer
-            else {},
+            by_layer={each.name: i for i, each in enumerate(measured)},
+            measures=self.policy.measures if plan.measure else 0,
             sketch=0 if peers is None else WIDTH,
             updates=self.memory().handover.sends_updates,
             drift=peers is not None and len(self.numbers) > 1,

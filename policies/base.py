@@ -105,6 +105,8 @@ class Plan:
     # Measure what `send` and `probe` keep of each layer, too (`StepReport.layer_measurements`).
     # Only policies with `layerwise = True` may ask for it.
     by_layer: bool = False
+    # Call `Policy.measure` in this step.
+    measure: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ class StepReport:
     # `kept`, `error` and `total` by layer and by the CF at which that layer was sent or probed,
     # where the plan asks for them (`by_layer`). Empty if a gradient was not finite.
     layer_measurements: Mapping[str, Mapping[float, Measurement]] = field(default_factory=dict)
+    # The sums of what the policy's own `measure` has returned, where the plan asks for it. Empty if
+    # a gradient was not finite.
+    measured: Sequence[float] = field(default_factory=list)
     decode_seconds: float = nan  # decoding what was received, mean over ranks
     compute_seconds: float = nan  # forward and backward, mean over ranks. nan without a model
     # For the gain "signal". Let c be what plain error feedback would have sent in the step before
@@ -271,6 +276,7 @@ class Policy(ABC):
     shadow: bool = False  # the policy needs the steady-state gains of its candidates
     layerwise: bool = False  # plans may give single layers their own CFs
     chooses_local_steps: bool = False  # plans may set the number of local steps
+    measures: int = 0  # how many numbers `measure` returns
 
     @abstractmethod
     def start(self, context: Context) -> None:
@@ -282,6 +288,16 @@ class Policy(ABC):
 
     def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule need not look
         """Take in the statistics of the step just planned."""
+
+    def measure(self, gradients: Any) -> Any:
+        """A statistic of the policy's own. It is called in steps whose plan says `measure=True`.
+        What it returns is added up over all gradients and ranks (`StepReport.measured`): counts,
+        sums, sums of squares.
+
+        gradients: some of this rank's, a flat tensor; updates in a step that sends these. Returns a
+        tensor of `measures` numbers, where `gradients` are. It changes nothing, and reads no value
+        of a tensor (`if`, `float`): a device would have to wait for it."""
+        raise NotImplementedError(f"policy {self.name!r} must define measure()")
 
     def candidates(self) -> Sequence[float]:
         """After start(): the CFs that plans may send besides the ends of cf_range and dense."""

@@ -30,7 +30,7 @@ def _number(agree: str, host: bool = False, reported: bool = False, only: str = 
 
 def _numbers(per: str, reported: bool = False, only: str = "") -> Any:
     """Several numbers, summed over the ranks: one for each CF of the tally's "cfs" or "ladder", for
-    each of its "ranks", or as many as its "layers", "levels" or "sketch" says."""
+    each of its "ranks", or as many as its "layers", "levels", "measures" or "sketch" says."""
     metadata = {"agree": "sum", "per": per, "host": False, "reported": reported, "only": only}
     return field(default_factory=list, metadata=metadata)
 
@@ -47,7 +47,7 @@ class Tally:
     decide alike. shards: shards of each replica of the model. rank: this one. energies: the
     gradients' norm is measured in a dense step, too, that measures nothing else. known: by name,
     the numbers that the host knows. by_layer: the place of each layer, by name, whose energies at
-    each of `cfs` are measured.
+    each of `cfs` are measured. measures: how many numbers of the policy's own.
     """
 
     cfs: tuple[float, ...] = ()
@@ -66,6 +66,7 @@ class Tally:
     device: torch.device = torch.device("cpu")
     known: dict[str, float] = field(default_factory=dict)
     by_layer: Mapping[str, int] = field(default_factory=dict)
+    measures: int = 0
 
     def __post_init__(self) -> None:
         self.on_device = not is_host(self.device)
@@ -192,6 +193,8 @@ class Statistics:
     """`sum_norm` of each layer, if the step reads them."""
     layer_levels: list[float] = _numbers("levels")
     """||a||^2, ||c||^2 and ||a - c||^2 of each layer at each CF, if the step measures them."""
+    measured: list[float] = _numbers("measures")
+    """Numbers of the policy's own."""
     signal_total: float = _number("sum", reported=True, only="sketch")
     """<g_t, g_{t+1}>; this step is t + 1. `peers_total`: <g_t, g_t> of different ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")
@@ -247,6 +250,7 @@ class Statistics:
             **values,
             "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
             "means": {cf: Measurement(c, e, total, total, e, total) for cf, c, e in of_means},
+            "measured": [] if self.nonfinite else self.measured,
             "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             "grad_norm": sqrt(self.grad / tally.replicas) if 0 <= self.grad < inf else nan,
             "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,

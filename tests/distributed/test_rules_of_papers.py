@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, Fixed, LocalSteps
 from compressors.kernels import blocks
 from examples.demo_rule import DecoupledMomentum, FastComponents
+from examples.entropy_rank import EntropyRank
 from examples.layer_budget import LayerBudget
 from examples.own_memory import Decayed
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
 from examples.streaming_diloco import Fragments
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import flat_parameters, loss_of, small_net
+from tests.distributed.setting import flat_parameters, local_gradients, loss_of, small_net
 
 RANKS = 2
 LR = 0.05
@@ -274,10 +275,68 @@ def _streaming_by_parts(rank: int) -> Tensor:
     return flat_parameters(_train(rank, int(STREAM["steps"]), base=base, **options)[0])
 
 
+# -- EDGC --
+
+EDGC = {"rank": 4, "least": 1, "window": 3, "every": 1, "stride": 1}
+
+
+def _entropy_rank(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+    """Of each step this rank's gradients, and the CFs of layers."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    policy = EntropyRank(**EDGC)
+    compressor = AdaptiveCompressor("powersgd", (1, 1000), policy=policy).attach(model)
+    found = []
+    for step in range(13):
+        own = local_gradients(model, step, rank)
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        found.append((own, dict(compressor.layer_cfs)))
+        optimizer.step()
+    return found
+
+
+def _check_entropy_rank(results: Sequence[Sequence[tuple[Any, dict[str, float]]]]) -> None:
+    """Ranks follow from the entropy of all ranks' gradients in the window before, and from how much
+    random matrices lose, here of many that are drawn."""
+    shapes = {n: tuple(p.shape) for n, p in small_net().named_parameters() if p.dim() > 1}
+    draw, entropies, ranks = np.random.default_rng(0), [], set[int]()
+    lost = {}
+    seen: list[np.ndarray] = []
+    for name, shape in shapes.items():
+        drawn = draw.standard_normal((500, *shape))
+        energies = (np.linalg.svd(drawn, compute_uv=False) ** 2).mean(axis=0)
+        lost[name] = np.sqrt(np.append(energies[::-1].cumsum()[::-1], 0))
+    for step, of_ranks in enumerate(zip(*results, strict=True)):
+        assert of_ranks[0][1] == of_ranks[1][1]
+        cfs = of_ranks[0][1]
+        window = step // EDGC["window"]
+        if step % EDGC["window"] == 0:
+            if step:
+                counts = np.unique(np.frexp(np.concatenate(seen))[1], return_counts=True)
+                p = counts[1] / counts[1].sum()
+                entropies.append(-(p * np.log(p / 2.0 ** counts[0])).sum())
+            seen = []
+        seen += [g.numpy() for own, _ in of_ranks for g in own.values()]
+        for name, (n, m) in shapes.items():
+            if window == 0:
+                assert cfs.get(name, 1.0) == 1.0
+                continue
+            top = min(EDGC["rank"], n, m)
+            allowed = np.exp(entropies[0] - entropies[-1]) * lost[name][top]
+            rank = 0 if cfs[name] == 1 else round(n * m / (cfs[name] * (n + m)))
+            rank = rank or top
+            ranks.add(rank)
+            assert rank == top or lost[name][rank] <= 1.02 * allowed
+            assert rank == 1 or lost[name][rank - 1] >= 0.98 * allowed
+    assert len(ranks) > 2
+
+
 def _ranks(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"demo": _demo_by_parts(rank)}
     found["sparseloco"] = _sparse_loco_by_parts(rank)
     found["streaming"] = _streaming_by_parts(rank)
+    found["edgc"] = _entropy_rank(rank)
     found["l-greco"], found["choices"] = _layer_budget_by_parts(rank)
     blocks.force_device_path = True
     found["demo, device"] = _demo_by_parts(rank)
@@ -286,6 +345,7 @@ def _ranks(rank: int) -> dict[str, Any]:
 
 def test_each_is_its_papers() -> None:
     results = run_ranks(RANKS, _ranks, limit=150)
+    _check_entropy_rank([result.pop("edgc") for result in results])
     choices = [result.pop("choices") for result in results]
     assert choices[0] == choices[1]
     assert len(choices[0]) == 3

@@ -88,7 +88,14 @@ def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["demo_rule.py", "layer_budget.py", "sparse_loco.py", "streaming_diloco.py"]
+    "script",
+    [
+        "demo_rule.py",
+        "entropy_rank.py",
+        "layer_budget.py",
+        "sparse_loco.py",
+        "streaming_diloco.py",
+    ],
 )
 def test_a_rule_of_a_paper_trains(script: str) -> None:
     output = _run(script)
