@@ -406,6 +406,8 @@ def record_levels(
     tells nothing of the whole, the numbers of the whole stand in for its own. times: see
     `Tally.add_levels`."""
     own = energies_of(levels)
+    if tally.by_layer:
+        tally.add_layer(unit.ranges[0].part.parameter.name, own, times)
     if not tally.samples or not unit.base.sampled:
         sampled = own if tally.samples else torch.full_like(own, nan)
         tally.add_levels(own, sampled, times)

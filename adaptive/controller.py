@@ -50,10 +50,11 @@ RECORDED_EVERY = 10
 class _Pending(NamedTuple):
     """A step whose statistics are under way.
 
-    report, recorded: the parts of its report and of its record that are known already. tally,
+    report, recorded: the parts of its report and of its record that are known already. cfs, tally,
     sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies."""
 
     report: StepReport
+    cfs: StepCFs
     recorded: dict[str, Any]
     tally: Tally
     sketches: Tensor | None
@@ -141,9 +142,9 @@ class Controller(saved.Stateful):
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
-        if plan.layers and not self.policy.layerwise:
+        if (plan.layers or plan.by_layer) and not self.policy.layerwise:
             raise ValueError(
-                f"policy {self.policy.name!r} plans CFs for layers, and must say layerwise = True"
+                f"policy {self.policy.name!r} plans for layers, and must say layerwise = True"
             )
         if plan.local_steps not in (0, *self.numbers):
             raise ValueError(
@@ -179,11 +180,14 @@ class Controller(saved.Stateful):
         """Empty, for what a step with this plan measures."""
         requested, shadow = self.requested, not (self.forced_dense or plan.skip_gains)
         layers = requested.layers if plan.read_sum else ()
+        measured = requested.layers if plan.by_layer else ()
         peers = requested.peers if shadow else None
         return Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
             layers=len(layers),
+            by_layer={each.name: i for i, each in enumerate(measured)},
+            measures=self.policy.measures if plan.measure else 0,
             sketch=0 if peers is None else WIDTH,
             updates=self.memory().handover.sends_updates,
             drift=peers is not None and len(self.numbers) > 1,
@@ -249,7 +253,7 @@ class Controller(saved.Stateful):
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
-        self._pending.append(_Pending(report, recorded, tally, sketches, summed))
+        self._pending.append(_Pending(report, self.cfs, recorded, tally, sketches, summed))
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
@@ -348,7 +352,7 @@ class Controller(saved.Stateful):
     def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""
         while len(self._pending) > keep:
-            report, recorded, tally, sketches, summed = self._pending.popleft()
+            report, cfs, recorded, tally, sketches, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
             self.invalid = self.invalid or agreed.invalid > 0
@@ -360,7 +364,12 @@ class Controller(saved.Stateful):
             ranks = self.exchange.ranks
             of_layers = zip(requested.layers, agreed.layers, strict=False)  # none if not read
             norms = {layer.name: norm / ranks for layer, norm in of_layers}
-            report = replace(report, layer_norms=norms, **agreed.reported())
+            report = replace(
+                report,
+                layer_norms=norms,
+                layer_measurements=agreed.of_layers(cfs.levels),
+                **agreed.reported(),
+            )
             if tally.sharded:
                 wire = agreed.sent_bytes + report.statistics_bytes
                 timed = agreed.timed_bytes

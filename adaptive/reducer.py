@@ -193,7 +193,7 @@ class Reducer:
         parts: Sequence[Part] = ()
         not_finite: Flag = False  # gradients of this rank
         tally, memory = step.tally, self.memory
-        looked_at = tally.cfs or tally.ladder or step.on_local or send
+        looked_at = tally.cfs or tally.ladder or tally.measures or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
         if untouched and all(memory.is_empty(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan

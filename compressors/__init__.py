@@ -13,6 +13,7 @@ from compressors.base import (
     any_nonfinite,
     check_cf,
     kept,
+    split_rows,
 )
 from compressors.kernels.blocks import Selected
 from compressors.ladder import Ladder
@@ -72,6 +73,7 @@ __all__ = [
     "kept",
     "make_compressor",
     "register",
+    "split_rows",
 ]
 
 

@@ -26,28 +26,27 @@ class ChunkedTopK(Sparsifier):
 
     name = "chunked-topk"
     comparable = False  # elements of different chunks are not compared
+    exact_count = True  # always k
     CHUNK = 4096
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
         if add is not None:
             tensor.add_(add)
         numel = tensor.numel()
-        width = min(numel, max(self.CHUNK, -(-numel // max(1, k)))) or 1
-        each = k // -(-numel // width) if numel else 0  # of a chunk; all chunks together at most k
-        whole = numel // width * width
-        found = [_largest(tensor[:whole].view(-1, width), each)]
-        if whole < numel:
-            found.append(_largest(tensor[None, whole:], min(each, numel - whole)) + whole)
-        indices = torch.cat(found).sort().values
+        width = max(1, min(numel, max(self.CHUNK, -(-numel // max(1, k)))))
+        rows = max(1, -(-numel // width))
+        last = numel - (rows - 1) * width  # elements of the last chunk
+        each = -(-k // rows)
+        if each > last:  # all of the last chunk, and more of the others
+            each = -(-(k - last) // (rows - 1))
+        sizes = nn.functional.pad(tensor.abs(), (0, rows * width - numel), value=-1.0)
+        places = sizes.view(rows, width).topk(each, dim=1).indices.t()  # (each, rows)
+        places = places + torch.arange(0, rows * width, width, device=tensor.device)
+        # The largest of each chunk, then the second of each, and so on.
+        ranked = torch.cat([places[:last].flatten(), places[last:, :-1].flatten()])
+        indices = ranked[:k].sort().values
         values = tensor.index_select(0, indices)
         return Selected(indices.int(), values, tensor.double().square().sum())
-
-
-def _largest(rows: Tensor, each: int) -> Tensor:
-    """The flat positions of the `each` largest elements of every row."""
-    places = rows.abs().topk(each, dim=1, sorted=False).indices
-    first = torch.arange(len(rows), device=rows.device)[:, None] * rows.shape[1]
-    return (places + first).flatten()
 
 
 def main() -> None:

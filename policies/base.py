@@ -102,6 +102,11 @@ class Plan:
     local_steps: int = 0
     # Measure no gains of the shadow ladder in this step, and in a dense one no norm of gradients.
     skip_gains: bool = False
+    # Measure what `send` and `probe` keep of each layer, too (`StepReport.layer_measurements`).
+    # Only policies with `layerwise = True` may ask for it.
+    by_layer: bool = False
+    # Call `Policy.measure` in this step.
+    measure: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,12 @@ class StepReport:
     steady_gain: Mapping[float, float] = field(default_factory=dict)
     # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
+    # `kept`, `error` and `total` by layer and by the CF at which that layer was sent or probed,
+    # where the plan asks for them (`by_layer`). Empty if a gradient was not finite.
+    layer_measurements: Mapping[str, Mapping[float, Measurement]] = field(default_factory=dict)
+    # The sums of what the policy's own `measure` has returned, where the plan asks for it. Empty if
+    # a gradient was not finite.
+    measured: Sequence[float] = field(default_factory=list)
     decode_seconds: float = nan  # decoding what was received, mean over ranks
     compute_seconds: float = nan  # forward and backward, mean over ranks. nan without a model
     # For the gain "signal". Let c be what plain error feedback would have sent in the step before
@@ -265,6 +276,7 @@ class Policy(ABC):
     shadow: bool = False  # the policy needs the steady-state gains of its candidates
     layerwise: bool = False  # plans may give single layers their own CFs
     chooses_local_steps: bool = False  # plans may set the number of local steps
+    measures: int = 0  # how many numbers `measure` returns
 
     @abstractmethod
     def start(self, context: Context) -> None:
@@ -276,6 +288,16 @@ class Policy(ABC):
 
     def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule need not look
         """Take in the statistics of the step just planned."""
+
+    def measure(self, gradients: Any) -> Any:
+        """A statistic of the policy's own. It is called in steps whose plan says `measure=True`.
+        What it returns is added up over all gradients and ranks (`StepReport.measured`): counts,
+        sums, sums of squares.
+
+        gradients: some of this rank's, a flat tensor; updates in a step that sends these. Returns a
+        tensor of `measures` numbers, where `gradients` are. It changes nothing, and reads no value
+        of a tensor (`if`, `float`): a device would have to wait for it."""
+        raise NotImplementedError(f"policy {self.name!r} must define measure()")
 
     def candidates(self) -> Sequence[float]:
         """After start(): the CFs that plans may send besides the ends of cf_range and dense."""

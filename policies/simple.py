@@ -153,7 +153,7 @@ class Warmup(DeclaredPolicy):
         super().__post_init__()
         then = self.then or Fixed()
         self.shadow, self.layerwise = then.shadow, then.layerwise
-        self.chooses_local_steps = then.chooses_local_steps
+        self.chooses_local_steps, self.measures = then.chooses_local_steps, then.measures
 
     @classmethod
     def paper(cls, steps: int = 100, **settings: Any) -> Warmup:
@@ -207,6 +207,9 @@ class Warmup(DeclaredPolicy):
         if not self._left:
             self._then.observe(report)
         self._stages.observe(report)
+
+    def measure(self, gradients: Any) -> Any:
+        return self._then.measure(gradients)
 
     def candidates(self) -> tuple[float, ...]:
         return *self._stages.candidates(), *self._then.candidates()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from math import isfinite, nan
+from typing import Any
 
 from adaptive.exchange.strategies import Means
 from policies import DENSE, Context, Plan, Policy, StepReport
@@ -42,7 +43,7 @@ class MeansPolicy(Stateful, Policy):
     _planned: list[float] = saved([])  # CFs of means, of steps that are not observed yet
 
     def __post_init__(self) -> None:
-        for name in ("name", "gain", "shadow", "layerwise", "chooses_local_steps"):
+        for name in ("name", "gain", "shadow", "layerwise", "chooses_local_steps", "measures"):
             setattr(self, name, getattr(self.own, name))
         self._recorded: Mapping[str, float] = {}
 
@@ -93,6 +94,9 @@ class MeansPolicy(Stateful, Policy):
         told = [plan.reason, back.reason and f"means: {back.reason}"]
         return replace(plan, reason="; ".join(filter(None, told)))
 
+    def measure(self, gradients: Any) -> Any:
+        return self.own.measure(gradients)
+
     def observe(self, report: StepReport) -> None:
         planned, before = self._planned.pop(0), self._before
         now = self._before = None if report.cf in self._uncompressed else planned
@@ -113,6 +117,7 @@ class MeansPolicy(Stateful, Policy):
             measurements=report.means,
             steady_gain={cf: gain for cf, gain in gains.items() if isfinite(gain)},
             layer_norms={},
+            measured=[],
             signal={},
             signal_total=nan,
             peers={},

@@ -80,6 +80,7 @@ class RequestedStatistics:
         self._shadow: ShadowLadder | None = None
         self.layers = tuple(parameters) if policy.layerwise else ()
         """The layers whose norms are read, in the same order on every rank."""
+        self._policy = policy
         self._options = (policy.gain == "signal", whole_buckets)
         self.sums = GradientSum()
 
@@ -94,9 +95,11 @@ class RequestedStatistics:
         return None if self._shadow is None else self._shadow.peers
 
     def observe(self, bucket: Bucket, tally: Tally) -> None:
-        """Take in a bucket's local gradients."""
+        """Take in a bucket's local gradients. Those that are not finite are zero."""
         if self._shadow is not None and tally.ladder:
             self._shadow.step(bucket, tally)
+        if tally.measures:
+            tally.at("measured").add_(self._policy.measure(bucket.work))
 
     def parts(self, parameters: Collection[ModelParameter]) -> dict[str, SavedPart]:
         """The parts of a saved state, between two steps; empty where a measurement is not asked

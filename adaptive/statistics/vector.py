@@ -8,6 +8,7 @@ and NCCL rings), so every number of `Statistics` is an agreed one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite, nan, sqrt
 from typing import Any
@@ -29,7 +30,7 @@ def _number(agree: str, host: bool = False, reported: bool = False, only: str = 
 
 def _numbers(per: str, reported: bool = False, only: str = "") -> Any:
     """Several numbers, summed over the ranks: one for each CF of the tally's "cfs" or "ladder", for
-    each of its "ranks", or as many as its "layers" or "sketch" says."""
+    each of its "ranks", or as many as its "layers", "levels", "measures" or "sketch" says."""
     metadata = {"agree": "sum", "per": per, "host": False, "reported": reported, "only": only}
     return field(default_factory=list, metadata=metadata)
 
@@ -45,7 +46,8 @@ class Tally:
     gain "raw" are measured. mean_cfs: the CFs at which means are measured. ranks: all ranks that
     decide alike. shards: shards of each replica of the model. rank: this one. energies: the
     gradients' norm is measured in a dense step, too, that measures nothing else. known: by name,
-    the numbers that the host knows.
+    the numbers that the host knows. by_layer: the place of each layer, by name, whose energies at
+    each of `cfs` are measured. measures: how many numbers of the policy's own.
     """
 
     cfs: tuple[float, ...] = ()
@@ -63,11 +65,14 @@ class Tally:
     energies: bool = True
     device: torch.device = torch.device("cpu")
     known: dict[str, float] = field(default_factory=dict)
+    by_layer: Mapping[str, int] = field(default_factory=dict)
+    measures: int = 0
 
     def __post_init__(self) -> None:
         self.on_device = not is_host(self.device)
         self.sharded = self.shards > 1
         self.replicas = self.ranks // self.shards
+        self.levels = 3 * len(self.by_layer) * len(self.cfs)
         self.places: dict[str, slice] = {}
         """The place of each declared statistic in the vector."""
         end = 0
@@ -85,6 +90,11 @@ class Tally:
     def at(self, name: str) -> Tensor:
         """A view of the vector: the numbers of one statistic, to be added to in place."""
         return self.vector[self.places[name]]
+
+    def add_layer(self, layer: str, levels: Tensor, times: int = 1) -> None:
+        """Add the energies of one layer's payloads, or of a part of it, as `add_levels`."""
+        of_layer = self.at("layer_levels").view(len(self.by_layer), len(self.cfs), 3)
+        of_layer[self.by_layer[layer]].add_(levels, alpha=times)
 
     def _levels(self) -> Tensor:
         """A view of the statistics from `total` to `sample_error`."""
@@ -181,6 +191,10 @@ class Statistics:
     shadow_total: list[float] = _numbers("ladder")
     layers: list[float] = _numbers("layers")
     """`sum_norm` of each layer, if the step reads them."""
+    layer_levels: list[float] = _numbers("levels")
+    """||a||^2, ||c||^2 and ||a - c||^2 of each layer at each CF, if the step measures them."""
+    measured: list[float] = _numbers("measures")
+    """Numbers of the policy's own."""
     signal_total: float = _number("sum", reported=True, only="sketch")
     """<g_t, g_{t+1}>; this step is t + 1. `peers_total`: <g_t, g_t> of different ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")
@@ -215,7 +229,7 @@ class Statistics:
         return cls(tally, **found)
 
     def reported(self) -> dict[str, Any]:
-        """The fields of a `StepReport` that are statistics, without its `layer_norms`."""
+        """The fields of a `StepReport` that are statistics, without those by layer."""
         tally = self.tally
         values = {name: getattr(self, name) for name, each in _DECLARED.items() if each["reported"]}
         energies = {name: values.pop(name) for name in _MEASURED}
@@ -236,10 +250,24 @@ class Statistics:
             **values,
             "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
             "means": {cf: Measurement(c, e, total, total, e, total) for cf, c, e in of_means},
+            "measured": [] if self.nonfinite else self.measured,
             "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             "grad_norm": sqrt(self.grad / tally.replicas) if 0 <= self.grad < inf else nan,
             "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,
         }
+
+    def of_layers(self, cfs: Callable[[str], Sequence[float]]) -> Mapping[str, Any]:
+        """`StepReport.layer_measurements`. cfs: returns the CFs of a layer's levels."""
+        found: dict[str, dict[float, Measurement]] = {}
+        if self.nonfinite:
+            return found
+        numbers = iter(self.layer_levels)
+        for layer in self.tally.by_layer:
+            found[layer] = {}
+            for cf in cfs(layer):
+                total, kept, error = (next(numbers) for _ in range(3))
+                found[layer][cf] = Measurement(kept, error, total)
+        return found
 
 
 _DECLARED = {each.name: each.metadata for each in fields(Statistics) if each.metadata}

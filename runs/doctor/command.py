@@ -85,6 +85,7 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
     that makes the command's exit code of the script's, and says if there was too little to see."""
     from adaptive import AdaptiveCompressor
     from runs.doctor.doctor import Doctor, look_at
+    from runs.script_run import enabled_scaler, optimizers_of
 
     doctor: Doctor | None = None
     attach = AdaptiveCompressor.attach
@@ -103,8 +104,13 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
                 name = getattr(hooks[0][0], "__name__", "?")
                 print(f"doctor: the model has a hook already ({name})", file=sys.stderr)
                 raise SystemExit(2)
-            logging.getLogger("adaptive").setLevel(logging.ERROR)  # it has no optimizer
-            AdaptiveCompressor().attach(model)
+            logging.getLogger("adaptive").setLevel(logging.ERROR)  # of what it will not do
+            optimizers = optimizers_of(model)
+            AdaptiveCompressor().attach(
+                model,
+                optimizer=optimizers or None,
+                scaler=enabled_scaler() if optimizers else None,
+            )
         elif doctor.verdict is not None:
             raise SystemExit(0)
 

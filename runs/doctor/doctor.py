@@ -8,6 +8,11 @@ the last mean is there, the doctor stops its clock, lets the ranks exchange the 
 themselves, dense, and throws the rehearsed means away. So by that clock a rehearsed step lasts as
 long as a compressed one.
 
+Where compressed steps send what the optimizers' steps have done (AdamW and most others), that comes
+after backward and hides behind nothing. There the doctor has copies of parameters and optimizers
+(`Shadow`). A rehearsal ends with a step of these and its exchange, just before the script's own
+step, during which the doctor stops its clock.
+
 What was timed is all that the doctor knows of seconds (`StepTimes`). With the gains that Goodput's
 shadow ladder finds it tells which CF promises most progress a second. That one is rehearsed next,
 until no other promises more, and the verdict is about the best of those that were rehearsed. Every
@@ -29,14 +34,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from adaptive import AdaptiveCompressor
 from adaptive.config import Settings, with_ladder
 from adaptive.exchange.choice import measure_link
 from adaptive.exchange.collectives import Exchange
 from adaptive.exchange.link import LinkCost, new_future
+from adaptive.memory.handover import is_torchs_own
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import NAMED
 from adaptive.replicas import DDPReplica
@@ -69,7 +82,7 @@ WORTH = 1.05
 """A speed-up below this is no reason to compress."""
 
 DOUBT = 0.03
-"""Of an expected step time, what a rehearsal leaves out: the optimizer's part in it."""
+"""Of an expected step time, what a rehearsal leaves out: with SGD the memory's part in its step."""
 
 CORRELATED = 2.0
 """A machine that is busy in one step is so in the next ones. So the standard error of a median is
@@ -190,11 +203,12 @@ class StepTimes:
     by_cf: seconds of the dense steps and of the rehearsed ones. waits: of them a dense step waits
     for the network. span: from a dense step's first bucket to its last mean. nbytes: on the wire
     at a CF. rungs: CFs at which another compressor sends (bf16, int8, ...); uncoded: those of them
-    that need no coding.
+    that need no coding. late: the sparsifier's exchange begins after backward.
 
     At CFs of the sparsifier more bytes do not take less time. Where steps that were timed say so by
-    their noise, both count as their mean; other CFs are on the line between two that were timed. No
-    CF takes less than a dense step's work.
+    their noise, both count as their mean; other CFs are on the line between two that were timed.
+    Rungs that are coded take as long for that as those of them that were timed, on average, or the
+    sparsifier. No CF takes less than a dense step's work.
     """
 
     by_cf: Mapping[float, Sequence[float]]
@@ -203,6 +217,7 @@ class StepTimes:
     nbytes: Callable[[float], float]
     rungs: Collection[float] = ()
     uncoded: Collection[float] = ()
+    late: bool = False
 
     @property
     def dense(self) -> float:
@@ -218,18 +233,27 @@ class StepTimes:
             return self.dense
         if cf not in self.rungs:
             return max(self.work, self._on_the_line(self.nbytes(cf)))
-        if cf in self.by_cf:
-            return max(self.work, median(self.by_cf[cf]))
-        low = max(self._line)
-        coding = self._on_the_line(low) - self.work - self._exposed(low)
-        coding = 0.0 if cf in self.uncoded else max(0.0, coding)
-        return self.work + coding + self._exposed(self.nbytes(cf))
+        if cf in self.uncoded:
+            timed = self.by_cf.get(cf)
+            return max(self.work, median(timed)) if timed else self.work + self._exposed(cf)
+        return self.work + self._coding + self._exposed(cf)
 
-    def _exposed(self, nbytes: float) -> float:
-        """Seconds that a step waits for so many bytes: backward hides as much as of a dense
-        step."""
-        hidden = max(0.0, self.span - self.waits)
-        return max(0.0, self.span * nbytes / (self.nbytes(DENSE) or inf) - hidden)
+    @property
+    def _coding(self) -> float:
+        """Seconds that a rung takes for coding, beyond its exchange."""
+        rungs = [cf for cf in self.by_cf if cf in self.rungs and cf not in self.uncoded]
+        if rungs:
+            rest = fmean(median(self.by_cf[cf]) - self._exposed(cf) for cf in rungs)
+        else:
+            low = min(cf for cf in self.by_cf if cf != DENSE and cf not in self.rungs)
+            rest = self.seconds(low) - self._exposed(low, self.late)
+        return max(0.0, rest - self.work)
+
+    def _exposed(self, cf: float, late: bool = False) -> float:
+        """Seconds that a step waits for its bytes: backward hides as much as of a dense step, or
+        nothing if they are `late`."""
+        hidden = 0.0 if late else max(0.0, self.span - self.waits)
+        return max(0.0, self.span * self.nbytes(cf) / (self.nbytes(DENSE) or inf) - hidden)
 
     @property
     def _line(self) -> dict[float, float]:
@@ -320,10 +344,12 @@ class _Trial(Goodput):
         gain = self.gain_at(cf) if known else None
         return (gain or 0.0) ** self._power
 
-    def times(self, by_cf: Mapping[float, Sequence[float]], waits: float, span: float) -> StepTimes:
+    def times(
+        self, by_cf: Mapping[float, Sequence[float]], waits: float, span: float, late: bool
+    ) -> StepTimes:
         """With the bytes and the rungs of this model."""
         known = self._context
-        return StepTimes(by_cf, waits, span, known.wire_bytes, known.assumed, known.uncoded)
+        return StepTimes(by_cf, waits, span, known.wire_bytes, known.assumed, known.uncoded, late)
 
 
 def check_settings(settings: Settings) -> None:
@@ -346,27 +372,70 @@ def look_at(
     compression brings it. The model trains as plain DDP does, in these steps and after them: the
     compressor is detached, and the hook calls the doctor. On every rank (a collective).
 
+    The optimizers that `attach` was handed say whether updates are sent, and what that costs.
     steps: at least 25. tell: is called with the verdict on rank 0.
     RuntimeError unless the compressor is attached to a DDP model; ValueError for a base that is no
     sparsifier, and for local steps."""
-    replica = None if compressor.detached else compressor.running().replica
+    session = None if compressor.detached else compressor.running()
+    replica = None if session is None else session.replica
     settings = compressor._settings
-    if not isinstance(replica, DDPReplica):
+    if session is None or not isinstance(replica, DDPReplica):
         raise RuntimeError("the doctor looks at a DDP model: attach(model) first")
     checks.whole("steps", steps, least=LEAST)
     check_settings(settings)
+    optimizers = _sent(session)
     compressor.detach()
-    doctor = Doctor(settings, replica, steps, tell)
+    doctor = Doctor(settings, replica, steps, tell, optimizers)
     replica.start(doctor)
     replica.stop()  # another compressor may be attached at any time
     return doctor
 
 
+def _sent(session: Session) -> Sequence[Optimizer]:
+    """The optimizers of which the session sends what their steps have done; none of those whose
+    copies would not step as they do."""
+    of = session._averager
+    copied = all(is_torchs_own(each) and not isinstance(each, LBFGS) for each in of.optimizers)
+    whole = copied and of.scaler is None and not of.parameters.left_to_ddp
+    return of.optimizers if whole and session.memory_kind == "updates" else ()
+
+
+class Shadow:
+    """Copies of a model's parameters and of its optimizers, which rehearsals step in their place.
+
+    model: DDP of the copies, which never runs forward. Its gradients are copies of the model's."""
+
+    def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        of = [p for p in model.parameters() if p.requires_grad]
+        copies = nn.ParameterList(nn.Parameter(p.detach().clone()) for p in of)
+        self._copies: dict[Tensor, Tensor] = dict(zip(of, copies, strict=True))
+        self.model = DistributedDataParallel(
+            copies,
+            process_group=model.process_group,
+            find_unused_parameters=model.find_unused_parameters,
+        )
+        memo: dict[int, Any] = {id(p): copy for p, copy in self._copies.items()}
+        self.optimizers = deepcopy([*optimizers], memo)
+
+    def parameters(self, of: Sequence[Tensor]) -> list[Tensor]:
+        """The copies of some parameters."""
+        return [self._copies[p] for p in of]
+
+    def step(self, gradients: Sequence[tuple[Sequence[Tensor], Tensor]]) -> None:
+        """A step of the optimizers. gradients: of some copies, flat."""
+        for copies, flat in gradients:
+            for p, piece in zip(copies, flat.split([p.numel() for p in copies]), strict=True):
+                p.grad = piece.view_as(p)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 class Doctor:
     """Looks at some steps of a model in training, whose buckets it gets in a session's place.
 
-    settings: of the compressor, see `check_settings`. steps: how many. A collective. verdict: None
-    until it has seen all; from then on steps are dense.
+    settings: of the compressor, see `check_settings`. steps: how many. optimizers: of the script,
+    if compressed steps send what they have done. A collective. verdict: None until it has seen all;
+    from then on steps are dense.
     """
 
     def __init__(
@@ -375,6 +444,7 @@ class Doctor:
         replica: DDPReplica,
         steps: int = STEPS,
         tell: Callable[[Verdict], None] | None = None,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.verdict: Verdict | None = None
         self._steps, self._tell = steps, tell
@@ -385,7 +455,12 @@ class Doctor:
         self._dense_spans: list[float] = []  # from the first bucket on until the last mean is there
         self._began = self._left = self._arrived = 0.0
         self._copies: list[Future[Tensor]] = []
+        self._of_copies: list[Sequence[Tensor]] = []  # the parameters of each
+        self._watching: list[RemovableHandle] = []
         self._gradients: list[tuple[Tensor, Future[Tensor]]] = []
+        self._shadow = Shadow(replica.model, optimizers) if optimizers else None
+        self._to_step: list[tuple[Sequence[Tensor], Tensor]] = []  # the shadow's gradients
+        self._stopped_at = 0.0
         self._trial, self._link = _Trial(), LinkCost()
         base, low = deepcopy(settings.base), settings.cf_range[0]
         base = with_ladder(base, self._trial, settings.exchange, "auto", low)
@@ -400,7 +475,16 @@ class Doctor:
             debug=0,
         )
         with _quiet():
-            self._session = Session(own, replica)
+            if self._shadow is None:
+                self._session = Session(own, replica)
+            else:
+                of = DDPReplica.of(self._shadow.model, compiled=False)
+                self._session = Session(own, of, self._shadow.optimizers)
+                self._watching = [
+                    register_optimizer_step_pre_hook(self._before_step),
+                    register_optimizer_step_post_hook(self._after_step),
+                ]
+        self._own = {*optimizers}
         self._rehearsal = self._session.exchanging()
         self._names = base.rung_names
         self._low = self._session.supported(low)
@@ -437,6 +521,9 @@ class Doctor:
             self.verdict = self._conclude()
             with _quiet():
                 self._session.detach()
+            for watching in self._watching:
+                watching.remove()
+            self._shadow, self._own = None, set()
             if self._tell is not None and self._session.exchange.first:
                 self._tell(self.verdict)
         self._trial.cf = self._kind
@@ -453,8 +540,13 @@ class Doctor:
             return done
         with self._stopped():
             copy = buffer.clone()
+        of = bucket.parameters()
+        if self._shadow is not None:
+            of = self._shadow.parameters(of)
+        copied: Any = _Copied(bucket, copy, of)
         with _quiet():
-            self._copies.append(self._rehearsal.reduce(_Copied(bucket, copy)))  # type: ignore[arg-type]
+            self._copies.append(self._rehearsal.reduce(copied))
+        self._of_copies.append(copied.parameters())
         mean: Future[Tensor] = new_future(buffer.device)
         self._gradients.append((buffer, mean))
         return mean
@@ -465,8 +557,9 @@ class Doctor:
             return last
         with _quiet():
             self._copies.append(self._rehearsal.end_backward(self._copies[-1]))
-        for rehearsed in self._copies:
-            rehearsed.wait()
+        results = [rehearsed.wait() for rehearsed in self._copies]
+        if self._shadow is not None:
+            self._to_step = [*zip(self._of_copies, results[:-1], strict=True)]
         exchange = self._session.exchange
         with self._stopped():
             means = [_dense_mean(exchange, each) for each, _ in self._gradients]
@@ -475,8 +568,22 @@ class Doctor:
             exchange.take_traffic()
             # Some ranks are through earlier than others, by what queues on the way hold.
             dist.barrier(group=exchange.everyone)
-        self._copies, self._gradients = [], []
+        self._copies, self._of_copies, self._gradients = [], [], []
         return last
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """In a rehearsal the shadow steps in the place of the script's optimizers."""
+        if optimizer not in self._own or self._kind == DENSE:
+            return
+        to_step, self._to_step = self._to_step, []
+        if to_step and self._shadow is not None:
+            with _quiet():
+                self._shadow.step(to_step)
+        self._stop()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in self._own and self._kind != DENSE:
+            self._go_on()
 
     @property
     def _kind(self) -> float:
@@ -498,14 +605,19 @@ class Doctor:
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:
-        device = self._session.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        self._stop()
         yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._paused += time.perf_counter() - began
+        self._go_on()
+
+    def _stop(self) -> None:
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)
+        self._stopped_at = time.perf_counter()
+
+    def _go_on(self) -> None:
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)
+        self._paused += time.perf_counter() - self._stopped_at
 
     def _has_arrived(self, future: Future[Tensor]) -> Tensor:
         self._arrived = self._clock()
@@ -529,7 +641,7 @@ class Doctor:
         # The rank that waits least waits for the network alone.
         waits = median(self._agreed(self._dense_waits, least=True))
         span = median(self._agreed(self._dense_spans, least=True))
-        return self._trial.times(by_cf, waits, span)
+        return self._trial.times(by_cf, waits, span, self._shadow is not None)
 
     def _choose(self) -> None:
         """The CF to rehearse next, on what is known by now; only agreed numbers decide."""
@@ -554,6 +666,7 @@ class _Copied:
 
     of: Any
     copy: Tensor
+    copies: Sequence[Tensor]
 
     def index(self) -> int:
         return int(self.of.index())
@@ -562,7 +675,7 @@ class _Copied:
         return self.copy
 
     def parameters(self) -> list[Tensor]:
-        return list(self.of.parameters())
+        return list(self.copies)
 
 
 def _error(seconds: Sequence[float]) -> float:

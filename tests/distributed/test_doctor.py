@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,9 +23,11 @@ from adaptive.exchange.link import LinkCost
 from adaptive.exchange.two_level import VARIABLE
 from policies import DENSE
 from runs.doctor.doctor import (
+    DENSE_STEPS,
     DOUBT,
     LEAST,
     LEVEL,
+    WARM,
     WORTH,
     StepTimes,
     Verdict,
@@ -53,6 +56,7 @@ def _train(rank: int, kind: str, visit: bool) -> tuple[list[Tensor], Any]:
         compressor = AdaptiveCompressor(cf_range=(4, 40), policy="goodput")
         compressor.attach(model, optimizer=optimizer)
         doctor = look_at(compressor, LEAST, told.append)
+        shadow = doctor._shadow
     generator = torch.Generator().manual_seed(rank)
     for _ in range(LEAST + MORE):
         inputs = torch.randn(8, 12, generator=generator)
@@ -62,6 +66,14 @@ def _train(rank: int, kind: str, visit: bool) -> tuple[list[Tensor], Any]:
         optimizer.zero_grad()
     verdict = None if doctor is None else doctor.verdict
     assert len(told) == (visit and rank == 0)
+    if visit:
+        assert (shadow is not None) == (kind == "adamw")
+    if visit and shadow is not None:  # its steps were those of rehearsals, alike on all ranks
+        for p in shadow.model.parameters():
+            assert shadow.optimizers[0].state[p]["step"] == LEAST - WARM - 2 * DENSE_STEPS
+            mean = p.detach().clone()
+            dist.all_reduce(mean)
+            assert torch.allclose(mean / dist.get_world_size(), p, rtol=1e-5, atol=1e-6)
     return [p.detach() for p in model.parameters()], verdict
 
 
@@ -212,6 +224,7 @@ RUNGS = {2.0: 0.99, 4.0: 0.98, 8.0: 0.98}
     share=st.floats(0.0, 1.0),
     hidden=st.floats(0.0, 1.0),
     power=st.floats(0.1, 1.0),
+    late=st.booleans(),
 )
 def test_a_verdict_never_contradicts_its_own_table(
     dense: list[float],
@@ -220,12 +233,13 @@ def test_a_verdict_never_contradicts_its_own_table(
     share: float,
     hidden: float,
     power: float,
+    late: bool,
 ) -> None:
     """Whatever was timed: one model, in which more bytes take no less time, tells what is best."""
     waits = share * median(dense)
     span = waits + hidden * (median(dense) - waits)
     by_cf = {DENSE: dense, **others, 10.0: low}
-    times = StepTimes(by_cf, waits, span, lambda cf: 1e6 / cf, RUNGS, {2.0})
+    times = StepTimes(by_cf, waits, span, lambda cf: 1e6 / cf, RUNGS, {2.0}, late)
 
     def progress(cf: float) -> float:
         return RUNGS.get(cf, cf ** (-1 / 10)) ** power
@@ -233,6 +247,7 @@ def test_a_verdict_never_contradicts_its_own_table(
     found = conclude(times, progress, [*LADDER, *RUNGS], "{:g}".format, 2, LinkCost())
     expected = [found.expected[cf] for cf in LADDER]
     assert all(more >= less - 1e-9 for more, less in pairwise(expected))
+    assert found.expected[4.0] >= found.expected[8.0] - 1e-9  # coded alike
     assert all(seconds >= found.compute - 1e-9 for seconds in found.expected.values())
     dense_seconds = found.dense_seconds
     assert found.speedup == pytest.approx(dense_seconds / found.expected[found.best])
@@ -251,3 +266,8 @@ def test_a_rung_that_was_not_rehearsed_waits_for_its_bytes_and_codes_as_the_spar
     assert times.seconds(2.0) == pytest.approx(0.2 + 0.3)  # half the span, of which 0.2 is hidden
     assert times.seconds(4.0) == pytest.approx(0.2 + 0.05 + 0.15)
     assert times.seconds(20.0) == pytest.approx(0.35 - 0.135 * 0.05 / 0.09)
+    late = replace(times, late=True)  # of the sparsifier's step at CF 10 0.1 is its exchange's
+    assert late.seconds(4.0) == pytest.approx(0.2 + 0.05 + 0.05)
+    timed = replace(times, by_cf={**by_cf, 8.0: [0.3] * 4})
+    assert timed.seconds(8.0) == pytest.approx(0.3)
+    assert timed.seconds(4.0) == pytest.approx(0.3 + 0.05)

@@ -87,6 +87,22 @@ def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
     assert re.search(r"step \d+: CF .* -> .*: ", output)
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "demo_rule.py",
+        "entropy_rank.py",
+        "layer_budget.py",
+        "sparse_loco.py",
+        "streaming_diloco.py",
+    ],
+)
+def test_a_rule_of_a_paper_trains(script: str) -> None:
+    output = _run(script)
+    assert float(re.findall(r"loss ([0-9.]+)", output)[0]) < 2.1  # log(16) = 2.8 knows nothing
+    assert _wire_factor(output) > 5
+
+
 @needs("torchft")
 def test_replicas_of_torchft_learn() -> None:
     output = _run("torchft_ddp.py", "--steps", "20")

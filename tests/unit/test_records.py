@@ -51,6 +51,8 @@ def _record(step: int, cf: float = 10.0) -> StepRecord:
         dense_wire_bytes=4000.0,
         steady_gain={cf: 0.5},
         layer_norms={"fc.weight": 0.25},
+        measured=[3.0, 0.0],
+        layer_measurements={"fc.weight": {10.0: Measurement(2.0, 1.0, 3.0)}},
         signal={cf: -0.1},
         signal_total=-0.2,
     )
@@ -424,7 +426,8 @@ def test_whatever_is_in_a_file_what_is_read_has_sense(
             assert not report.wire_bytes < 0
             assert all(0 < cf < 2**54 for cf in (*report.measurements, *report.steady_gain))
             numbers = asdict(report)
-            flat = [v for v in numbers.values() if not isinstance(v, dict)]
+            flat = [v for v in numbers.values() if not isinstance(v, dict | list)]
+            flat += numbers["measured"]
             assert all(isinstance(v, (int, float)) and abs(v) != float("inf") for v in flat)
         assert all(isfinite(event.cf) and event.cf >= 1 for event in recorded.events)
         keep_before(path, 2)

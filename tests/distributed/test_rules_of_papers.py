@@ -1,0 +1,363 @@
+"""Rules of other papers, made of public parts (examples/), are what their papers say: real ranks
+train as a plain loop of the paper's equations does, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Fixed, LocalSteps
+from compressors.kernels import blocks
+from examples.demo_rule import DecoupledMomentum, FastComponents
+from examples.entropy_rank import EntropyRank
+from examples.layer_budget import LayerBudget
+from examples.own_memory import Decayed
+from examples.own_sparsifier import ChunkedTopK
+from examples.sparse_loco import TwoMeans
+from examples.streaming_diloco import Fragments
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import flat_parameters, local_gradients, loss_of, small_net
+
+RANKS = 2
+LR = 0.05
+ATOL = 1e-11
+
+
+def _gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
+    """Of each parameter, by rank, where all ranks stand alike."""
+    ps = [*model.parameters()]
+    return [[*torch.autograd.grad(loss_of(model, step, rank), ps)] for rank in range(RANKS)]
+
+
+def _train(rank: int, steps: int, optimizer: Any = None, **options: Any) -> Any:
+    """A model that is trained by these options, and its compressor."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)  # several buckets
+    made = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else optimizer(model)
+    compressor = AdaptiveCompressor(**options).attach(model)
+    for step in range(steps):
+        made.zero_grad()
+        loss_of(model, step, rank).backward()
+        made.step()
+    return model, compressor
+
+
+# -- DeMo --
+
+DEMO = {"chunk": 4, "decay": 0.9, "cf": 5.0, "steps": 6}
+
+
+def _cosine(k: int, n: int, of: int) -> float:
+    """The value of the k-th function of the orthonormal DCT-II at place n of so many."""
+    return np.cos(np.pi * (2 * n + 1) * k / (2 * of)) * np.sqrt((1 if k == 0 else 2) / of)
+
+
+def _fast(m: np.ndarray) -> np.ndarray:
+    """The largest DCT coefficients of each chunk of a matrix, transformed back."""
+    sides = [next(s for s in (4, 2, 1) if n % s == 0) for n in m.shape]
+    (a, b), q = sides, np.zeros_like(m)
+    kept = max(1, int(a * b / DEMO["cf"]))
+    for i in range(0, m.shape[0], a):
+        for j in range(0, m.shape[1], b):
+            waves = {
+                (u, v): np.array(
+                    [[_cosine(u, y, a) * _cosine(v, x, b) for x in range(b)] for y in range(a)]
+                )
+                for u in range(a)
+                for v in range(b)
+            }
+            chunk = m[i : i + a, j : j + b]
+            of = {wave: float((chunk * values).sum()) for wave, values in waves.items()}
+            for wave in sorted(of, key=lambda each: -abs(of[each]))[:kept]:
+                q[i : i + a, j : j + b] += of[wave] * waves[wave]
+    return q
+
+
+def _demo() -> Tensor:
+    """Algorithm 1 with the sign, decoupled weight decay included."""
+    model = small_net()
+    ps = [*model.parameters()]
+    momenta = [[np.zeros(p.shape) for p in ps] for _ in range(RANKS)]
+    for step in range(int(DEMO["steps"])):
+        grads = _gradients(model, step)
+        for i, p in enumerate(ps):
+            mean = np.zeros(p.shape)
+            for rank in range(RANKS):
+                m = DEMO["decay"] * momenta[rank][i] + grads[rank][i].numpy()
+                q = _fast(m.reshape(len(m), -1) if m.ndim > 1 else m[None]).reshape(m.shape)
+                momenta[rank][i], mean = m - q, mean + q / RANKS
+            with torch.no_grad():
+                p.sub_(LR * (torch.from_numpy(np.sign(mean)) + 0.1 * p))
+    return flat_parameters(model)
+
+
+def _with_decay(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.1)
+
+
+def _demo_by_parts(rank: int) -> Tensor:
+    rule = {"base": FastComponents(4), "memory": DecoupledMomentum(DEMO["decay"])}
+    cf = DEMO["cf"]
+    options = {"policy": Fixed(cf), "cf_range": (cf, cf), "optimizer": _with_decay}
+    return flat_parameters(_train(rank, int(DEMO["steps"]), **rule, **options)[0])
+
+
+# -- L-GreCo --
+
+BUDGET = {"cf": 5.0, "cfs": (2.0, 5.0, 10.0, 20.0), "interval": 4, "window": 2, "parts": 100_000}
+
+
+class _Remembering(LayerBudget):
+    """Remembers what it has chosen."""
+
+    def _chosen(self, errors: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
+        self.choices = [*getattr(self, "choices", ()), super()._chosen(errors)]
+        return self.choices[-1]
+
+
+def _largest(x: Tensor, cf: float) -> Tensor:
+    """Top-k by the paper."""
+    indices = x.abs().topk(max(1, int(x.numel() / cf))).indices
+    return torch.zeros_like(x).index_copy_(0, indices, x[indices])
+
+
+def _layer_budget(steps: int, choices: Sequence[Mapping[str, float]]) -> Tensor:
+    """Layers at the CFs that were chosen, each of which must be the best of all choices there are:
+    the fewest elements with an error of no more than that of one CF for all."""
+    model, cfs = small_net(), [*BUDGET["cfs"]]
+    ps = dict(model.named_parameters())
+    waiting = [{name: torch.zeros(p.numel()).double() for name, p in ps.items()} for _ in range(2)]
+    now, chosen = dict.fromkeys(ps, BUDGET["cf"]), iter(choices)
+    errors: dict[str, np.ndarray] = {}
+    kept = {name: np.array([max(1, int(p.numel() / cf)) for cf in cfs]) for name, p in ps.items()}
+    for step in range(steps):
+        if step % BUDGET["interval"] == BUDGET["window"]:
+            now = next(chosen)
+            of_best = np.inf
+            budget = sum(of[cfs.index(BUDGET["cf"])] for of in errors.values())
+            for picks in product(range(len(cfs)), repeat=len(ps)):
+                at = [*zip(ps, picks, strict=True)]
+                if sum(errors[name][i] for name, i in at) <= budget:
+                    of_best = min(of_best, sum(kept[name][i] for name, i in at))
+            ours = [(name, cfs.index(now[name])) for name in ps]
+            assert sum(kept[name][i] for name, i in ours) == of_best
+            assert sum(errors[name][i] for name, i in ours) <= budget
+        if step % BUDGET["interval"] == 0:
+            errors = {name: np.zeros(len(cfs)) for name in ps}
+        of_ranks = _gradients(model, step)
+        for name, *grads in zip(ps, *of_ranks, strict=True):
+            mean = torch.zeros(ps[name].numel()).double()
+            for kept_back, grad in zip(waiting, grads, strict=True):
+                a = kept_back[name] + grad.flatten()
+                errors[name] += [float((a - _largest(a, cf)).square().sum()) for cf in cfs]
+                kept_back[name] = a - _largest(a, now[name])
+                mean += _largest(a, now[name]) / RANKS
+            with torch.no_grad():
+                ps[name].sub_(mean.view_as(ps[name]), alpha=LR)
+    return flat_parameters(model)
+
+
+def _layer_budget_by_parts(rank: int) -> tuple[Tensor, list[Mapping[str, float]]]:
+    policy = _Remembering(**BUDGET)
+    options = {"base": "topk+fp32", "cf_range": (2, 20), "policy": policy, "memory": "residual"}
+    return flat_parameters(_train(rank, 11, **options)[0]), policy.choices
+
+
+# -- SparseLoCo --
+
+LOCO = {"every": 3, "cf": 16.0, "decay": 0.95, "steps": 13}
+CHUNK = 64
+
+
+class _Small(ChunkedTopK):
+    """Several chunks a tensor of small tensors."""
+
+    CHUNK = CHUNK
+
+
+def _two_bits(e: Tensor) -> Tensor:
+    """The largest of each chunk, each by its sign and one of two magnitudes."""
+    total = max(1, int(e.numel() / LOCO["cf"]))
+    width = min(e.numel(), max(CHUNK, -(-e.numel() // total)))
+    ranked = []
+    for start in range(0, e.numel(), width):
+        order = e[start : start + width].abs().argsort(descending=True)
+        ranked += [(rank, start, start + int(i)) for rank, i in enumerate(order)]
+    sent = torch.zeros_like(e)
+    for _, _, i in sorted(ranked)[:total]:
+        sent[i] = e[i]
+    magnitudes = sent[sent != 0].abs()
+    for kind in (magnitudes > magnitudes.mean(), magnitudes <= magnitudes.mean()):
+        magnitudes = torch.where(kind, magnitudes[kind].sum() / kind.sum().clamp(min=1), magnitudes)
+    sent[sent != 0] = magnitudes * sent[sent != 0].sign()
+    return sent
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _sparse_loco() -> list[Tensor]:
+    """Algorithm 1. As everywhere in this library the gradient of a round's first step is of where
+    the rank stood: the exchange goes on meanwhile."""
+    ranks = [small_net() for _ in range(RANKS)]
+    optimizers = [_adamw(model) for model in ranks]
+    anchor = [p.detach().flatten().clone() for p in ranks[0].parameters()]
+    waiting = [[torch.zeros_like(a) for a in anchor] for _ in ranks]
+    for step in range(int(LOCO["steps"])):
+        for rank, (model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+        if step and step % LOCO["every"] == 0:
+            for i, a in enumerate(anchor):
+                mean = torch.zeros_like(a)
+                for model, errors in zip(ranks, waiting, strict=True):
+                    moved = a - [*model.parameters()][i].detach().flatten()
+                    e = LOCO["decay"] * errors[i] + moved
+                    errors[i], mean = e - _two_bits(e), mean + _two_bits(e) / RANKS
+                anchor[i] = a - mean
+            for model in ranks:
+                for p, a in zip(model.parameters(), anchor, strict=True):
+                    p.data.copy_(a.view_as(p))
+        for optimizer in optimizers:
+            optimizer.step()
+    return [flat_parameters(model) for model in ranks]
+
+
+def _sparse_loco_by_parts(rank: int) -> Tensor:
+    sync = LocalSteps(int(LOCO["every"]), overlap=0)
+    options = {"sync": sync, "memory": Decayed(LOCO["decay"]), "optimizer": _adamw}
+    options |= {"policy": Fixed(LOCO["cf"]), "base": _Small(values=TwoMeans())}
+    return flat_parameters(_train(rank, int(LOCO["steps"]), **options)[0])
+
+
+# -- Streaming DiLoCo --
+
+STREAM = {"every": 2, "lr": 0.7, "steps": 13}
+
+
+def _turns(model: nn.Module) -> dict[str, int]:
+    """Layers 0, 2 and 4 are fragments 0, 1 and 0."""
+    return {name: int(name[0]) // 2 % 2 for name, _ in model.named_parameters()}
+
+
+def _streaming() -> list[Tensor]:
+    """Algorithm 1, with a plain outer step; of the first gradient after it see `_sparse_loco`."""
+    ranks = [small_net() for _ in range(RANKS)]
+    optimizers = [_adamw(model) for model in ranks]
+    anchor = {name: p.detach().clone() for name, p in ranks[0].named_parameters()}
+    for step in range(int(STREAM["steps"])):
+        for rank, (model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+        exchange, rest = divmod(step, int(STREAM["every"]))
+        for name, turn in _turns(ranks[0]).items() if step and not rest else ():
+            if turn == (exchange - 1) % 2:
+                here = [dict(model.named_parameters())[name].data for model in ranks]
+                moved = [anchor[name] - x for x in here]
+                anchor[name] -= STREAM["lr"] * sum(moved) / RANKS
+                for x in here:
+                    x.copy_(anchor[name])
+        for optimizer in optimizers:
+            optimizer.step()
+    return [flat_parameters(model) for model in ranks]
+
+
+def _streaming_by_parts(rank: int) -> Tensor:
+    sync = LocalSteps(int(STREAM["every"]), outer_lr=STREAM["lr"], overlap=0)
+    options = {"sync": sync, "policy": Fixed(2), "cf_range": (2, 2), "optimizer": _adamw}
+    base = Fragments(_turns(small_net()))
+    return flat_parameters(_train(rank, int(STREAM["steps"]), base=base, **options)[0])
+
+
+# -- EDGC --
+
+EDGC = {"rank": 4, "least": 1, "window": 3, "every": 1, "stride": 1}
+
+
+def _entropy_rank(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+    """Of each step this rank's gradients, and the CFs of layers."""
+    model = DDP(small_net(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    policy = EntropyRank(**EDGC)
+    compressor = AdaptiveCompressor("powersgd", (1, 1000), policy=policy).attach(model)
+    found = []
+    for step in range(13):
+        own = local_gradients(model, step, rank)
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        found.append((own, dict(compressor.layer_cfs)))
+        optimizer.step()
+    return found
+
+
+def _check_entropy_rank(results: Sequence[Sequence[tuple[Any, dict[str, float]]]]) -> None:
+    """Ranks follow from the entropy of all ranks' gradients in the window before, and from how much
+    random matrices lose, here of many that are drawn."""
+    shapes = {n: tuple(p.shape) for n, p in small_net().named_parameters() if p.dim() > 1}
+    draw, entropies, ranks = np.random.default_rng(0), [], set[int]()
+    lost = {}
+    seen: list[np.ndarray] = []
+    for name, shape in shapes.items():
+        drawn = draw.standard_normal((500, *shape))
+        energies = (np.linalg.svd(drawn, compute_uv=False) ** 2).mean(axis=0)
+        lost[name] = np.sqrt(np.append(energies[::-1].cumsum()[::-1], 0))
+    for step, of_ranks in enumerate(zip(*results, strict=True)):
+        assert of_ranks[0][1] == of_ranks[1][1]
+        cfs = of_ranks[0][1]
+        window = step // EDGC["window"]
+        if step % EDGC["window"] == 0:
+            if step:
+                counts = np.unique(np.frexp(np.concatenate(seen))[1], return_counts=True)
+                p = counts[1] / counts[1].sum()
+                entropies.append(-(p * np.log(p / 2.0 ** counts[0])).sum())
+            seen = []
+        seen += [g.numpy() for own, _ in of_ranks for g in own.values()]
+        for name, (n, m) in shapes.items():
+            if window == 0:
+                assert cfs.get(name, 1.0) == 1.0
+                continue
+            top = min(EDGC["rank"], n, m)
+            allowed = np.exp(entropies[0] - entropies[-1]) * lost[name][top]
+            rank = 0 if cfs[name] == 1 else round(n * m / (cfs[name] * (n + m)))
+            rank = rank or top
+            ranks.add(rank)
+            assert rank == top or lost[name][rank] <= 1.02 * allowed
+            assert rank == 1 or lost[name][rank - 1] >= 0.98 * allowed
+    assert len(ranks) > 2
+
+
+def _ranks(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"demo": _demo_by_parts(rank)}
+    found["sparseloco"] = _sparse_loco_by_parts(rank)
+    found["streaming"] = _streaming_by_parts(rank)
+    found["edgc"] = _entropy_rank(rank)
+    found["l-greco"], found["choices"] = _layer_budget_by_parts(rank)
+    blocks.force_device_path = True
+    found["demo, device"] = _demo_by_parts(rank)
+    return found
+
+
+def test_each_is_its_papers() -> None:
+    results = run_ranks(RANKS, _ranks, limit=150)
+    _check_entropy_rank([result.pop("edgc") for result in results])
+    choices = [result.pop("choices") for result in results]
+    assert choices[0] == choices[1]
+    assert len(choices[0]) == 3
+    assert all(len({*chosen.values()}) > 1 for chosen in choices[0])
+    papers = {"demo": _demo(), "l-greco": _layer_budget(11, choices[0])}
+    own = zip(results, _sparse_loco(), _streaming(), strict=True)
+    for result, sparse_loco, streaming in own:
+        _compare(result, {**papers, "sparseloco": sparse_loco, "streaming": streaming})
+
+
+def _compare(result: dict[str, Tensor], papers: dict[str, Tensor]) -> None:
+    for name, parameters in result.items():
+        paper = papers[name.partition(",")[0]]
+        off = float((parameters - paper).abs().max())
+        assert off < ATOL, (name, off)
