@@ -22,7 +22,9 @@ from adaptive import (
 )
 from adaptive.pace import Pace
 from adaptive.timeline.recorder import SafeTimeline
-from policies.base import GainKind
+from adaptive.timeline.tensorboard import write_scalars
+from policies.base import DENSE, GainKind
+from policies.words import in_short, named
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
 from runs.parser import UsageError
@@ -63,6 +65,7 @@ class Logbook(Timeline):
         self._board: TensorBoardTimeline | None = None
         self._sinks = SafeTimeline()
         self._dropped: set[str] = set()
+        self._rungs: Mapping[float, str] = {}
         self._handler = _Handler(self)
         logging.getLogger("adaptive").addHandler(self._handler)
         logging.getLogger("adaptive").propagate = False
@@ -99,6 +102,7 @@ class Logbook(Timeline):
     # -- the compressor's timeline -------------------------------------------------------------
 
     def start(self, header: Header) -> None:
+        self._rungs = header.rungs
         if not self.muted:
             self._sinks.start(header)
 
@@ -112,7 +116,10 @@ class Logbook(Timeline):
             return
         self._sinks.event(event)
         if event.cf != event.cf_before:
-            self.announce(f"step {event.step}: {event.reason or 'switch'}")
+            verdict = "" if self.last is None else self.last.verdict  # it was told already
+            why = in_short(event.reason, verdict)
+            cf = named(event.cf, self._rungs)
+            self.announce(f"step {event.step}: {cf}{': ' if why else ''}{why}")
 
     def announce(self, text: str) -> None:
         """Tell whoever is watching of a switch or an evaluation."""
@@ -150,6 +157,9 @@ class Logbook(Timeline):
         steps of a run without a compressor were."""
         pace = plain if self.last is None else self.last.pace
         self._metric(done - 1, "loss", loss, "train/loss")
+        if self._writer is not None and self.config.policy == "off":  # a row of the CF timeline
+            plain_ddp = {"cf/sent": DENSE, "time/total": plain.all_seconds}
+            self._try(EVENTS, write_scalars, self._writer, plain_ddp, done - 1)
         self.progress.update(done, loss, self.last, pace.steps_per_second)
 
     def evaluated(

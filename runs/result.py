@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -267,7 +268,7 @@ def ending(
         note = f" ({emulated(config)})" if config.network else ""
         of = summary.local_steps / max(1, summary.steps)
         rounds = f", in rounds of {of:.3g} steps" if in_rounds else ""
-        parts += [f"  CF history{rounds}{note}", _history(result["cf_history"])]
+        parts += [f"  CF history{rounds}{note}", _history(result["cf_history"], summary.rungs)]
         parts += [f"  summary of one worker{note}", indent(summary.table(), "    ")]
     parts += [faint(f"  note: {note}") for note in notes]
     look = f"a page of them: python -m runs report {config.log_dir}"
@@ -284,16 +285,17 @@ def ending(
     return parts
 
 
-def _history(history: list[dict[str, Any]]) -> Table:
-    """A line for each stretch of steps at one CF; the middle of a long history is left out."""
+def _history(history: list[dict[str, Any]], rungs: Mapping[float, str]) -> Table:
+    """A line for each stretch of steps at one CF; the middle of a long history is left out. Why
+    each began was told when it did."""
     rows = [
-        ("steps", f"{part['first']} to", f"{part['last']}", named(part["cf"]), part["reason"])
+        ("steps", f"{part['first']} to", f"{part['last']}", named(part["cf"], rungs))
         for part in history
     ]
     if len(rows) > SHOWN:
         left_out = len(rows) - SHOWN + 1
-        rows[3 : 3 + left_out] = [("...", "", "", "", f"{left_out} more, in {RESULT_FILE} ...")]
-    return table([""] * 5, rows, left=(0, 3, 4), indent=4)
+        rows[3 : 3 + left_out] = [("...", "", "", f"{left_out} more, in {RESULT_FILE} ...")]
+    return table([""] * 4, rows, left=(0, 3), indent=4)
 
 
 def _summary(summary: Summary) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_interrupted_and_resumed_equals_straight_under_torchrun(
 
     folder = tmp_path / "stopped"
     stopped = start(*TRAIN, *options, "--log-dir", folder)
-    stopped.until(lambda: "step 10: scale up" in stopped.err)
+    stopped.until(lambda: "step 10: CF 10" in stopped.err)
     stopped.interrupt()
     assert stopped.end() == 130, stopped.err
     assert "Traceback" not in stopped.err
