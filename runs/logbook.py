@@ -27,6 +27,7 @@ from policies.base import DENSE, GainKind
 from policies.words import in_short, named
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.expression import PLAIN
 from runs.parser import UsageError
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before, read_header
@@ -87,7 +88,7 @@ class Logbook(Timeline):
             self._try(name, keep_before, config.folder / name, first)
         self._try(METRICS_FILE, self._open_metrics)
         self._try(EVENTS, self._open_events)
-        if config.policy != "off":
+        if config.policy != PLAIN:
             if TIMELINE_FILE not in self._dropped:
                 path = config.folder / TIMELINE_FILE
                 self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
@@ -147,7 +148,7 @@ class Logbook(Timeline):
         if self._metrics is not None:
             self._try(METRICS_FILE, self._metrics.flush)
             self._try(METRICS_FILE, os.stat, self._metrics.name)  # somebody may have removed it
-        if self.last is not None and self.config.policy != "off":
+        if self.last is not None and self.config.policy != PLAIN:
             self._try(TIMELINE_FILE, os.stat, self.config.folder / TIMELINE_FILE)
 
     # -- the run's own numbers -----------------------------------------------------------------
@@ -157,7 +158,7 @@ class Logbook(Timeline):
         steps of a run without a compressor were."""
         pace = plain if self.last is None else self.last.pace
         self._metric(done - 1, "loss", loss, "train/loss")
-        if self._writer is not None and self.config.policy == "off":  # a row of the CF timeline
+        if self._writer is not None and self.config.policy == PLAIN:  # a row of the CF timeline
             plain_ddp = {"cf/sent": DENSE, "time/total": plain.all_seconds}
             self._try(EVENTS, write_scalars, self._writer, plain_ddp, done - 1)
         self.progress.update(done, loss, self.last, pace.steps_per_second)
@@ -239,4 +240,4 @@ def emulated(config: TrainConfig) -> str:
 
 def gain_kind(config: TrainConfig) -> GainKind:
     """The gain that the policy decides on."""
-    return build_policy(config).gain if config.policy != "off" else "gradient"
+    return build_policy(config).gain if config.policy != PLAIN else "gradient"
