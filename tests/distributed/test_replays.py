@@ -109,7 +109,8 @@ def test_the_command_says_the_reasons_of_the_record(
     *reasons, last = said.splitlines()
     assert last == f"{STEPS} of {STEPS} steps; the record is followed whole"
     _, record = recorded["gravac"]
-    assert reasons == [f"step {event.step}: {event.reason}" for event in record.events]
+    told = "\n".join(f"step {event.step}: {event.reason}" for event in record.events)
+    assert reasons == told.splitlines()
 
 
 def test_the_header_tells_what_the_record_rests_on(
