@@ -141,7 +141,10 @@ class Gossip(Synchronisation):
         named_one = isinstance(of, str)
         of = checks.one_of("topology", of, TOPOLOGIES) if named_one else check_matrices(of)
         object.__setattr__(self, "topology", of)
-        if not isinstance(self.algorithm, GossipRule):
+        if not isinstance(self.algorithm, GossipRule | str):
+            accepted = f"one of {', '.join(ALGORITHMS)}, or a GossipRule made"
+            raise TypeError(f"algorithm must be {accepted}, got {self.algorithm!r}")
+        if isinstance(self.algorithm, str):
             checks.one_of("algorithm", self.algorithm, ALGORITHMS)
         object.__setattr__(self, "every", checks.whole("every", self.every, least=1))
         if self.consensus_step is not None:
