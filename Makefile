@@ -4,6 +4,7 @@
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one).
 # make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
+# make docs: the site of docs/, with the API's docstrings, in site/.
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/research/reliability.md's table.
 # make fuzz: random configurations held to invariants (make long-test: 60 of them, always the same).
 PYTHON ?= python3
@@ -16,7 +17,7 @@ OLDEST_TORCH := 2.6.0
 OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
 	as_they_are saved_forms compatibility compile wrappers nonfinite
 
-.PHONY: demo test long-test browser-test gpu-test oldest-test soak fuzz faults lint bench clean
+.PHONY: demo test long-test browser-test gpu-test oldest-test soak fuzz faults lint docs bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -65,6 +66,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A warning of MkDocs, such as a link that leads nowhere, is an error (strict in mkdocs.yml).
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 bench: $(STAMP)
 	$(BIN)/python -m runs bench
 
@@ -83,4 +89,4 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $(OLDEST)/installed
 
 clean:
-	rm -rf $(VENV) $(OLDEST) logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) logs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

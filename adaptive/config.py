@@ -27,6 +27,7 @@ from compressors.base import Spec
 from compressors.quantizers import Quantizer
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Accordion, Fixed, Goodput, Policy, Schedule, Warmup, checks
+from policies.words import rung_named
 
 GranularityName = Literal["auto", "layer", "bucket"]
 GRANULARITIES: tuple[GranularityName, ...] = get_args(GranularityName)
@@ -102,7 +103,7 @@ def with_ladder(
 def below_range(base: Compressor) -> str:
     """The rungs of a ladder, which are candidates beside dense and cf_range, in words; else ""."""
     rungs = base.rungs if isinstance(base, Ladder) else {}
-    return ", ".join(f"{rung.name} at CF {cf:g}" for cf, rung in rungs.items())
+    return ", ".join(rung_named(rung.name, cf) for cf, rung in rungs.items())
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:

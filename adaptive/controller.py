@@ -33,7 +33,7 @@ from adaptive.timeline.recorder import Recorder
 from adaptive.timeline.records import Event
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
-from policies.words import named
+from policies.words import in_short, named
 
 log = logging.getLogger("adaptive")
 
@@ -299,18 +299,20 @@ class Controller(saved.Stateful):
 
     def explain(self, detail: bool = False) -> str:
         """Whether compression is worth it; the CF, since when and why; the policy's verdict.
-        detail: also the numbers of the policy's rule."""
+        detail: also the arithmetic behind the last switch, and the numbers of the policy's rule."""
         step, reason = self._last_switch
         if self.too_small:
             return TOO_SMALL
-        lines = [self.summary().headline]
-        cf = named(self.cf)
+        summary, verdict = self.summary(), self.policy.verdict()
+        cf, why = named(self.cf, summary.rungs), in_short(reason, verdict)
+        cf += ", gain assumed" if self.cf in summary.rungs else ""
         cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
-        lines += [f"{cf} since step {step}" + (f": {reason}" if reason else "")]
+        lines = [summary.headline, f"{cf} since step {step}" + (why and f": {why}")]
+        lines += reason.split("\n")[1:] if detail else []
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense from now on"])
         lines += self.policy.notes()
-        lines += [self.policy.verdict()] if self.policy.verdict() else []
+        lines += [verdict] if verdict else []
         numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
         if detail and numbers:
             lines += [f"numbers of the rule: {', '.join(numbers)}"]

@@ -1,5 +1,5 @@
 """What importing the library does first: it refuses folders of a project that take the place of
-its packages, and makes its warnings visible in a script that has set up no logging."""
+its packages, and puts the library's name before the lines of its log."""
 
 from __future__ import annotations
 
@@ -27,24 +27,11 @@ def _check() -> None:
             )
 
 
-class Fallback(logging.Handler):
-    """A handler that prints to stderr, with the library's name in front, if nobody else handles a
-    record of this logger. Python's own handler leaves the name out."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter("adaptive: %(message)s"))
-        self._logger = logger
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logger: logging.Logger | None = self._logger
-        while logger is not None:
-            if any(each is not self for each in logger.handlers):
-                return
-            logger = logger.parent if logger.propagate else None
-        print(self.format(record), file=sys.stderr, flush=True)
+def name_first(record: logging.LogRecord) -> bool:
+    """A filter: every line of this logger begins with its name, whatever the script's format."""
+    record.msg = f"adaptive: {record.msg}"
+    return True
 
 
 _check()
-_logger = logging.getLogger("adaptive")
-_logger.addHandler(Fallback(_logger))
+logging.getLogger("adaptive").addFilter(name_first)

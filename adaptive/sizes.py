@@ -154,6 +154,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         world_size=sizes.world_size,
         supported=sizes.supported,
         assumed=base.known_gains,
+        rungs=base.rung_names,
         uncoded=frozenset(cf for cf, rung in base.rungs.items() if rung.sent_as_dense),
         unknown=frozenset(base.rungs.keys() - base.known_gains.keys()),
         wire_bytes=sizes.wire_bytes,

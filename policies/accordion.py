@@ -8,9 +8,9 @@ from math import inf, isfinite, nan, prod
 from typing import Any
 
 from policies import checks
-from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, change, setting
+from policies.base import DENSE, Context, DeclaredPolicy, Plan, StepReport, setting
 from policies.state import Stateful, saved
-from policies.words import percent
+from policies.words import joined, percent
 
 KEPT = 1 / 0.99, 10.0
 """The authors' CFs for top-k: 99% and 10% of the elements are kept."""
@@ -218,7 +218,6 @@ class Accordion(DeclaredPolicy):
         )
 
     def observe(self, report: StepReport) -> None:
-        before, _ = self._send()
         dropped = self._watch_learning_rate(report.lr)
         read = isfinite(report.sum_norm) or bool(report.layer_norms)
         twice = self._unread < min(LATE, self.interval - 1)
@@ -227,10 +226,9 @@ class Accordion(DeclaredPolicy):
         self._unread = 0 if read else self._unread + 1
         self._step = (self._step + 1) % self.interval
         falls = self._step == 0 and self._end_interval()
-        why = "; ".join(filter(None, (dropped or detected, FALLS if falls else "")))
         if self._step == 0 or self.epoch is not None:  # as published the next detection judges
             self._dropped = False
-        self._reason = change(before, self._send()[0], why) if why else ""
+        self._reason = joined(dropped or detected, FALLS if falls else "")
 
     def _watch_learning_rate(self, lr: float) -> str:
         """Make all regimes critical if the learning rate has dropped. Returns why if one was not
@@ -244,7 +242,7 @@ class Accordion(DeclaredPolicy):
         quiet = [regime for regime in self._regimes.values() if not regime.critical]
         for regime in quiet:
             regime.critical = True
-        return f"critical regime, learning rate dropped, {before:.4g} -> {lr:.4g}" if quiet else ""
+        return f"critical regime: learning rate {before:.4g} -> {lr:.4g}" if quiet else ""
 
     def _end_interval(self) -> bool:
         """Whether the learning rate is seen to fall all the time, for the first time."""
@@ -265,7 +263,7 @@ class Accordion(DeclaredPolicy):
                 told = f"{name}: {numbers}" if self.per_layer else numbers
                 (begun if regime.critical else over).append(told)
         changes = {"critical regime": begun, "critical regime over": over}
-        return "; ".join(f"{what}, {_listed(which)}" for what, which in changes.items() if which)
+        return joined(*(f"{what}\n{_listed(which)}" for what, which in changes.items() if which))
 
     def candidates(self) -> tuple[float, ...]:
         dense = {DENSE} if self._vectors else set()

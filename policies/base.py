@@ -38,6 +38,8 @@ class Context:
     cf_range: tuple[float, float]  # smallest and largest CF that may be sent besides dense
     world_size: int
     supported: Callable[[float], float] = float  # the nearest CF that the compressor can do
+    # Names of the compressors at CFs whose gains are assumed: {8: "int4"}.
+    rungs: Mapping[float, str] = field(default_factory=dict)
     # Assumed gains by CF, of hooks of other libraries and of quantizers below the range. The shadow
     # ladder cannot measure these gains. The CFs are candidates as well.
     assumed: Mapping[float, float] = field(default_factory=dict)
@@ -88,7 +90,9 @@ class Plan:
 
     send: float  # the CF. 1 is dense
     probe: tuple[float, ...] = ()  # CFs to measure without sending them, also while dense is sent
-    reason: str = ""  # why it differs from the plan before, in words and numbers. "": no difference
+    # Why it differs from the plan before: a first line to be read, and in further lines the
+    # arithmetic behind it. "": no difference.
+    reason: str = ""
     accumulate: bool = False  # keep the sum of the decoded mean gradients (as large as the model)
     local_sum: bool = False  # keep the sum of each rank's local gradients instead
     # Put the norm of that sum into this step's report, and start a new sum. With `layerwise = True`
@@ -392,15 +396,6 @@ class DeclaredPolicy(Stateful, Policy):
                     f"loaded with the same, here it is {now!r}"
                 )
         super().load_state_dict(state)
-
-
-def change(old: float, new: float, why: str) -> str:
-    """The reason of a plan whose CF goes from `old` to `new`."""
-    if old == new:
-        return why
-    if new == DENSE:
-        return f"back to dense from CF {old:.4g}: {why}"
-    return f"scale {'up' if new > old else 'down'} {old:.4g} -> {new:.4g}: {why}"
 
 
 def counted_steps(number: int) -> str:

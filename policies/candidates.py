@@ -88,7 +88,7 @@ class CandidateStatistics(Stateful):
         now, then = self.time.measured(chosen), self.time.measured(beside)
         if now is None:
             return ""
-        told = f"; {seconds_in_words(now)} a step"
+        told = f"{seconds_in_words(now)} a step"
         return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
 
     def costs_of(self, cf: float, here: float) -> str:
@@ -113,9 +113,9 @@ class CandidateStatistics(Stateful):
         if gain > dense * seconds or gain * max(sent) > dense:
             return ""
         return (
-            f"even with nothing on the wire a step would take {seconds_in_words(seconds)}, at a "
-            f"gain of {gain:.4g}: {progress(gain / seconds / dense, 'dense')}, "
-            f"{seconds_in_words(1 / dense)} a step"
+            f"even with nothing on the wire no CF makes more progress a second\n"
+            f"a step would take {seconds_in_words(seconds)}, at a gain of {gain:.4g}: "
+            f"{progress(gain / seconds / dense, 'dense')}, {seconds_in_words(1 / dense)} a step"
         )
 
 
@@ -147,12 +147,12 @@ def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> 
             return DENSE, f"CF {best:g}, the best, makes {progress(t_comp[best] / dense, 'dense')}"
         t_comp = {cf: value for cf, value in t_comp.items() if value > dense}
     kept, *larger = sorted(t_comp)
-    found = f"CF {kept:g} makes the most progress a second"
+    found = "the most progress a second"
     for cf in larger:
         lost = abs(t_comp[cf] - t_comp[kept]) / t_comp[kept] if t_comp[kept] > 0 else inf
         if lost <= omega:
             found = f"CF {cf:g} makes {progress(t_comp[cf] / t_comp[kept], named(kept))}"
             found += f", and up to {percent(omega)} (omega) counts as none"
         elif t_comp[cf] > t_comp[kept]:
-            kept, found = cf, f"CF {cf:g} makes the most progress a second"
+            kept, found = cf, "the most progress a second"
     return kept, found

@@ -48,7 +48,6 @@ from policies.base import (
     GainKind,
     Plan,
     StepReport,
-    change,
     counted_steps,
     setting,
 )
@@ -57,7 +56,7 @@ from policies.local_gain import LocalGain
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import require, saved
 from policies.step_time import STRIDE_STEPS, StepTime
-from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
+from policies.words import bytes_in_words, joined, named, percent, progress, seconds_in_words
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
@@ -326,11 +325,10 @@ class Goodput(DeclaredPolicy):
             return
         why = f"local steps {here} -> {goal}: "
         if here in promised:
-            gained = progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
-            why += f"exchanging every {counted_steps(goal)} promises {gained}"
+            why += progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
         else:
             why += self._too_late()
-        self._reason = "; ".join(filter(None, (why, self._reason)))
+        self._reason = joined(why, self._reason)
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since = goal, 0
         self._filling, self._unmeasured = self._steps, 0
@@ -342,13 +340,13 @@ class Goodput(DeclaredPolicy):
         return "dense is right: no CF promises more progress a second" if sends_dense else ""
 
     def _beside(self, cf: float, promised: Mapping[float, float]) -> str:
-        """What another CF promises beside the CF in use, in words: the numbers that make up T_comp,
-        the bytes, and by how much more it had to promise."""
+        """What another CF promises beside the CF in use, in words; then the numbers that make up
+        T_comp, the bytes, and by how much more it had to promise."""
         here, steps = self._send, self._local_steps if len(self._numbers) > 1 else None
         now, then = self._time.seconds(here, steps), self._time.seconds(cf, steps)
         if here not in promised or now is None or then is None:
-            return "promises progress, where nothing is known of " + named(here)
-        told = f"promises {progress(promised[cf] / promised[here], named(here))}"
+            return "promises progress, where nothing is known of " + self._named(here)
+        told = progress(promised[cf] / promised[here], self._named(here))
         unit = "a round" if self._local_steps > 1 else "a step"
         sent = bytes_in_words(1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan))
         gains = [self.gain_at(each) or nan for each in (cf, here)]
@@ -363,12 +361,15 @@ class Goodput(DeclaredPolicy):
         else:
             rule = "of a smaller CF no more is asked"
         seconds = f"{seconds_in_words(then, 3)} {unit} instead of {seconds_in_words(now, 3)}"
-        return f"{told} ({seconds}, {sent}, gain {gain} instead of {other}; {rule})"
+        return f"{told}\n{seconds}, {sent}, gain {gain} instead of {other}; {rule}"
+
+    def _named(self, cf: float) -> str:
+        return named(cf, self._context.rungs)
 
     def _too_late(self) -> str:
         """Why the CF in use may be sent no longer, in words."""
         alike = counted_steps(self._lateness.alike)
-        late = f"what {named(self._send)} does not send would wait too long"
+        late = f"what {self._named(self._send)} does not send would wait too long"
         return f"{late} beside {alike} at about this learning rate"
 
     def _check_loaded(self) -> None:
@@ -416,11 +417,11 @@ class Goodput(DeclaredPolicy):
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
         late = not self._allowed(self._send, self._local_steps)
-        why = self._too_late() if late else f"{named(best)} {self._beside(best, promised)}"
+        why = self._too_late() if late else self._beside(best, promised)
         goal = self._time.within_reach(best, self._send, (DENSE, *self._candidates))
         if goal != best:
-            why = f"on the way to {named(best)}: {why}"
-        self._reason = "; ".join(filter(None, (change(self._send, goal, why), self._reason)))
+            why = f"on the way to {self._named(best)}: {why}"
+        self._reason = joined(why, self._reason)
         start = origin if self._striding and best != origin else self._send
         self._striding = goal != best
         self._came_from = None if goal in self._time.timed() else start

@@ -20,13 +20,13 @@ from policies.base import (
     GainKind,
     Plan,
     StepReport,
-    change,
     setting,
 )
 from policies.candidates import CandidateStatistics, choose, loses_no_gain
 from policies.ladder import SCALINGS, ScalingName
 from policies.send_rule import Level, SendRule
 from policies.state import require, saved
+from policies.words import in_short, joined
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -179,7 +179,7 @@ class GraVAC(DeclaredPolicy):
         if not why and self._probe != probed:
             listed = ", ".join(f"{cf:g}" for cf in self._probe or probed)
             why = f"looks {'again' if self._probe else 'no longer'} at the gains of CF {listed}"
-        self._reason = change(sent, self._send, "; ".join(filter(None, (why, costs, basis))))
+        self._reason = joined(why and f"{why}\n{costs}".rstrip(), basis)
 
     # Exploring: a window of steps for dense, for the floor, and for each candidate
 
@@ -256,7 +256,7 @@ class GraVAC(DeclaredPolicy):
             return self._floor, f"no CF has both gain >= epsilon {epsilon:g} and a step time"
         dense = self._statistics.t_sys(DENSE) if self._dense_may_win else None
         chosen, why = choose(t_comp, dense, self.omega)
-        return chosen, f"{why}{self._statistics.times_of(chosen, max(t_comp))}"
+        return chosen, f"{why}\n{self._statistics.times_of(chosen, max(t_comp))}".rstrip()
 
     def _choose(self, chosen: float, why: str) -> str:
         """Send this CF, as far as the send rule allows, or dense; returns why."""
@@ -265,11 +265,11 @@ class GraVAC(DeclaredPolicy):
             self._floor = self._ladder[0]
         if chosen == DENSE:
             self._rule.enter(Level.DENSE)
-            self._verdict = f"GraVAC stays dense: {why}"
-            return why
+            self._verdict = f"GraVAC stays dense: {in_short(why)}"
+            return f"settled; {why}"
         self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
-        self._verdict = f"GraVAC settled on CF {chosen:g}: {why}"
-        return f"settled, {why}"
+        self._verdict = f"GraVAC settled on CF {chosen:g}: {in_short(why)}"
+        return f"settled; {why}"
 
     def _step_choice(self) -> str:
         """Returns why the plan changes, "" if it does not."""
@@ -282,11 +282,9 @@ class GraVAC(DeclaredPolicy):
         self._statistics.forget_times()
         if self.as_published:
             return
-        sent = self._send
         self._statistics.keep_only(())
         self._explore()
-        why = "explores again, the number of ranks has changed"
-        self._reason = change(sent, self._send, why)
+        self._reason = "explores again, the number of ranks has changed"
 
     # What it says of itself
 

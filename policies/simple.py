@@ -18,7 +18,6 @@ from policies.base import (
     Plan,
     Policy,
     StepReport,
-    change,
     setting,
 )
 from policies.state import saved
@@ -105,8 +104,7 @@ class Schedule(DeclaredPolicy):
 
     def plan(self) -> Plan:
         before, now = self._at(max(0, self.step - 1)), self._at(self.step)
-        why = f"the schedule has CF {now:g} from step {self.step}"
-        return Plan(now, reason="" if now == before else change(before, now, why))
+        return Plan(now, reason="" if now == before else "scheduled")
 
     def observe(self, report: StepReport) -> None:
         self.step += 1
@@ -201,7 +199,7 @@ class Warmup(DeclaredPolicy):
         if self._stages.step > self.steps * self.stages:
             return plan
         # The other policy does not know which CF was sent before.
-        return replace(plan, reason=change(self._stages.plan().send, plan.send, "warm-up is over"))
+        return replace(plan, reason="warm-up is over")
 
     def observe(self, report: StepReport) -> None:
         if not self._left:

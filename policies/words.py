@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 
 from policies.base import DENSE
 
 
-def named(cf: float) -> str:
-    """ "dense" for CF 1, else "CF 20"."""
+def named(cf: float, rungs: Mapping[float, str] | None = None) -> str:
+    """ "dense" for CF 1, "int4 (CF 8)" for a CF of `rungs` (names of compressors), else "CF 20"."""
+    if rungs and cf in rungs:
+        return rung_named(rungs[cf], cf)
     return "dense" if cf == DENSE else f"CF {cf:.4g}"
 
 
 def rung_named(name: str, cf: float) -> str:
     """A rung of the ladder, by its compressor: "int4 (CF 8)"."""
     return f"{name} (CF {cf:g})"
+
+
+def in_short(reason: str, verdict: str = "") -> str:
+    """The first line of a reason, without its arithmetic, and without what the verdict says."""
+    parts = reason.partition("\n")[0].split("; ")
+    return "; ".join(part for part in parts if part not in verdict)
+
+
+def joined(*reasons: str) -> str:
+    """Several reasons as one: their first lines, then the arithmetic of each. Empty ones are left
+    out."""
+    parts = [reason.partition("\n") for reason in reasons if reason]
+    arithmetic = [detail for _, _, detail in parts if detail]
+    return "\n".join(["; ".join(short for short, _, _ in parts), *arithmetic])
 
 
 def percent(share: float) -> str:

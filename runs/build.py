@@ -26,7 +26,7 @@ from adaptive import (
 from adaptive.sync.options import Synchronisation
 from policies import DENSE
 from runs.config import TrainConfig
-from runs.expression import OFF, made_from, policy_from
+from runs.expression import PLAIN, made_from, policy_from
 from runs.modelled_clock import ModelledClock, ServerSpec
 from runs.options import check_optimizer
 from runs.parser import UsageError, option
@@ -86,7 +86,7 @@ def _rungs(config: TrainConfig) -> Collection[float]:
 
 def sends_dense(config: TrainConfig) -> bool:
     """It sends everything uncompressed, all along and on purpose."""
-    if config.policy == OFF or config.base == "none":
+    if config.policy == PLAIN or config.base == "none":
         return True
     try:
         policy = policy_from(config.policy)
@@ -276,7 +276,7 @@ def check(config: TrainConfig) -> None:
 def check_compression(config: TrainConfig) -> None:
     """The part of `check` that reads no data."""
     try:
-        if config.policy != OFF:
+        if config.policy != PLAIN:
             build_compressor(config)
     except (ValueError, TypeError) as error:
         raise UsageError(_with_option(str(error))) from error

@@ -26,7 +26,8 @@ examples:
   python -m runs train --network 100mbit --steps 500
       the same as if the workers were joined by 100 Mbit/s (emulated): compression pays
   python -m runs train --cf 100
-      one compression factor all along; --policy off is plain DDP without the library
+      one compression factor all along; --policy dense sends everything, and --policy ddp is
+      plain DDP without the library
   python -m runs train --model gpt --optimizer adamw --warmup 30 --lr-schedule cosine --clip-grad 1
       as people train transformers: betas 0.9 0.95, weight decay 0.1
   python -m runs train --task cifar10 --data DIR --model resnet20 --policy accordion

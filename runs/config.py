@@ -8,7 +8,7 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-from runs.expression import OFF
+from runs.expression import PLAIN
 from runs.fields import Fields, Limits
 from runs.files import read_json, write_json
 from runs.parser import words_of
@@ -35,8 +35,8 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
     """The settings of one run of `python -m runs train` or `simulate`; None takes the default of
     the task or library.
 
-    policy: by name or as Python writes it (runs/expression.py), "off" is plain DDP without a
-    hook. base: None only with policy "off". fixed_clock: of `simulate`, its step seconds.
+    policy: by name or as Python writes it (runs/expression.py), "ddp" is plain DDP without a
+    hook. base: None only with policy "ddp". fixed_clock: of `simulate`, its step seconds.
     simulated: by `simulate`, all workers in one process.
     coding_by_cf: with fixed_clock, (CF, nanoseconds a gradient element) of compressing and
     decoding: `coding`, or what was measured on the machine (runs/coding.py).
@@ -44,7 +44,7 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
     netlab: the options of the lab that it runs in, if it runs in one: real links of some rate.
     script: of a script of the user's own in the task's place, its path and its arguments. It has
     steps, an optimizer and a model of its own; base is None where it has its own, too, and policy
-    "off" leaves it as it is. digest: of the script's text.
+    "ddp" leaves it as it is. digest: of the script's text.
     """
 
     simulated: bool = False
@@ -67,7 +67,7 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
     @property
     def contender(self) -> str:
         """As `compare` takes it: what is not the script's own."""
-        if self.policy == OFF:
+        if self.policy == PLAIN:
             return OWN
         given = {each.name: getattr(self, each.name) for each in fields(Compressing)}
         keys = [

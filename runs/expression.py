@@ -23,8 +23,11 @@ from policies import Policy
 from policies.checks import nearest
 
 EXAMPLE = "Warmup(steps=50, then=GraVAC(window=20))"
-OFF = "off"
+PLAIN = "ddp"
 """In a policy's place: plain DDP, without the library."""
+
+WHOLE = "dense"
+"""In a policy's place: the library's hook, which sends everything."""
 
 SHOWN = 200
 """Characters of a policy that an error repeats."""
@@ -111,10 +114,10 @@ def policy_name(text: str) -> str:
     """The name of the policy: `gravac` of GraVAC(window=5); a class of the user's own is called by
     its own name. ValueError if the library has no policy of a name that stands alone."""
     if is_name(text):
-        if text not in (*BY_NAME, OFF):
+        if text not in (*BY_NAME, PLAIN):
             raise ValueError(
-                f"policy must be one of {', '.join(BY_NAME)}, {OFF}, or as in {EXAMPLE}; got "
-                f"{_shown(text)}{nearest(text, (*BY_NAME, OFF))}"
+                f"policy must be one of {', '.join(BY_NAME)}, {WHOLE}, {PLAIN}, or as in "
+                f"{EXAMPLE}; got {_shown(text)}{nearest(text, (*BY_NAME, WHOLE, PLAIN))}"
             )
         return text
     head = _without_module(text.partition("(")[0].strip())

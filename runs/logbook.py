@@ -22,9 +22,12 @@ from adaptive import (
 )
 from adaptive.pace import Pace
 from adaptive.timeline.recorder import SafeTimeline
-from policies.base import GainKind
+from adaptive.timeline.tensorboard import write_scalars
+from policies.base import DENSE, GainKind
+from policies.words import in_short, named
 from runs.build import build_policy
 from runs.config import CONFIG_FILE, TrainConfig
+from runs.expression import PLAIN
 from runs.parser import UsageError
 from runs.progress import Progress
 from runs.records import METRICS_FILE, TIMELINE_FILE, keep_before, read_header
@@ -63,6 +66,7 @@ class Logbook(Timeline):
         self._board: TensorBoardTimeline | None = None
         self._sinks = SafeTimeline()
         self._dropped: set[str] = set()
+        self._rungs: Mapping[float, str] = {}
         self._handler = _Handler(self)
         logging.getLogger("adaptive").addHandler(self._handler)
         logging.getLogger("adaptive").propagate = False
@@ -84,7 +88,7 @@ class Logbook(Timeline):
             self._try(name, keep_before, config.folder / name, first)
         self._try(METRICS_FILE, self._open_metrics)
         self._try(EVENTS, self._open_events)
-        if config.policy != "off":
+        if config.policy != PLAIN:
             if TIMELINE_FILE not in self._dropped:
                 path = config.folder / TIMELINE_FILE
                 self._sinks.sinks.append(JSONLTimeline(path, append=first > 0))
@@ -99,6 +103,7 @@ class Logbook(Timeline):
     # -- the compressor's timeline -------------------------------------------------------------
 
     def start(self, header: Header) -> None:
+        self._rungs = header.rungs
         if not self.muted:
             self._sinks.start(header)
 
@@ -112,7 +117,10 @@ class Logbook(Timeline):
             return
         self._sinks.event(event)
         if event.cf != event.cf_before:
-            self.announce(f"step {event.step}: {event.reason or 'switch'}")
+            verdict = "" if self.last is None else self.last.verdict  # it was told already
+            why = in_short(event.reason, verdict)
+            cf = named(event.cf, self._rungs)
+            self.announce(f"step {event.step}: {cf}{': ' if why else ''}{why}")
 
     def announce(self, text: str) -> None:
         """Tell whoever is watching of a switch or an evaluation."""
@@ -140,7 +148,7 @@ class Logbook(Timeline):
         if self._metrics is not None:
             self._try(METRICS_FILE, self._metrics.flush)
             self._try(METRICS_FILE, os.stat, self._metrics.name)  # somebody may have removed it
-        if self.last is not None and self.config.policy != "off":
+        if self.last is not None and self.config.policy != PLAIN:
             self._try(TIMELINE_FILE, os.stat, self.config.folder / TIMELINE_FILE)
 
     # -- the run's own numbers -----------------------------------------------------------------
@@ -150,6 +158,9 @@ class Logbook(Timeline):
         steps of a run without a compressor were."""
         pace = plain if self.last is None else self.last.pace
         self._metric(done - 1, "loss", loss, "train/loss")
+        if self._writer is not None and self.config.policy == PLAIN:  # a row of the CF timeline
+            plain_ddp = {"cf/sent": DENSE, "time/total": plain.all_seconds}
+            self._try(EVENTS, write_scalars, self._writer, plain_ddp, done - 1)
         self.progress.update(done, loss, self.last, pace.steps_per_second)
 
     def evaluated(
@@ -229,4 +240,4 @@ def emulated(config: TrainConfig) -> str:
 
 def gain_kind(config: TrainConfig) -> GainKind:
     """The gain that the policy decides on."""
-    return build_policy(config).gain if config.policy != "off" else "gradient"
+    return build_policy(config).gain if config.policy != PLAIN else "gradient"

@@ -60,6 +60,20 @@ def check_ours() -> None:
             )
 
 
+def check_beside(script: str) -> None:
+    """UsageError if a script would get this library's package where it imports its own of that
+    name, from beside it: these commands have imported theirs by then."""
+    beside, here = Path(__file__).parents[1], Path(script).resolve().parent
+    for name in (*OURS, "runs"):
+        for own in (here / name / "__init__.py", here / f"{name}.py"):
+            if own.exists() and here != beside:
+                raise UsageError(
+                    f"-- {script}: {own} is in the way: the script would get this library's "
+                    f"package {name!r} in its place; accepted: another name for it, or a package "
+                    f"around it"
+                )
+
+
 def _importable(name: str) -> bool:
     try:
         return find_spec(name) is not None

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from runs.config import TrainConfig
-from runs.expression import OFF, policy_from, policy_name, with_arguments
+from runs.expression import PLAIN, WHOLE, policy_from, policy_name, with_arguments
 from runs.metric import parse_metric
+from runs.needs import check_beside
 from runs.netlab.lab import Lab
 from runs.parser import UsageError, option, shown
 from runs.settings import WITH_BETAS, WITH_MOMENTUM, Compressing
@@ -47,6 +48,13 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     """The configuration of a new run. What is no setting of a run is an argument of its policy.
     UsageError for settings that do not go together."""
     given = of_script(given) if given.get("script") else given
+    if given.get("policy") == WHOLE:
+        if given.get("base", "none") != "none":
+            raise UsageError(
+                f"--base {given['base']} is for the other policies; --policy {WHOLE} sends "
+                f"everything as it is"
+            )
+        given = {**given, "policy": "fixed", "base": "none"}
     made = {name: value for name, value in given.items() if name in CONFIG_OPTIONS}
     arguments = {name: value for name, value in given.items() if name not in CONFIG_OPTIONS}
     policy = made.get("policy") or policy_for(given)
@@ -59,7 +67,7 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
         made["exchange"] = "all_reduce" if made.get("base") == "none" else "sharded"
     _check_together(name, {**arguments, **made})
     made = {**_of_policy(made["policy"]), **made}
-    if name == OFF or made.get("script"):
+    if name == PLAIN or made.get("script"):
         made.setdefault("base", None)
     for several in ("cf_range", "betas", "lr_drop"):
         if isinstance(made.get(several), list):
@@ -94,6 +102,7 @@ def with_script(given: Mapping[str, Any]) -> dict[str, Any]:
         text = Path(words[0]).read_bytes()
     except OSError as error:
         raise UsageError(f"-- {words[0]}: {error.strerror}; accepted: a script") from error
+    check_beside(words[0])
     digest = hashlib.sha256(text).hexdigest()[:16]
     return {**given, "script": tuple(words), "digest": digest}
 
@@ -148,7 +157,7 @@ def _coding(config: TrainConfig) -> tuple[tuple[float, float], ...]:
 
 def _of_policy(policy: str) -> dict[str, Any]:
     """The settings that belong to a policy (`Policy.compression`), for the record of the run."""
-    if policy == OFF:
+    if policy == PLAIN:
         return {}
     try:
         return dict(policy_from(policy).compression)
@@ -177,20 +186,20 @@ def _check_together(policy: str, given: Mapping[str, Any]) -> None:
     def told(name: str) -> str:
         return f"{option(name)} {shown(given[name])}"
 
-    if policy == OFF and given.get("script") and "network" in given:
+    if policy == PLAIN and given.get("script") and "network" in given:
         raise UsageError(
             f"{told('network')}: is emulated by the library's hook, which a script that stays as "
             f"it is need not have; accepted: netlab"
         )
-    if "ddp_hook" in given and policy != OFF:
-        raise UsageError(f"{told('ddp_hook')} is for --policy off, got --policy {policy}")
+    if "ddp_hook" in given and policy != PLAIN:
+        raise UsageError(f"{told('ddp_hook')} is for --policy {PLAIN}, got --policy {policy}")
     if "cf" in given and policy != "fixed":
         raise UsageError(f"{told('cf')} is for --policy fixed, got --policy {policy}")
     for name in HOOK_OPTIONS:
-        if name in given and policy == OFF:
+        if name in given and policy == PLAIN:
             raise UsageError(
-                f"{told(name)} needs the library's hook, which --policy off leaves out; accepted: "
-                f"any other --policy (fixed with --cf 1 for a dense run)"
+                f"{told(name)} needs the library's hook, which --policy {PLAIN} leaves out; "
+                f"accepted: any other --policy ({WHOLE}: it sends everything)"
             )
     if policy == "fixed" and "cf_range" in given:
         raise UsageError(f"{told('cf_range')} is for the other policies; --policy fixed takes --cf")

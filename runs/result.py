@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from adaptive import LinkSpec, Summary
 from policies.words import named
 from runs.build import sends_dense
 from runs.config import TrainConfig
-from runs.expression import OFF, policy_from, policy_name
+from runs.expression import PLAIN, policy_from, policy_name
 from runs.files import known, write_json
 from runs.logbook import Logbook, emulated
 from runs.modelled_clock import ServerSpec
@@ -51,7 +52,7 @@ SHOWN = 12
 def title(config: TrainConfig) -> str:
     """The run in one line."""
     how = f"{config.policy} over {config.base or 'its own base'}"
-    if config.policy == OFF:
+    if config.policy == PLAIN:
         hook = config.ddp_hook
         how = f"DDP with PyTorch's {hook} hook" if hook else "plain DDP, no hook"
         how = "as it is" if config.script else how
@@ -79,7 +80,7 @@ def is_dense(config: TrainConfig) -> bool:
     """Every step exchanges all of every gradient, and its mean moves the model: what compression is
     compared with. Not so gossip, local steps and delayed means, whatever they send."""
     alike = config.sync in (None, "EveryStep()") and config.ddp_hook is None
-    alike = alike and not (config.script and config.policy == OFF)  # that has its own
+    alike = alike and not (config.script and config.policy == PLAIN)  # that has its own
     return alike and sends_dense(config)
 
 
@@ -160,7 +161,7 @@ def save_result(
         notes.append(f"no CF history: {error}")
     notes += [recorded.damage] if recorded.damage else []
     exchanges = outcome.summary.steps
-    if config.policy != "off" and len(recorded.steps) < exchanges:
+    if config.policy != PLAIN and len(recorded.steps) < exchanges:
         notes.append(f"{TIMELINE_FILE} has {len(recorded.steps)} of {exchanges} steps")
     result = make_result(config, outcome, logbook.evaluations, recorded)
     unsaved = []
@@ -194,7 +195,7 @@ def make_result(
     }
     return {
         "title": title(config),
-        "headline": None if config.policy == "off" else outcome.summary.headline,
+        "headline": None if config.policy == PLAIN else outcome.summary.headline,
         "steps": outcome.steps_done,
         "resumed_at": outcome.first_step,
         "interrupted": outcome.interrupted,
@@ -267,7 +268,7 @@ def ending(
         note = f" ({emulated(config)})" if config.network else ""
         of = summary.local_steps / max(1, summary.steps)
         rounds = f", in rounds of {of:.3g} steps" if in_rounds else ""
-        parts += [f"  CF history{rounds}{note}", _history(result["cf_history"])]
+        parts += [f"  CF history{rounds}{note}", _history(result["cf_history"], summary.rungs)]
         parts += [f"  summary of one worker{note}", indent(summary.table(), "    ")]
     parts += [faint(f"  note: {note}") for note in notes]
     look = f"a page of them: python -m runs report {config.log_dir}"
@@ -284,16 +285,17 @@ def ending(
     return parts
 
 
-def _history(history: list[dict[str, Any]]) -> Table:
-    """A line for each stretch of steps at one CF; the middle of a long history is left out."""
+def _history(history: list[dict[str, Any]], rungs: Mapping[float, str]) -> Table:
+    """A line for each stretch of steps at one CF; the middle of a long history is left out. Why
+    each began was told when it did."""
     rows = [
-        ("steps", f"{part['first']} to", f"{part['last']}", named(part["cf"]), part["reason"])
+        ("steps", f"{part['first']} to", f"{part['last']}", named(part["cf"], rungs))
         for part in history
     ]
     if len(rows) > SHOWN:
         left_out = len(rows) - SHOWN + 1
-        rows[3 : 3 + left_out] = [("...", "", "", "", f"{left_out} more, in {RESULT_FILE} ...")]
-    return table([""] * 5, rows, left=(0, 3, 4), indent=4)
+        rows[3 : 3 + left_out] = [("...", "", "", f"{left_out} more, in {RESULT_FILE} ...")]
+    return table([""] * 4, rows, left=(0, 3), indent=4)
 
 
 def _summary(summary: Summary) -> dict[str, Any]:

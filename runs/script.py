@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runs.interrupt import ASKING, INTERRUPTED, take_signals
+from runs.needs import check_beside
 from runs.netlab.lab import Lab, address
 from runs.netlab.place import the_place, told
 from runs.parser import UsageError
@@ -36,6 +37,7 @@ class Script:
         path, *arguments = words
         if not Path(path).is_file():
             raise UsageError(f"{path}: there is no such script")
+        check_beside(path)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             number = free.getsockname()[1]

@@ -32,7 +32,7 @@ from adaptive.replicas import ATTRIBUTE
 from runs.build import compressor_arguments
 from runs.claim import claim
 from runs.config import TrainConfig
-from runs.expression import OFF
+from runs.expression import PLAIN
 from runs.files import known, write_json, write_text
 from runs.interrupt import PRUNED
 from runs.launch import GRACE, launch
@@ -149,7 +149,7 @@ class _Watched:
         ) -> None:
             given = {"base": base, "cf_range": cf_range, **own}
             first, sinks = not self.compressors, own.get("timeline")
-            if config.policy != OFF:
+            if config.policy != PLAIN:
                 given |= compressor_arguments(config)
             if first and self.rank == 0:
                 known_sinks = list(sinks) if isinstance(sinks, (list, tuple)) else [sinks]
@@ -158,7 +158,7 @@ class _Watched:
             try:
                 build(made, **given)
             except (ValueError, TypeError) as error:
-                if config.policy == OFF:
+                if config.policy == PLAIN:
                     raise
                 raise UsageError(
                     f"{config.contender}: does not go with the script's own AdaptiveCompressor: "
@@ -185,7 +185,7 @@ class _Watched:
     def _before_forward(self, model: DistributedDataParallel) -> None:
         if self.model is None:
             self.model = model
-        if self.job.config.policy == OFF or getattr(model, ATTRIBUTE, None) is not None:
+        if self.job.config.policy == PLAIN or getattr(model, ATTRIBUTE, None) is not None:
             return
         hooks = [getattr(hook, "__name__", "?") for hook, _ in getattr(model, "_comm_hooks", ())]
         if hooks:

@@ -115,10 +115,10 @@ class Compressing:
     policy: Annotated[str, spec("POLICY", Typed)] = "goodput"
     """What chooses the compression factor, CF: goodput, gravac, accordion, ... by name, or with
     settings as Python writes it: "GraVAC(window=20)", "Warmup(steps=50, then=Goodput())", or
-    MODULE.CLASS(...) of your own; off: plain DDP, no hook (goodput; gravac for a base that does not
-    keep the largest elements)."""
+    MODULE.CLASS(...) of your own; dense: everything is sent as it is; ddp: plain DDP, without the
+    library (goodput; gravac for a base that does not keep the largest elements)."""
     ddp_hook: Literal["bf16", "powersgd"] | None = None
-    """With --policy off, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
+    """With --policy ddp, PyTorch's own hook: bf16 (bf16_compress_hook) or powersgd (powerSGD_hook
     of rank 4, dense in its first 2 steps, in one bucket)."""
     base: Annotated[str | None, metavar("NAME")] = "topk"
     """Compressor: adacomp, bf16, dgc, fp16, int4, int8, natural, none, onebit, powersgd, qsgd,

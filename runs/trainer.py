@@ -32,6 +32,7 @@ from runs.build import (
     make_optimizers,
 )
 from runs.config import TrainConfig
+from runs.expression import PLAIN
 from runs.papers.early_stopping import EarlyStopping
 from runs.tasks import Task, trainable
 
@@ -79,7 +80,7 @@ class Trainer:
         self._config = config
         self.compressor = None
         self.stopwatch = PlainStopwatch()
-        if config.policy != "off":
+        if config.policy != PLAIN:
             self.compressor = build_compressor(
                 config,
                 timeline=[timeline] if timeline is not None else [],

@@ -18,7 +18,7 @@ from adaptive.exchange.strategies import Means
 from policies import DENSE, Context, Plan, Policy, StepReport
 from policies.base import DeclaredPolicy
 from policies.state import Stateful, declare, saved
-from policies.words import named
+from policies.words import in_short, joined, named
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class MeansPolicy(Stateful, Policy):
 
     def start(self, context: Context) -> None:
         self._uncompressed = {DENSE, *context.uncoded}
-        self._assumed = context.assumed.keys()
+        self._assumed, self._rungs = context.assumed.keys(), context.rungs
         self.own.start(replace(context, wire_bytes=self._bytes_of_gradients))
         back = replace(context, unknown=frozenset(), local_steps=(1,), layers={})
         self.policy.start(replace(back, wire_bytes=self._one_way))
@@ -91,8 +91,8 @@ class MeansPolicy(Stateful, Policy):
         if not switches:
             return plan
         self._switch = step, back.reason
-        told = [plan.reason, back.reason and f"means: {back.reason}"]
-        return replace(plan, reason="; ".join(filter(None, told)))
+        told = back.reason and f"means at {named(self.cf, self._rungs)}: {back.reason}"
+        return replace(plan, reason=joined(plan.reason, told))
 
     def measure(self, gradients: Any) -> Any:
         return self.own.measure(gradients)
@@ -132,8 +132,8 @@ class MeansPolicy(Stateful, Policy):
 
     def notes(self) -> Sequence[str]:
         step, reason = self._switch
-        since = f"means come back at {named(self.cf)} since step {step}"
-        return [since + (reason and f": {reason}"), *self.own.notes()]
+        since = f"means come back at {named(self.cf, self._rungs)} since step {step}"
+        return [since + (reason and f": {in_short(reason)}"), *self.own.notes()]
 
     def status(self) -> Mapping[str, float]:
         return {**self.own.status(), **self._recorded}

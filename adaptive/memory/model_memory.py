@@ -176,7 +176,7 @@ class ModelMemory:
         synchronise allows that. ValueError if they do not go with what was asked for."""
         optimizers = optimizers if sync.takes_optimizer else ()
         self.now = self._choice.make(optimizers, self._parameters, self._ranks)
-        if sync.keeps_unsent and self.now.keeps:
+        if sync.keeps_unsent and self.now.keeps and not isinstance(self.now, RuledMemory):
             # What is not sent stays in the rank's own parameters: nothing else is to keep.
             self.now = NoMemory(self._parameters.maybe_unused)
             self.now.name = Residual.name

@@ -118,8 +118,8 @@ class LocalSteps(Synchronisation):
     outer_lr, outer_momentum: settings of the outer step, SGD with Nesterov momentum. It moves all
         ranks by the mean of their moves. "auto" accepts only 1 and 0.
     overlap: local steps that may pass during an exchange, fewer than `steps`. The ranks then
-        compute while the link is busy (Streaming DiLoCo: Douillard and others 2025). This takes one
-        more copy of the parameters. None: half of `steps`. 0: backward waits for the exchange.
+        compute while the link is busy (Streaming DiLoCo: Douillard and others 2025). None: half of
+        `steps`. 0: the next step waits for the exchange.
 
     ValueError or TypeError for a value that is not accepted.
     """
@@ -162,6 +162,10 @@ class LocalSteps(Synchronisation):
         return self.steps == "auto"
 
     @property
+    def keeps_unsent(self) -> bool:  # type: ignore[override]
+        return self.steps != "auto"
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         return (self.steps,) if isinstance(self.steps, int) else CHOICES
 
@@ -184,7 +188,7 @@ class LocalSteps(Synchronisation):
 class Delayed(Synchronisation):
     """Each rank applies its own step at once. `steps` steps later, the mean of all ranks' steps
     replaces it (Zhu and others 2021). Up to `steps` exchanges are under way while the ranks
-    compute, which hides latency (docs/research/delay.md). This takes 2 * steps + 1 copies of the
+    compute, which hides latency (docs/research/delay.md). This takes 2 * steps + 2 copies of the
     parameters. It works with any optimizer of torch's.
 
     steps: a whole number >= 1."""

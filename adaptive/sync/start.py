@@ -6,11 +6,11 @@ from adaptive.averager import Averager
 from adaptive.memory.updates import UpdateMemory
 from adaptive.sync.auto_steps import AutoStepsSync
 from adaptive.sync.base import Synchroniser
-from adaptive.sync.delayed import DelayedSync
 from adaptive.sync.every_step import AsDDP, EveryStepSync
 from adaptive.sync.local_steps import LocalStepsSync
 from adaptive.sync.options import Delayed, LocalSteps
 from adaptive.sync.own_step import OwnStepSync
+from policies.step_time import overlapped
 
 
 def start(averager: Averager) -> Synchroniser:
@@ -20,11 +20,12 @@ def start(averager: Averager) -> Synchroniser:
     if own is not None:
         return own
     if isinstance(choice, Delayed):
-        return DelayedSync(averager, choice)
-    if isinstance(choice, LocalSteps) and choice.steps == "auto":
-        return AutoStepsSync(averager, choice)
+        return LocalStepsSync(averager, 1, choice.steps - 1)
+    if isinstance(choice, LocalSteps) and isinstance(choice.steps, int):
+        delay = overlapped(choice.overlap, choice.steps)
+        return LocalStepsSync(averager, choice.steps, delay, choice.outer_lr, choice.outer_momentum)
     if isinstance(choice, LocalSteps):
-        return LocalStepsSync(averager, choice)
+        return AutoStepsSync(averager, choice)
     if averager.controller.too_small:
         return AsDDP(averager)
     return gradients_or_steps(averager)

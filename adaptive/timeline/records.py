@@ -144,7 +144,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "bytes/sent": report.wire_bytes,
         "bytes/wire_factor": record.wire_factor,
         "bytes/sent_total": record.sent,
-        "bytes/dense_total": record.dense,
+        "bytes/wire_factor_total": record.dense / record.sent if record.sent > 0 else nan,
         "bytes/inside_total": record.inside,
         "time/step": report.seconds,
         "time/total": record.pace.all_seconds,

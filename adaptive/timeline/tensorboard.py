@@ -19,6 +19,7 @@ from typing import Any
 from adaptive.summary import headline_of
 from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import ThinnedTimeline
+from policies.words import named
 
 PLUGIN = "cf_timeline"
 """The name of the TensorBoard plugin. It reads the tags `SWITCHES` and `HEADLINE`."""
@@ -59,9 +60,10 @@ class TensorBoardTimeline(ThinnedTimeline):
         )
         self._writer: Any = None
         self._network, self._caveat, self._headline_due = "", "", 0.0
+        self._rungs: Mapping[float, str] = {}
 
     def start(self, header: Header) -> None:
-        self._network, self._caveat = header.network, header.caveat
+        self._network, self._caveat, self._rungs = header.network, header.caveat, header.rungs
 
     def step(self, record: StepRecord) -> None:
         super().step(record)
@@ -70,8 +72,10 @@ class TensorBoardTimeline(ThinnedTimeline):
             self._write_headline()
 
     def event(self, event: Event) -> None:
-        text = f"CF {event.cf_before:g} -> {event.cf:g}: {event.reason}"
-        switch = {"cf_before": event.cf_before, "cf": event.cf, "reason": event.reason}
+        text = f"{named(event.cf, self._rungs)}: {event.reason}"
+        cfs = event.cf_before, event.cf
+        rungs = {f"{cf:g}": self._rungs[cf] for cf in cfs if cf in self._rungs}
+        switch = {"cf_before": cfs[0], "cf": cfs[1], "reason": event.reason, "rungs": rungs}
         self._write_texts({"policy/switch": text, SWITCHES: json.dumps(switch)}, event.step)
         self._write_headline()
 

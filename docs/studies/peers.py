@@ -129,7 +129,7 @@ def main(words: list[str] | None = None) -> None:
     peers, seeds, folder = given.pop("peers"), given.pop("seeds"), given.pop("log_dir")
     betas = given.pop("betas")
     config = TrainConfig(
-        log_dir=str(folder), policy="off", base=None, betas=betas and tuple(betas), **given
+        log_dir=str(folder), policy="ddp", base=None, betas=betas and tuple(betas), **given
     )
     if config.optimizer == "adam" and config.weight_decay:
         parser.error("--weight-decay: with adam it is a part of the gradient; accepted: adamw")

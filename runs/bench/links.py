@@ -44,9 +44,9 @@ class Fixed(NamedTuple):
 
 
 FIXED: Mapping[str, Fixed] = {
-    "plain DDP": Fixed("off", 8),
-    "bf16 hook": Fixed("off:ddp_hook=bf16", 8),
-    "PowerSGD hook": Fixed("off:ddp_hook=powersgd", 44, dense=14),
+    "plain DDP": Fixed("ddp", 8),
+    "bf16 hook": Fixed("ddp:ddp_hook=bf16", 8),
+    "PowerSGD hook": Fixed("ddp:ddp_hook=powersgd", 44, dense=14),
     "DiLoCo, every 50": Fixed(DILOCO.format(50), 202),
     "DiLoCo, every 10": Fixed(DILOCO.format(10), 42),
 }
@@ -139,7 +139,7 @@ def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]
     here = folder / f"{cell.rate}{f'-{cell.per_node}' * (cell.per_node > 1)}"
     labels = [fixed.label for fixed in FIXED.values()]
     runs = _compare(folder / "quality", cell, _whole(task, common), labels, shaped=False)
-    goal = runs["off"].quality
+    goal = runs["ddp"].quality
     if slow := [label for label in labels if not isfinite(runs[label].steps_to(goal))]:
         longer = _whole(task, common, LONGER)
         runs |= _compare(folder / "longer", cell, longer, slow, shaped=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from policies.checks import nearest
 from runs.config import OWN, TrainConfig
-from runs.expression import BY_NAME, EXAMPLE, OFF, Typed, value_of
+from runs.expression import BY_NAME, EXAMPLE, PLAIN, WHOLE, Typed, value_of
 from runs.option_types import number_that
 from runs.options import CONFIG_OPTIONS, make_config
 from runs.parser import UsageError, option, options, read
@@ -23,8 +23,8 @@ A contender is NAME[@CF][:key=value,...]. NAME is
                  "Schedule({0: 1, 100: 10})" (CF 10 from step 100 on)
   a compressor   topk, dgc, qsgd, topk+bf16, ... at one CF all along: topk@100
   own            with a script of your own, as it is
-  off            plain DDP without the hook (of its steps, only number and time are known);
-                 off:ddp_hook=bf16, off:ddp_hook=powersgd with PyTorch's own hooks
+  ddp            plain DDP without the hook (of its steps, only number and time are known);
+                 ddp:ddp_hook=bf16, ddp:ddp_hook=powersgd with PyTorch's own hooks
   diloco         local steps that are exchanged dense, as DiLoCo: every 50, outer learning rate 0.7,
                  outer momentum 0.9, nothing overlaps
 
@@ -104,20 +104,19 @@ def _meaning(name: str) -> dict[str, Any]:
     if name == "diloco":
         sync = "LocalSteps(50, outer_lr=0.7, outer_momentum=0.9, overlap=0)"
         return {"policy": "fixed", "base": "none", "sync": sync}
-    if name == "dense":
-        return {"policy": "fixed", "base": "none"}
     if name == OWN:
-        return {"policy": OFF}
-    if name in (*BY_NAME, OFF):
+        return {"policy": PLAIN}
+    if name in (*BY_NAME, WHOLE, PLAIN):
         return {"policy": name}
     if "(" in name:
         return {"policy": Typed(name)}
     if name.partition("+")[0] in COMPRESSORS:
         return {"policy": "fixed", "base": name}
     raise UsageError(
-        f"{name!r} is unknown; accepted: dense, own, a policy ({', '.join((*BY_NAME, OFF))}; with "
-        f"settings as in {EXAMPLE}) or a compressor ({', '.join(COMPRESSORS)}; with coded values "
-        f"as in topk+bf16){nearest(name, ('dense', OWN, *BY_NAME, OFF, *COMPRESSORS))}"
+        f"{name!r} is unknown; accepted: {WHOLE}, {PLAIN}, {OWN}, a policy "
+        f"({', '.join(BY_NAME)}; with settings as in {EXAMPLE}) or a compressor "
+        f"({', '.join(COMPRESSORS)}; with coded values as in topk+bf16)"
+        f"{nearest(name, (WHOLE, PLAIN, OWN, *BY_NAME, *COMPRESSORS))}"
     )
 
 

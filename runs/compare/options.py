@@ -15,7 +15,7 @@ from tyro.conf import UseAppendAction
 
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.config import OWN, TrainConfig
-from runs.expression import OFF
+from runs.expression import PLAIN
 from runs.netlab.lab import Lab
 from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
 from runs.options import check_measured, check_modelled, check_sends
@@ -189,8 +189,8 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     usual = OF_SCRIPT if words else CONTENDERS if plan is None else ()
     contenders = tuple(map(parse_contender, given.pop("contender", usual)))
     for one in contenders:
-        if (one.given["policy"] == OFF) and one.label.startswith(OWN) != bool(words):
-            instead = "own, the script as it is, or dense" if words else "off, which is plain DDP"
+        if (one.given["policy"] == PLAIN) and one.label.startswith(OWN) != bool(words):
+            instead = f"{OWN}, the script as it is, or dense" if words else f"{PLAIN}: plain DDP"
             raise UsageError(f"--contender {one.label}: accepted here: {instead}")
     if plan is not None:
         contenders = (*plan.contenders, *contenders)

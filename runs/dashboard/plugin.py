@@ -25,6 +25,9 @@ SWITCHES = f"{PLUGIN}/switches"
 HEADLINE = f"{PLUGIN}/headline"
 _ALL = 1_000_000  # more than TensorBoard keeps
 
+NAME = 40
+"""Characters of a compressor's name."""
+
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "application/javascript", ".css": "text/css"}
 
@@ -154,6 +157,18 @@ class Reader:
         """In order of their steps. What cannot be read is left out."""
         found = [_switch(point.step, point.numpy) for point in self._texts(run, SWITCHES)]
         return sorted((s for s in found if s is not None), key=lambda switch: switch.step)
+
+    def rungs(self, run: str) -> dict[float, str]:
+        """Names of the compressors at CFs of the run's switches. What cannot be read is left
+        out."""
+        found: dict[float, str] = {}
+        for point in self._texts(run, SWITCHES):
+            try:
+                named = json.loads(np.asarray(point.numpy).item())["rungs"].items()
+                found |= {float(cf): str(name)[:NAME] for cf, name in named}
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue
+        return found
 
     def headline(self, run: str) -> str:
         """Whether compression was worth it, as the run said last; "" if it did not."""

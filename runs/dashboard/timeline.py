@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from policies import DENSE
 from runs.dashboard.thin import (
     Floats,
     Switch,
@@ -24,8 +25,8 @@ SENT = "cf/sent"
 ACTIVE = "time/total"
 """Seconds of steps since the run began; in runs of before it was written, wall time stands in."""
 
-TOTALS = {"sent": "bytes/sent_total", "dense": "bytes/dense_total"}
-"""Bytes since the run began: sent by a worker, and what they would have been dense."""
+TOTALS = {"sent": "bytes/sent_total", "factor": "bytes/wire_factor_total"}
+"""Since the run began: bytes sent by a worker, and how many times more they would be dense."""
 
 LAYER = "cf_layer/"
 NUMBERS = re.compile(
@@ -81,6 +82,9 @@ class Source(Protocol):
 
     def switches(self, run: str) -> Sequence[Switch]:
         """In order of their steps."""
+
+    def rungs(self, run: str) -> Mapping[float, str]:
+        """Names of the compressors at CFs that are rungs, as far as they are known."""
 
     def headline(self, run: str) -> str:
         """Whether compression was worth it, as the run said last; "" if it did not."""
@@ -139,6 +143,8 @@ def timeline(
     return {
         "run": run,
         "headline": source.headline(run)[:REASON],
+        "rungs": {f"{cf:g}": name for cf, name in source.rungs(run).items()},
+        "dense": bool((changed_to == DENSE).all()),
         "first": first,
         "last": last,
         "seconds": float(clock(last)),
@@ -196,6 +202,7 @@ def _totals(read: dict[str, Series], changed_at: Floats, grid: Floats) -> dict[s
         else np.full(len(grid), np.nan)
         for name, tag in TOTALS.items()
     }
+    columns["dense"] = columns["sent"] * columns.pop("factor")
     columns["moves"] = np.searchsorted(changed_at[1:], grid, side="right").astype(np.float64)
     return {name: _plain(column) for name, column in columns.items()}
 

@@ -20,7 +20,7 @@ that the kernel limits to a rate (tc tbf), both ways; processes talk TCP as over
 
 examples:
   python -m runs netlab --network 100mbit --workers 4 -- train --steps 200
-  python -m runs netlab --network 1gbit,5ms -- train --policy off
+  python -m runs netlab --network 1gbit,5ms -- train --policy ddp
       frames take 5 ms; a process forwards them, some hundred Mbit/s at most
   python -m runs netlab --network 1gbit --slow-rank 1:100mbit -- train
   python -m runs netlab --network 1gbit --per-node 2 --workers 4 -- train
@@ -29,7 +29,7 @@ examples:
       rates change after 200 steps of the optimizer, and after 400
   python -m runs netlab --network 50mbit --workers 2 -- my_script.py --epochs 3
       a script of your own, as torchrun would start it: RANK, WORLD_SIZE, MASTER_ADDR, ... are set
-  python -m runs netlab --network 100mbit -- compare --contender off --contender goodput
+  python -m runs netlab --network 100mbit -- compare --contender ddp --contender goodput
       every contender that way
 
 What the interface of rank 0 has sent is printed in the end beside what the run reports, and is in

@@ -8,7 +8,7 @@ from math import isfinite, nan
 from typing import Any
 
 from policies import Context, GainKind, Plan, StepReport, checks
-from policies.base import DeclaredPolicy, change, setting
+from policies.base import DeclaredPolicy, setting
 from policies.state import require, saved
 
 
@@ -66,7 +66,7 @@ class NormChange(DeclaredPolicy):
         moved = abs(self._average - before) / before if before > 0 else 0.0
         self._send = self._low if moved >= self.threshold else self._high
         why = f"average norm of the gradient {before:.4g} to {self._average:.4g}"
-        self._reason = "" if self._send == sent else change(sent, self._send, why)
+        self._reason = "" if self._send == sent else why
 
     def _weighted(self) -> float:
         weights = [(1 - self.weight) ** age for age in reversed(range(len(self._norms)))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import isfinite
@@ -182,6 +182,10 @@ class Records:
             for tag in tags
             if tag in self._points
         }
+
+    def rungs(self, run: str) -> Mapping[float, str]:
+        header = self._run.recorded.header
+        return {} if header is None else header.rungs
 
     def headline(self, run: str) -> str:
         return ""  # the page's first card has it

@@ -15,7 +15,7 @@ from adaptive import Header, LinkSpec, StepRecord
 from adaptive.pace import Pace
 from policies import DENSE
 from runs.config import TrainConfig
-from runs.expression import OFF
+from runs.expression import PLAIN
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
 from runs.options import HOOK_OPTIONS
@@ -136,7 +136,7 @@ class Run:
         if self.config is None:
             return header is not None and header.settings.get("send") == DENSE
         # A script that stays as it is may have a compressor of its own, which keeps a record.
-        own = self.config.script and self.config.policy == OFF
+        own = self.config.script and self.config.policy == PLAIN
         return not self.records if own else is_dense(self.config)
 
     @property
@@ -304,7 +304,7 @@ class Run:
         if not self.finished:
             of = "" if config.script else f" of {config.steps}"
             notes.append(f"not finished: {self.trained}{of} steps")
-        if config.policy == OFF and not self.records:
+        if config.policy == PLAIN and not self.records:
             notes.append("plain DDP: bytes and seconds are spread evenly over the steps")
         elif not self.records:
             notes.append("no timeline: CFs, gains and step times are not known")

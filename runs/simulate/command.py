@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from runs.expression import OFF
+from runs.expression import PLAIN
 from runs.option_types import Positive, metavar
 from runs.parser import UsageError, options
 from runs.settings import (
@@ -98,10 +98,10 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """The options as train has them. UsageError for what only train can do."""
     if "step_seconds" in given:
         given["fixed_clock"] = given.pop("step_seconds")
-    if given.get("policy") == OFF:
+    if given.get("policy") == PLAIN:
         raise UsageError(
-            "--policy off leaves out the library's hook, which models the step times; accepted: "
-            "any other --policy (fixed with --cf 1 for a dense run)"
+            f"--policy {PLAIN} leaves out the library's hook, which models the step times; "
+            "accepted: any other --policy (dense: it sends everything)"
         )
     if "resume" in given:
         return given

@@ -72,8 +72,8 @@ class Training:
     def under_way(self) -> Tensor:
         """What this rank has sent that no mean has taken the place of yet."""
         sent = {n: torch.zeros(p.numel()) for n, p in self.model.module.named_parameters()}
-        for bucket in self.compressor.state_dict()["sync"]["arrived"].values():
-            for name, own in bucket["then"].items():
+        for bucket in self.compressor.state_dict()["sync"]["flights"].values():
+            for name, own in bucket["sent"].items():
                 sent[name] = sent[name] + own
         return torch.cat(list(sent.values()))
 
@@ -163,7 +163,7 @@ def _compressed(rank: int, delay: int, options: dict[str, Any]) -> dict[str, Any
         "own": flat_parameters(run.model),
         "under_way": run.under_way(),
         "began": run.began,
-        "in_flight": len(run.compressor.state_dict()["sync"]["arrived"]),
+        "in_flight": len(run.compressor.state_dict()["sync"]["flights"]),
         "payload": run.compressor.summary().payload_bytes,
         "gathered": sum(nbytes for name, nbytes in called if name == "all_gather_single"),
     }
@@ -221,7 +221,7 @@ def _resumed(rank: int, delay: int, stop: int, path: str) -> list[dict[str, Any]
     straight.train(rank, 0, 20)
     stopped.train(rank, 0, stop)
     state = stopped.state()
-    assert bool(state["compressor"]["sync"]["arrived"]) == (delay > 1)
+    assert bool(state["compressor"]["sync"]["flights"]) == (delay > 1)
     torch.save(state, f"{path}/{rank}")
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, stop, 20)

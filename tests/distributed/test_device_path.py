@@ -23,7 +23,7 @@ from adaptive import (
     Residual,
 )
 from adaptive.memory import optimizer_sync
-from adaptive.sync.local_steps import LocalStepsSync
+from adaptive.sync.anchor import Anchor
 from compressors.kernels import blocks
 from policies import Plan
 from tests.distributed.balance import balance
@@ -217,13 +217,13 @@ def _watched(rank: int, base: str, policy: str, local_steps: int | str) -> int:
     session.controller.begin_step = begin_step
     session.reduce, session.end_backward = watched(session.reduce), watched(session.end_backward)
     session.exchange.gather_objects = gather_objects
-    apply_arrived = LocalStepsSync.apply_arrived
+    land = Anchor.land
 
-    def watched_step(self: LocalStepsSync, due: int | None = None) -> None:
+    def watched_landing(self: Anchor, until: int | None = None) -> None:
         with _NoReading():
-            apply_arrived(self, due)
+            land(self, until)
 
-    LocalStepsSync.apply_arrived = watched_step  # type: ignore[method-assign]
+    Anchor.land = watched_landing  # type: ignore[method-assign]
     for step in range(12):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()

@@ -32,14 +32,14 @@ def _explained(rank: int, policy: Policy, steps: int) -> list[str]:
     ("policy", "wanted"),
     [
         (Fixed(cf=10), ["CF 10 since step 0"]),
-        (Warmup(steps=3), ["CF 16 since step 3: ", "the schedule has CF 16"]),
+        (Warmup(steps=3), ["CF 16 since step 3: ", "scheduled"]),
         (Accordion(interval=4), ["since step", "numbers of the rule: critical 1"]),
         (GraVAC(window=4, dense_window=2), ["on this network", "since step 2: ", "epsilon 0.3"]),
         (
             Goodput(goal="time", opening=2),
             [
                 *("since step", "progress a second", "dense was not timed", "rule: candidate"),
-                "candidates: dense, bf16 at CF 2, and CF 4 to 100",
+                "candidates: dense, bf16 (CF 2), and CF 4 to 100",
             ],
         ),
     ],

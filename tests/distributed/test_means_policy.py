@@ -103,7 +103,7 @@ def test_all_ranks_send_means_at_the_cf_that_the_policy_chooses(
         assert each["sent"] == pytest.approx(mean, abs=1e-9)
     assert len({*first["cfs"]}) > 1
     assert f"means come back at CF {first['cfs'][-1]:.4g} since step" in first["says"]
-    assert any(reason.startswith("means: scale up") for reason in first["remarks"])
+    assert any(reason.startswith("means at CF ") for reason in first["remarks"])
     for record in first["records"]:
         numbers = scalars(record)
         if record.report.cf > 1:

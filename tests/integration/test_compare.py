@@ -36,8 +36,8 @@ COMPARE = python_m("compare")
 # -- the grammar -------------------------------------------------------------------------------
 
 CONTENDERS: dict[str, dict[str, Any]] = {
-    "dense": {"policy": "fixed", "base": "none"},
-    "off": {"policy": "off"},
+    "dense": {"policy": "dense"},
+    "ddp": {"policy": "ddp"},
     "topk@100": {"policy": "fixed", "base": "topk", "cf": 100.0},
     "topk": {"policy": "fixed", "base": "topk"},
     "topk+bf16@50": {"policy": "fixed", "base": "topk+bf16", "cf": 50.0},
@@ -68,8 +68,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "lr": 0.2,
     },
     "dense:lr=3e-3,clip_grad=1": {
-        "policy": "fixed",
-        "base": "none",
+        "policy": "dense",
         "lr": 3e-3,
         "clip_grad": 1.0,
     },
@@ -101,6 +100,8 @@ def test_a_contender_stands_for_options_of_train(text: str) -> None:
 
 
 BAD = {
+    "--contender dense:base=topk": ["--base topk", "--policy dense sends everything"],
+    "--contender off": ["'off' is unknown", "dense, ddp"],
     "--contender nothing": ["nothing", "dense", "gravac", "topk"],
     "--contender gravac@10": ["gravac takes no @CF", "'10'", "topk@100"],
     "--contender topk@0.5": ["'0.5'", ">= 1"],
@@ -115,11 +116,11 @@ BAD = {
         "--contender dense:momentum=0.5",
         "--momentum 0.5 is for --optimizer sgd",
     ],
-    "--contender off:base=topk": ["--base topk needs the library's hook"],
+    "--contender ddp:base=topk": ["--base topk needs the library's hook"],
     "--contender topk@10:cf_range=1/2": ["--cf-range 1 2 is for the other policies"],
     "--contender topk+x@10": ["--base", "'topk+x'", "bf16"],
     "--contender dense --contender dense": ["dense", "twice"],
-    "--contender off --network 1gbit": ["--contender off", "--network 1gbit", "hook"],
+    "--contender ddp --network 1gbit": ["--contender ddp", "--network 1gbit", "hook"],
     "--bandwidths fast": ["--bandwidths fast", "'100mbit'"],
     "--model-mb 0": ["--model-mb", "'0'", "> 0"],
     "--model-mb 170 --workers 1": ["--model-mb 170", "--workers 2"],
@@ -288,7 +289,7 @@ def test_small_things() -> None:
     plain = made(
         records=[],
         ending=Ending(10, 1.0, 100.0, 100.0, Pace(steps=7, seconds=1.0)),
-        policy="off",
+        policy="ddp",
         base=None,
     )
     assert [plain.sent_by(done) for done in (1, 5, 10)] == [10, 50, 100]

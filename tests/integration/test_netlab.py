@@ -65,7 +65,7 @@ def test_a_run_over_real_links(start: Start, tmp_path: Path) -> None:
     before = on_this_machine()
     lab = ["--network", "50mbit,1ms", "--slow-rank", "1:40mbit", "--rate-at", "3:200mbit"]
     text, folder = write_text_file(tmp_path), tmp_path / "log"
-    options = ["--data", text, "--steps", "6", "--policy", "off", "--log-dir", folder]
+    options = ["--data", text, "--steps", "6", "--policy", "ddp", "--log-dir", folder]
     run = start(*python_m("netlab"), *lab, "--", "train", *options)
     assert run.end() == 0, run.err
     result = json.loads((folder / "result.json").read_text())

@@ -184,7 +184,7 @@ def test_partial_runs_give_what_there_is(comparison: Path, tmp_path: Path, capfd
     shutil.copy(runs / GRAVAC / "timeline.jsonl", alone)
     saved = json.loads((runs / DENSE / "config.json").read_text())
     for folder in (plain, begun):
-        values = {**saved, "policy": "off", "base": None, "fixed_clock": None}
+        values = {**saved, "policy": "ddp", "base": None, "fixed_clock": None}
         (folder / "config.json").write_text(json.dumps(values))
     for name in ("metrics.jsonl", "result.json"):
         shutil.copy(runs / DENSE / name, plain)

@@ -114,7 +114,7 @@ def test_a_failed_worker_ends_the_run_as_in_train(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("--policy off", "--policy off leaves out"),
+        ("--policy ddp", "--policy ddp leaves out"),
         ("--workers 0", "--workers: must be an integer >= 1"),
         ("--step-seconds 0", "--step-seconds: must be a finite number > 0"),
         ("--fixed-clock 1", "--fixed-clock"),

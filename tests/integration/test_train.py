@@ -136,7 +136,7 @@ def test_interrupted_and_resumed_equals_straight_under_torchrun(
 
     folder = tmp_path / "stopped"
     stopped = start(*TRAIN, *options, "--log-dir", folder)
-    stopped.until(lambda: "step 10: scale up" in stopped.err)
+    stopped.until(lambda: "step 10: CF 10" in stopped.err)
     stopped.interrupt()
     assert stopped.end() == 130, stopped.err
     assert "Traceback" not in stopped.err
@@ -194,7 +194,7 @@ def test_a_closed_terminal_saves_a_checkpoint_and_gives_the_folder_back(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
     folder = tmp_path / "log"
-    options = ("--steps", 100_000, "--batch-size", 1, "--policy", "off")
+    options = ("--steps", 100_000, "--batch-size", 1, "--policy", "ddp")
     command = start(*TRAIN, "--data", text, "--log-dir", folder, *options)
     command.until(lambda: "step      1/" in command.err)
     os.killpg(command.process.pid, signal.SIGHUP)
@@ -209,7 +209,7 @@ def test_sigterm_stops_cleanly_and_a_checkpoint_that_does_not_fit_is_refused(
     text: Path, tmp_path: Path, start: Start
 ) -> None:
     folder = tmp_path / "log"
-    options = ("--steps", 100_000, "--batch-size", 1, "--policy", "off")
+    options = ("--steps", 100_000, "--batch-size", 1, "--policy", "ddp")
     command = start(*TRAIN, "--data", text, "--log-dir", folder, *options)
     command.until(lambda: "step      1/" in command.err)
     command.process.terminate()  # the parent alone

@@ -109,7 +109,7 @@ def test_decisions_rest_on_validation_data_and_trials_never_see_the_test(
     words: Path, tmp_path: Path
 ) -> None:
     given = {"task": "words", "data": str(words), "batch_size": 2, "steps": 2, "workers": 1}
-    config = make_config({**given, "policy": "off", "log_dir": str(tmp_path)})
+    config = make_config({**given, "policy": "ddp", "log_dir": str(tmp_path)})
 
     def work(rank: int, group: object) -> list[Any]:
         outcomes = [train(config, keep=False, test=test) for test in (False, True)]
@@ -132,7 +132,7 @@ def test_local_clipping_is_of_the_whole_gradient_of_each_worker(text: Path) -> N
     config = make_config(
         {
             **{"data": str(text), "batch_size": 1, "clip_local": limit, "momentum": 0.0},
-            **{"policy": "off", "log_dir": "unused", "lr": 0.5},
+            **{"policy": "ddp", "log_dir": "unused", "lr": 0.5},
         }
     )
 

@@ -24,7 +24,7 @@ def test_throughput_is_the_median_of_each_cf_as_far_as_it_is_known() -> None:
 def test_runs_beside_one_another_are_drawn_and_one_without_records_too(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     both = [record(step, 10.0 if step < 4 else 40.0) for step in range(10)]
-    plain = made("off", [], ((10, 5.0),), policy="off")
+    plain = made("off", [], ((10, 5.0),), policy="ddp")
     rows = [Row("ours", (made("ours", both),)), Row("dense", (made("dense", **DENSE),))]
     draw_cfs([*rows, Row("off", (plain,))], tmp_path, "cfs")
     assert (tmp_path / CFS_FILE).read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
-from adaptive import Event, TensorBoardTimeline
+from adaptive import Event, Header, TensorBoardTimeline
 from adaptive.timeline.tensorboard import PLUGIN, SWITCHES, string_value
 from runs.dashboard import timeline as row
 from runs.dashboard.plugin import CFTimelinePlugin, Loader
@@ -55,11 +55,13 @@ class Board:
 def _run(folder: Path, cfs: list[float], layers: dict[int, dict[str, float]] | None = None) -> None:
     writer = SummaryWriter(str(folder))
     timeline = TensorBoardTimeline(writer, interval=1)
+    told = "goodput", {}, (10, 100), 2, "topk", "residual", 9, 36.0, {}, {}
+    timeline.start(Header(*told, rungs={8.0: "int4", 20.0: "int8"}))
     own: dict[str, float] = {}
     for step, cf in enumerate(cfs):
         before = cfs[step - 1] if step else cf
         if cf != before:
-            timeline.event(Event(step, before, cf, f"<b>why</b> {step}"))
+            timeline.event(Event(step, before, cf, f"<b>why</b> {step}\narithmetic"))
         own = (layers or {}).get(step, own)
         timeline.step(_record(step, cf, own))
     writer.add_scalar("train/loss", 2.0, 1)
@@ -75,6 +77,7 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Board:
     _run(folder / "b", [10] * 5, {2: {"fc": 40.0, "conv": 4.0}, 4: {"fc": 4.0, "conv": 4.0}})
     flapping = [1.0 if (step // 3) % 2 else 10.0 for step in range(1200)]
     _run(folder / "flaps", flapping)
+    _run(folder / "whole", [1] * 3)
     with SummaryWriter(str(folder / "dense")) as writer:
         writer.add_scalar("train/loss", 2.0, 1)
     return Board(folder)
@@ -82,7 +85,7 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Board:
 
 def test_runs_without_a_cf_do_not_appear(board: Board) -> None:
     runs = json.loads(board.get("/runs").text)["runs"]
-    assert [run["name"] for run in runs] == ["a", "b", "flaps"]
+    assert [run["name"] for run in runs] == ["a", "b", "flaps", "whole"]
     assert runs[0]["qualities"] == ["eval/quality", "train/loss"]
     assert board.plugin.is_active()
 
@@ -104,7 +107,9 @@ def test_a_row_tells_cf_switches_and_numbers(board: Board) -> None:
     assert a["band"]["end"]["step"] == 6
     assert a["switches"]["step"] == [2, 4, 5]
     assert a["switches"]["before"] == [1, 10, 20]
-    assert a["switches"]["reason"][1] == "<b>why</b> 4"
+    assert a["switches"]["reason"][1] == "<b>why</b> 4\narithmetic"
+    assert a["rungs"] == {"20": "int8"}  # of those that were sent
+    assert [board.row(run)["dense"] for run in ("a", "b", "whole")] == [False, False, True]
     assert a["numbers"]["step"] == [0, 1, 2, 3, 4, 5]
     assert a["numbers"]["values"]["gain/sent"] == [0.6] * 6
     assert a["numbers"]["values"]["bytes/sent"] == [100] * 6
@@ -178,7 +183,7 @@ def test_switches_that_nobody_can_read_are_left_out(tmp_path: Path) -> None:
         for step, content in enumerate((b"{", b"[1]", b'{"cf": "x"}', b"\xff"), start=1):
             value = string_value(SWITCHES, PLUGIN, content)
             writer._get_file_writer().add_summary(Summary(value=[value]), step)
-    assert Board(tmp_path).row("a")["switches"]["reason"] == ["<b>why</b> 1"]
+    assert Board(tmp_path).row("a")["switches"]["reason"] == ["<b>why</b> 1\narithmetic"]
 
 
 def _is_strict(text: str) -> Any:

@@ -59,6 +59,17 @@ def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+USERS = (
+    *("your_case", "settings", "policies", "compressors", "frameworks", "recipes", "commands"),
+    *("limits", "compatibility", "glossary", "gpu"),
+)
+
+
+def test_the_pages_for_users_can_be_read_in_an_hour() -> None:
+    words = {name: len((ROOT / "docs" / f"{name}.md").read_text().split()) for name in USERS}
+    assert sum(words.values()) <= 15_000, words
+
+
 _COMMAND = re.compile(r"^ *(?:\$ )?(python -m runs [a-z]+ (?:.*\\\n)*.*)$", re.M)
 
 

@@ -138,7 +138,7 @@ def test_what_does_not_go_with_gossip_is_refused(given: dict[str, Any], told: st
 
 
 def test_an_algorithm_of_ones_own_is_an_object() -> None:
-    with pytest.raises(TypeError, match="algorithm must be one of auto, .* or a GossipRule made"):
+    with pytest.raises(TypeError, match=r"algorithm must be one of auto, .* or a GossipRule made"):
         Gossip(algorithm=NoLoCo)  # type: ignore[arg-type]
 
 

@@ -159,3 +159,24 @@ def test_a_projects_own_package_is_named_where_a_script_imports_ours(
         f"ImportError: {path} is in the way: adaptive imports a package {name!r} of its own, "
         f"{ROOT / name}; give yours another name, or put it into a package"
     )
+
+
+@pytest.mark.parametrize("command", ["doctor", "compare", "tune"])
+@pytest.mark.parametrize("form", ["runs.py", "policies/__init__.py"])
+def test_a_scripts_own_package_is_not_replaced_in_silence(
+    command: str, form: str, tmp_path: Path, capfd: Any
+) -> None:
+    """The commands have imported this library's package of that name by then."""
+    path = tmp_path / form
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("MINE = 1\n", encoding="utf-8")
+    script = tmp_path / "train.py"
+    name = form.partition("/")[0].removesuffix(".py")
+    script.write_text(f"from {name} import MINE\n", encoding="utf-8")
+    words = ["--metric", "loss {}"] if command != "doctor" else []
+    assert main([command, *words, "--", str(script)]) == 2
+    assert capfd.readouterr().err == (
+        f"python -m runs {command}: error: -- {script}: {path} is in the way: the script would get "
+        f"this library's package {name!r} in its place; accepted: another name for it, or a "
+        f"package around it\n"
+    )

@@ -82,7 +82,7 @@ def test_the_command_of_a_run_makes_it_again(script: Path) -> None:
     [
         ({"steps": 9}, ["--steps 9", "the script's own", "{steps}"]),
         ({"contender": ("goodput:lr=0.1",)}, ["--lr 0.1", "{lr}"]),
-        ({"contender": ("off",)}, ["own, the script as it is"]),
+        ({"contender": ("ddp",)}, ["own, the script as it is"]),
         ({"contender": ("own",), "network": "1gbit"}, ["--network 1gbit", "netlab"]),
         ({"seeds": (0, 1)}, ["--seeds 0 1", "{seed}"]),
         ({"slice": 3}, ["--slice 3", "from its beginning to its end"]),
@@ -133,7 +133,7 @@ def test_a_trial_of_a_script(script: Path) -> None:
 
 
 def test_a_script_as_it_is_is_dense_without_a_compressor(script: Path) -> None:
-    config = make_config({"policy": "off", "script": (str(script),), "log_dir": "x"})
+    config = make_config({"policy": "ddp", "script": (str(script),), "log_dir": "x"})
     assert isinstance(config, TrainConfig)
     run = Run("own", Path("x"), config, Recorded([], []), 9, ())
     assert run.is_dense

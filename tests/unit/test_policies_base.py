@@ -18,16 +18,21 @@ from policies import (
     make_policy,
     policy_names,
 )
-from policies.base import change
 from policies.ladder import MAX_RUNGS, make_ladder
+from policies.words import in_short, joined, named
 
 
-def test_reasons():
-    assert change(10, 20, "because") == "scale up 10 -> 20: because"
-    assert change(160, 10, "because") == "scale down 160 -> 10: because"
-    assert change(10, 1, "because") == "back to dense from CF 10: because"
-    assert change(1, 1.5, "because") == "scale up 1 -> 1.5: because"
-    assert change(10, 10, "because") == "because"
+def test_a_reason_is_told_in_short_and_once():
+    reason = joined("23% more progress\n0.2 s a step", "", "gains now rest on peers", "x\ny")
+    assert reason == "23% more progress; gains now rest on peers; x\n0.2 s a step\ny"
+    assert in_short(reason) == "23% more progress; gains now rest on peers; x"
+    assert in_short(reason, "verdict: 23% more progress") == "gains now rest on peers; x"
+    assert in_short("") == joined("", "") == ""
+
+
+def test_a_rung_is_named_by_its_compressor():
+    rungs = {8: "int4"}
+    assert [named(cf, rungs) for cf in (1, 8, 12.5)] == ["dense", "int4 (CF 8)", "CF 12.5"]
 
 
 RANGE = (10.0, 1000.0)

@@ -174,11 +174,9 @@ def test_an_average_goes_on_where_its_cf_is_measured_again():
 def test_opening_dense_then_floor_then_first_candidate():
     plans = world(FALLING).run(10 + 20 + 20)
     assert {bare(plan) for plan in plans[:10]} == {(DENSE, (10.0, 20.0))}
-    assert plans[10].reason == (
-        "scale up 1 -> 10: dense is measured, gain at CF 10 0.9; 90% fewer bytes"
-    )
+    assert plans[10].reason == ("dense is measured, gain at CF 10 0.9\n90% fewer bytes")
     assert {bare(plan) for plan in plans[10:31]} == {(10.0, (20.0,))}  # 31: the rule's turn
-    assert plans[31].reason.startswith("scale up 10 -> 20: gain 0.75 >= 0.33")
+    assert plans[31].reason.startswith("gain 0.75 >= 0.33")
     assert {bare(plan) for plan in plans[31:]} == {(20.0, (10.0,))}
     assert len(reasons(plans)) == 2
 
@@ -192,7 +190,7 @@ def test_opening_with_a_floor_that_loses_too_much_stays_dense_for_now():
     run.gain[10.0] = 0.34
     plans = run.run(40)
     assert sends(plans)[:2] == [DENSE, 10.0]
-    assert "scale up 1 -> 10: gain 0.33" in reasons(plans)[0]
+    assert "gain 0.33" in reasons(plans)[0]
     run.gain[10.0] = 0.9
     assert "settled" in run.settle().reason  # dense steps did not use up the windows
 
@@ -200,9 +198,7 @@ def test_opening_with_a_floor_that_loses_too_much_stays_dense_for_now():
 def test_opening_shorter_than_a_gain_takes_to_be_believed():
     plans = world(FALLING, dense_window=2).run(10)
     assert sends(plans) == [DENSE, 10.0]
-    assert plans[2].reason == (
-        "scale up 1 -> 10: dense is measured, gain at CF 10 not known yet; 90% fewer bytes"
-    )
+    assert plans[2].reason == ("dense is measured, gain at CF 10 not known yet\n90% fewer bytes")
 
 
 @pytest.mark.parametrize("settings", [{"dense_window": 0}, {"allow_dense": False}])
@@ -216,9 +212,7 @@ def test_a_floor_without_gain_is_left_as_soon_as_that_is_known():
     run = world({**FALLING, 10.0: 0.2}, allow_dense=False)
     plans = run.run(8)
     assert [plan.send for plan in plans] == [10.0] * 5 + [DENSE] * 3
-    assert reasons(plans) == [
-        "back to dense from CF 10: gain 0.2 < epsilon 0.3; 10 times the bytes"
-    ]
+    assert reasons(plans) == ["gain 0.2 < epsilon 0.3\n10 times the bytes"]
     assert plans[-1].probe == (10.0, 20.0)
 
 
@@ -260,7 +254,7 @@ def test_a_candidate_that_loses_its_gain_is_left_at_once():
     run.gain[20.0] = 0.0
     plans = run.run(4)
     assert sends(plans) == [20.0, 10.0]
-    assert "scale down 20 -> 10: gain 0.18" in reasons(plans)[0]
+    assert "gain 0.18" in reasons(plans)[0]
     assert plans[-1].probe == (20.0,)
     run.gain[10.0] = 0.0
     run.gain[20.0] = 0.9
@@ -280,8 +274,8 @@ def test_short_windows_leave_steps_for_the_candidate(window, believed_after):
 def test_no_promotion_goes_back_to_the_floor_until_the_next_gain_is_known():
     plans = world(FALLING).run(10 + 20 + 20 + 8)
     assert plans[50].reason == (
-        "scale down 20 -> 10: gain falls by 17% (0.9 to 0.75), more than omega 10%, floor "
-        "stays 10, next candidate 40; 1.0 s a step instead of 0.90 s, 2 times the bytes"
+        "gain falls by 17% (0.9 to 0.75), more than omega 10%, floor "
+        "stays 10, next candidate 40\n1.0 s a step instead of 0.90 s, 2 times the bytes"
     )
     assert [bare(plan) for plan in plans[50:]] == [(10.0, (40.0,))] * 5 + [(40.0, (10.0,))] * 3
 
@@ -305,8 +299,8 @@ def test_promotion_of_a_candidate_that_was_only_probed():
     run.run(10 + 20 + 20)
     assert run.last.send == 10.0
     assert run.policy.plan().reason == (
-        "scale up 10 -> 20: gain falls by 3.1% (0.32 to 0.31), no more than omega 10%, floor 10 -> "
-        "20, next candidate 40; 50% fewer bytes"
+        "gain falls by 3.1% (0.32 to 0.31), no more than omega 10%, floor 10 -> "
+        "20, next candidate 40\n50% fewer bytes"
     )
 
 

@@ -134,7 +134,7 @@ def test_the_traces_reach_what_they_are_to_test():
         window = 1 + seed % 6
         plans = by_the_policy(Trace(seed, window), 0.4, 0.1, window, 32)
         after = plans[window * len(LADDER) :]
-        reached |= {"settled" for plan in after[:1] if plan.reason.startswith("scale")}
+        reached |= {"settled" for plan in after[:1] if plan.reason.startswith("settled")}
         reached |= {"falls" for _ in sends(after)[1:]}
         reached |= {"dense" for plan in after if plan.send == DENSE}
         reached |= {"below the top" for plan in after if DENSE < plan.send < LADDER[-1]}

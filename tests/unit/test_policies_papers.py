@@ -93,7 +93,7 @@ def test_it_settles_where_compression_throughput_saturates():
     run.run(WINDOW * len(LADDER))
     assert run.policy.plan().send == 20.0
     assert re.search(
-        "settled, CF .* progress a second than CF 20, .*; 0.50 s a step", run.policy.plan().reason
+        "settled; CF .* progress a second than CF 20, .*\n0.50 s a step", run.policy.plan().reason
     )
 
 

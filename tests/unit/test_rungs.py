@@ -28,7 +28,7 @@ def test_by_default_bf16_int8_and_int4_are_below_the_range() -> None:
 
 
 def test_a_compressor_names_the_candidates_below_its_range() -> None:
-    told = "cf_range=(10, 1000) and below it bf16 at CF 2, int8 at CF 4, int4 at CF 8, policy="
+    told = "cf_range=(10, 1000) and below it bf16 (CF 2), int8 (CF 4), int4 (CF 8), policy="
     assert told in repr(AdaptiveCompressor(base="topk", cf_range=(10, 1000)))
     assert "below it" not in repr(AdaptiveCompressor(policy="gravac"))
 

@@ -24,7 +24,7 @@ from tests.unit.made_runs import made, record
 PACE = Pace(steps=9, seconds=9 / 4)
 SUMMARY = Summary(10, 1.0, {1.0: 10}, 0, 1e6, 1000, 250.0, 1e6, pace=PACE)
 OUTCOME = Outcome(10, 0, False, seconds=2.5, loss=1.0, summary=SUMMARY, quality=5.0)
-ALONE = TrainConfig(log_dir="x", policy="off", workers=4, one_worker_seconds=0.2)
+ALONE = TrainConfig(log_dir="x", policy="ddp", workers=4, one_worker_seconds=0.2)
 
 
 def test_a_result_tells_it_from_its_own_steps_per_second() -> None:

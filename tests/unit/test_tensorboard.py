@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from adaptive import Event, StepRecord, StepReport, TensorBoardTimeline
+from adaptive import Event, Header, StepRecord, StepReport, TensorBoardTimeline
 from adaptive.pace import Pace
 from adaptive.timeline import sinks
 from policies import Measurement
@@ -86,7 +86,7 @@ def test_scalars_are_grouped_and_only_the_known_are_there(tmp_path: Path) -> Non
         "bytes/sent": 100,
         "bytes/wire_factor": 10,
         "bytes/sent_total": 100,
-        "bytes/dense_total": 1000,
+        "bytes/wire_factor_total": 10,
         "time/step": 0.1,
         "time/total": 0,
         "time/compress": 0.02,
@@ -128,13 +128,21 @@ def test_by_default_records_keep_their_distance_in_time(
 
 def test_switches_are_texts_and_are_there_for_the_dashboard(tmp_path: Path) -> None:
     timeline = TensorBoardTimeline(tmp_path)
-    timeline.event(Event(13, 10.0, 20.0, "scale up 10 -> 20: why"))
+    timeline.start(
+        Header(
+            "goodput", {}, (10, 100), 2, "topk", "residual", 9, 36.0, {}, {}, rungs={20.0: "int4"}
+        )
+    )
+    timeline.event(Event(13, 10.0, 20.0, "why\narithmetic"))
     timeline.close()
     events = _read(tmp_path)
-    assert _strings(events, "policy/switch") == ["CF 10 -> 20: scale up 10 -> 20: why"]
+    assert _strings(events, "policy/switch") == ["int4 (CF 20): why\narithmetic"]
     assert events.SummaryMetadata("policy/switch").plugin_data.plugin_name == "text"
     (switch,) = _strings(events, "cf_timeline/switches")
-    assert json.loads(switch) == {"cf_before": 10, "cf": 20, "reason": "scale up 10 -> 20: why"}
+    assert json.loads(switch) == {
+        **{"cf_before": 10, "cf": 20, "reason": "why\narithmetic"},
+        "rungs": {"20": "int4"},
+    }
     assert events.Tensors("cf_timeline/switches")[0].step == 13
 
 

@@ -49,6 +49,6 @@ export function legend(into) {
   }
   const hint = element('span', {className: 'hint'},
     '▼ changed its CF   ▽ weighed other CFs and kept its own   |   '
-    + 'drag to zoom, double-click for the whole run');
+    + 'grey curve: a dense run   |   drag to zoom, double-click for the whole run');
   into.replaceChildren('dense (CF 1: all is sent)', dense, 'CF: sends one in', scale, hint);
 }

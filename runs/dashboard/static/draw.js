@@ -5,8 +5,11 @@ import {cfName, cssColour, short} from './page.js';
 import {colour} from './colours.js';
 
 export const LAYER_HEIGHT = 14; // pixels
+export const BAND = 92; // pixels, at least
 const MARKS = 11; // pixels above the CFs
 const THICK = 6; // pixels of the line of CFs
+export const LABEL = 11; // pixels between two labels
+const LABELS = 24; // of one row, about
 const FONT = '11px sans-serif';
 
 // The canvas's pen, in CSS pixels, and a function from steps or seconds to pixels.
@@ -58,12 +61,13 @@ export function drawBand(canvas, data, scale) {
   const {band, switches} = data;
   const bottom = height - THICK;
   const y = (cf) => bottom - (Math.log(cf) / Math.log(scale.top)) * (bottom - MARKS - 4);
-  let above = Infinity;
-  for (const cf of [1, 10, 100, 1e3, 1e4, 1e5, 1e6, scale.top]) {
-    if (cf > scale.top || above - y(cf) < 12) continue;
-    above = y(cf);
-    sideLabel(context, cfName(cf), scale.left, above, width);
-  }
+  const named = labelled(band.cf);
+  const places = apart(named.map(y), 6, height - 6);
+  named.forEach((cf, i) => {
+    context.fillStyle = cssColour('--edge');
+    context.fillRect(scale.left, Math.round(y(cf)), width - scale.left, 1);
+    sideLabel(context, cfName(cf, data.rungs), scale.left, places[i]);
+  });
   clip(context, scale.left, width, height);
   const [corners, bars] = [[], []];
   pieces(x, band[scale.axis], band.end[scale.axis], band.cf, (left, right, cf) => {
@@ -81,6 +85,26 @@ export function drawBand(canvas, data, scale) {
   switches[scale.axis].forEach((at, i) => {
     mark(context, x(at), switches.before[i] !== switches.cf[i]);
   });
+}
+
+// Dense and all CFs that were sent, ascending; of a great many, some evenly from all.
+export function labelled(cfs) {
+  const sent = [...new Set([1, ...cfs])].sort((a, b) => a - b);
+  const every = Math.ceil(sent.length / LABELS);
+  return sent.filter((_, i) => i % every === 0 || i === sent.length - 1);
+}
+
+// Where labels go that belong at `wanted` (descending), so that none covers another.
+function apart(wanted, top, bottom) {
+  const each = Math.min(LABEL, (bottom - top) / Math.max(1, wanted.length - 1));
+  const places = [];
+  for (const y of wanted) places.push(Math.min(y, bottom, (places.at(-1) ?? Infinity) - each));
+  let below = top;
+  for (let i = places.length - 1; i >= 0; i -= 1) {
+    places[i] = Math.max(places[i], below);
+    below = places[i] + each;
+  }
+  return places;
 }
 
 // A line through points; null is a gap in it.
@@ -131,8 +155,8 @@ function fitting(context, name, room) {
   return shown;
 }
 
-// range: least and largest value of the axis.
-export function drawQuality(canvas, quality, scale, [low, high]) {
+// range: least and largest value of the axis. dense: the quality of a dense run; null: there is none.
+export function drawQuality(canvas, quality, scale, [low, high], dense) {
   const {context, width, height, x} = pen(canvas, scale);
   const y = (value) => 9 + (1 - (value - low) / (high - low || 1)) * (height - 16);
   for (const value of high > low ? [low, high] : [low]) {
@@ -140,12 +164,17 @@ export function drawQuality(canvas, quality, scale, [low, high]) {
   }
   sideLabel(context, fitting(context, quality.tag, scale.left - 8), scale.left, height / 2);
   clip(context, scale.left, width, height);
-  context.strokeStyle = context.fillStyle = cssColour('--line');
   context.lineWidth = 1.5;
-  const points = quality.values
-    .map((value, i) => [x(quality[scale.axis][i]), value])
+  const through = ({values, [scale.axis]: at}) => values
+    .map((value, i) => [x(at[i]), value])
     .filter(([, value]) => value !== null)
-    .map(([at, value]) => [at, y(value)]);
+    .map(([place, value]) => [place, y(value)]);
+  if (dense) {
+    context.strokeStyle = colour(1);
+    path(context, through(dense));
+  }
+  context.strokeStyle = context.fillStyle = cssColour('--line');
+  const points = through(quality);
   path(context, points);
   if (points.length < 60) points.forEach(([at, height]) => dot(context, at, height));
 }

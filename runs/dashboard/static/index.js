@@ -9,6 +9,7 @@ import {Tip} from './tip.js';
 import {Toolbar} from './toolbar.js';
 
 const REFRESH = 30_000; // milliseconds
+const FEW = 12; // runs
 
 export async function render() {
   document.documentElement.lang = 'en';
@@ -32,11 +33,12 @@ class Dashboard {
     this.note = element('p', {className: 'note', role: 'status'}, 'Loading runs ...');
     this.list = element('main', {className: 'rows'});
     document.body.append(this.toolbar.element, this.legend, this.note, this.list);
-    // A row asks for its data when it is first seen: hundreds of runs cost what a screen shows.
+    // A row asks for its data when it is first seen: hundreds of runs cost what a screen shows. Of
+    // a few all are asked for, so that a dense one's quality is drawn beside the others'.
     this.seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const row = this.rows.get(entry.target.dataset.run);
-        if (row) row.setVisible(entry.isIntersecting);
+        if (row) row.setVisible(entry.isIntersecting || this.rows.size <= FEW);
       }
     }, {rootMargin: '200px'});
     new ResizeObserver(() => this.draw()).observe(this.list);

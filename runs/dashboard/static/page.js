@@ -62,7 +62,9 @@ export function last(values, x) {
   return low - 1;
 }
 
-export function cfName(cf) {
+// rungs: names of compressors by CF.
+export function cfName(cf, rungs = {}) {
+  if (rungs[cf]) return `${rungs[cf]} (CF ${trim(cf)})`;
   return cf === 1 ? 'dense' : `CF ${trim(cf)}`;
 }
 

@@ -1,7 +1,9 @@
 // One run: its CFs, heat map of layers, curve of quality, and what the pointer is on.
 
 import {cfName, element, last, short} from './page.js';
-import {drawAxis, drawBand, drawLayers, drawQuality, LAYER_HEIGHT} from './draw.js';
+import {
+  BAND, drawAxis, drawBand, drawLayers, drawQuality, LABEL, labelled, LAYER_HEIGHT,
+} from './draw.js';
 import {Pointer} from './pointer.js';
 import {Tip, tellStep} from './tip.js';
 
@@ -95,8 +97,8 @@ export class Row {
 
   // -- drawing -----------------------------------------------------------------------------------
 
-  // range: of the quality's axis.
-  draw(scale, range) {
+  // range: of the quality's axis. dense: the row of a dense run; null: there is none.
+  draw(scale, range, dense) {
     const {data} = this;
     Object.assign(this.pointer, {domain: scale.domain, left: scale.left});
     this.plot.dataset.left = scale.left;
@@ -104,13 +106,17 @@ export class Row {
     this.layers.hidden = !data.layers;
     this.quality.hidden = !data.quality;
     this.facts.textContent = facts(data, scale).join(' · ');
+    const names = labelled(data.band.cf).length;
+    this.band.style.height = `${Math.max(BAND, LABEL * (names + 1))}px`;
     drawBand(this.band, data, scale);
     if (data.layers) {
       const height = Math.max(3, Math.min(LAYER_HEIGHT, 240 / data.layers.names.length));
       this.layers.style.height = `${height * data.layers.names.length}px`;
       drawLayers(this.layers, data.layers, scale);
     }
-    if (data.quality) drawQuality(this.quality, data.quality, scale, range);
+    const other = dense?.data.quality;
+    const beside = dense !== this && other?.tag === data.quality?.tag ? other : null;
+    if (data.quality) drawQuality(this.quality, data.quality, scale, range, beside);
     drawAxis(this.axis, scale);
   }
 
@@ -129,7 +135,7 @@ function facts(data, {axis, domain}) {
   const piece = Math.max(0, last(band[axis], domain[1]));
   const end = last(numbers[axis], domain[1]);
   const before = last(numbers[axis], domain[0]);
-  const told = [`${cfName(band.cf[piece])} at step ${numbers.step[end] ?? data.to}`];
+  const told = [`${cfName(band.cf[piece], data.rungs)} at step ${numbers.step[end] ?? data.to}`];
   if (end > Math.max(0, before)) {
     // From the run's first step on the totals are those of its end.
     const part = (values) => values[end] - (before < 0 || numbers.step[before] <= data.first

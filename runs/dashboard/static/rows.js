@@ -20,5 +20,6 @@ export function drawRows(rows, view) {
     const [low, high] = ranges.get(tag) ?? [Infinity, -Infinity];
     ranges.set(tag, [Math.min(low, ...values), Math.max(high, ...values)]);
   }
-  for (const row of shown) row.draw(scale, ranges.get(row.data?.quality?.tag));
+  const dense = known.find((row) => row.data.dense) ?? null;
+  for (const row of shown) row.draw(scale, ranges.get(row.data?.quality?.tag), dense);
 }

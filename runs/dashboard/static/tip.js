@@ -48,7 +48,7 @@ export function tellStep(data, axis, x, layer, name) {
   const second = axis === 'second' ? x : numbers.second[at];
   const made = [
     element('div', {className: 'where'}, `${name}, step ${step}, ${short(second)} s`),
-    element('div', {className: 'cf'}, cfName(data.band.cf[piece])),
+    element('div', {className: 'cf'}, cfName(data.band.cf[piece], data.rungs)),
   ];
   const newest = last(switches[axis], x);
   let move = newest; // the last one that changed the CF; what came after it were judgements
@@ -57,7 +57,7 @@ export function tellStep(data, axis, x, layer, name) {
   if (newest > move) made.push(reason(switches, newest, 'kept at'));
   if (layer !== null && layers) {
     const column = last(layers[axis], x);
-    if (column >= 0) made.push(fact(layers.names[layer], cfName(layers.cf[layer][column] ?? 1)));
+    if (column >= 0) made.push(fact(layers.names[layer], cfName(layers.cf[layer][column] ?? 1, data.rungs)));
   }
   const values = Object.entries(numbers.values);
   for (const [tag, column] of values.sort(([a], [b]) => order(a) - order(b))) {

@@ -177,7 +177,7 @@ def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clock = ("--fixed-clock", "0.1")  # decides alike on idle and on busy machines
     train(folder / "gravac", "GraVAC(window=6)", *clock)
     train(folder / "accordion", "Accordion(interval=10, per_layer=True)", *clock)
-    train(folder / "no hook", "off")
+    train(folder / "no hook", "ddp")
     return folder
 
 

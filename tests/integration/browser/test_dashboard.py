@@ -31,8 +31,8 @@ def test_rows_are_the_runs_and_a_hover_tells_the_reason(
 ) -> None:
     page.open()
     page.enter()
-    page.wait(lambda: len(page.all(".run[data-loaded]")) == 2)
-    assert page.rows() == ["accordion", "gravac"]  # "no hook" has no CF
+    page.wait(lambda: len(page.all(".run[data-loaded]")) == 3)
+    assert page.rows() == ["accordion", "gravac", "no hook"]
     switches = _switches(real_runs / "gravac")
     facts = page.all(".run[data-run='gravac'] .facts")[0].text
     assert f"{len(switches)} switch" in facts
@@ -56,6 +56,30 @@ def test_rows_are_the_runs_and_a_hover_tells_the_reason(
     if path := request.config.getoption("screenshot"):
         page.hover("gravac", (switches[1]["step"] + 0.5) / STEPS)
         page.driver.save_screenshot(str(path))
+    assert page.errors() == []
+
+
+_LABELS = """
+const [base, done] = arguments;
+Promise.all([import(`${base}/draw.js`), import(`${base}/page.js`)]).then(([draw, page]) =>
+  done(draw.labelled([20, 8, 20]).map((cf) => page.cfName(cf, {8: 'int4'}))));
+"""
+
+
+def test_every_cf_that_was_sent_has_a_label_and_denses_curve_is_there(page: Page) -> None:
+    page.open()
+    page.enter()
+    page.wait(lambda: len(page.all(".run[data-loaded]")) == 3)
+    base = page.driver.execute_script("return location.href.replace(/[/][^/]*$/, '')")
+    labels = page.driver.execute_async_script(_LABELS, base)
+    assert labels == ["dense", "int4 (CF 8)", "CF 20"]
+
+    def grey(run: str) -> bool:
+        columns = [page.column(page.canvas(run, "quality"), i / 20) for i in range(6, 16)]
+        return any([154, 160, 168, 255] in column for column in columns)
+
+    page.wait(lambda: grey("gravac") and grey("accordion"))
+    assert not grey("no hook")  # it is that curve
     assert page.errors() == []
 
 
@@ -85,15 +109,15 @@ def test_choosing_what_to_see(page: Page) -> None:
     page.all("#filter")[0].send_keys("\b")
     page.all("summary")[0].click()
     page.all(".choices input")[0].click()
-    assert page.rows() == ["gravac"]
+    assert page.rows() == ["gravac", "no hook"]
     page.all(".choices input")[0].click()
-    assert page.rows() == ["accordion", "gravac"]
+    assert page.rows() == ["accordion", "gravac", "no hook"]
     page.all("summary")[0].click()
 
     tops = lambda: {row.location["y"] for row in page.all(".run")}  # noqa: E731
-    assert len(tops()) == 2
+    assert len(tops()) == 3
     page.all("#lie option[value=beside]")[0].click()
-    page.wait(lambda: len(tops()) == 1)
+    page.wait(lambda: len(tops()) < 3)
     page.all("#axis option[value=second]")[0].click()
     page.all("#quality option[value='train/loss']")[0].click()
     page.wait(lambda: "train/loss" in page.hover("gravac", 0.5))
@@ -104,7 +128,7 @@ def test_choosing_what_to_see(page: Page) -> None:
 def test_a_drag_zooms_and_a_button_goes_back(page: Page, axis: str) -> None:
     page.open()
     page.enter()
-    page.wait(lambda: len(page.all(".run[data-loaded]")) == 2)
+    page.wait(lambda: len(page.all(".run[data-loaded]")) == 3)
     page.all("#filter")[0].send_keys("gravac")  # alone, its row is as long as the axis
     page.wait(lambda: page.rows() == ["gravac"])
     page.all(f"#axis option[value={axis}]")[0].click()
