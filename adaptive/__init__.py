@@ -29,6 +29,7 @@ from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, Schedule, 
 
 if _TYPE_CHECKING:
     from adaptive.contrib.gossip import Gossip
+    from adaptive.contrib.gossip_rule import GossipRule
     from adaptive.contrib.hooks import HookRung
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Fixed",
     "Goodput",
     "Gossip",
+    "GossipRule",
     "GraVAC",
     "Header",
     "HookRung",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-MODULES = {"Gossip": "gossip", "HookRung": "hooks", "with_hooks": "hooks"}
+MODULES = {
+    "Gossip": "gossip",
+    "GossipRule": "gossip_rule",
+    "HookRung": "hooks",
+    "with_hooks": "hooks",
+}
 """The module of each name."""
 
 

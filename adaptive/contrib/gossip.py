@@ -35,6 +35,8 @@ and wait for messages in `optimizer.step()`.
 With `every=H` a rank takes H steps between two exchanges, and g is their sum (for CHOCO-SGD and
 D-PSGD: Li and others 2019, "Communication-Efficient Local Decentralized SGD Methods"). A round is
 one exchange and the steps before it. A step of the policy and of the record is a round.
+
+A rule of a user's own (gossip_rule.py) keeps what it likes, and mixes in the step itself.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ from adaptive.bucket.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrix, named
+from adaptive.contrib.gossip_rule import GossipRule
+from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrices, named
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
@@ -108,11 +111,12 @@ class Gossip(Synchronisation):
 
     topology: the neighbours of each rank: "ring", "torus", "exponential" (1, 2, 4, ... ranks away),
         "one_peer" (one neighbour of "exponential" in each step, by turns), "complete", or a doubly
-        stochastic matrix of shape (ranks, ranks).
+        stochastic matrix of shape (ranks, ranks), or several that take turns.
     algorithm: "d-psgd" (for base "none"), "dcd-psgd" (compresses differences, for unbiased bases),
         "deepsqueeze" (has error feedback), "choco-sgd" (compresses differences from a replica) or
         "naive" (does not converge, for comparison). "auto": "d-psgd" with base "none", "choco-sgd"
-        with a biased base, "dcd-psgd" with an unbiased one.
+        with a biased base, "dcd-psgd" with an unbiased one. Or a `GossipRule`: one of your own
+        (docs/research/gossip.md), which mixes in `optimizer.step()`.
     consensus_step: with "deepsqueeze" and "choco-sgd", a rank moves by this share of the weighted
         difference from its neighbours, in (0, 1]. A larger CF needs a smaller one. None: 2 / CF
         and 5 / CF, at most 1.
@@ -121,8 +125,8 @@ class Gossip(Synchronisation):
 
     ValueError or TypeError for a value that is not accepted."""
 
-    topology: TopologyName | Tensor = "ring"
-    algorithm: AlgorithmName = "auto"
+    topology: TopologyName | Tensor | Sequence[Tensor] = "ring"
+    algorithm: AlgorithmName | GossipRule = "auto"
     consensus_step: float | None = None
     every: int = 1
     overlap = 0
@@ -134,9 +138,14 @@ class Gossip(Synchronisation):
 
     def __post_init__(self) -> None:
         of: Any = self.topology
-        of = checks.one_of("topology", of, TOPOLOGIES) if isinstance(of, str) else check_matrix(of)
+        named_one = isinstance(of, str)
+        of = checks.one_of("topology", of, TOPOLOGIES) if named_one else check_matrices(of)
         object.__setattr__(self, "topology", of)
-        checks.one_of("algorithm", self.algorithm, ALGORITHMS)
+        if not isinstance(self.algorithm, GossipRule | str):
+            accepted = f"one of {', '.join(ALGORITHMS)}, or a GossipRule made"
+            raise TypeError(f"algorithm must be {accepted}, got {self.algorithm!r}")
+        if isinstance(self.algorithm, str):
+            checks.one_of("algorithm", self.algorithm, ALGORITHMS)
         object.__setattr__(self, "every", checks.whole("every", self.every, least=1))
         if self.consensus_step is not None:
             checks.fraction("consensus_step", self.consensus_step)
@@ -157,6 +166,8 @@ class Gossip(Synchronisation):
                 f"all ranks in rounds"
             )
         algorithm, exact, biased = self.algorithm, base.name == "none", base.feeds_back
+        if isinstance(algorithm, GossipRule):
+            return self
         if algorithm == "auto":
             algorithm = "d-psgd" if exact else "choco-sgd" if biased else "dcd-psgd"
         if algorithm == "d-psgd" and not exact:
@@ -204,12 +215,13 @@ class Gossip(Synchronisation):
         return self.topology_of(ranks).messages
 
     def start(self, averager: Averager) -> GossipSync:
-        return GossipSync(averager, self)
+        ruled = isinstance(self.algorithm, GossipRule)
+        return RuledGossipSync(averager, self) if ruled else GossipSync(averager, self)
 
     def topology_of(self, ranks: int) -> Topology:
         """ValueError if this number of ranks cannot have the topology."""
         of = self.topology
-        made = named(of, ranks) if isinstance(of, str) else Topology("matrix", [of])
+        made = named(of, ranks) if isinstance(of, str) else Topology("matrix", [*of])
         if made.ranks != ranks:
             raise ValueError(
                 f"topology must be a matrix of ({ranks}, {ranks}), a row for each rank; got one of "
@@ -227,10 +239,13 @@ class Gossip(Synchronisation):
         """The consensus step size at this CF; 1 if the algorithm has none."""
         if self.consensus_step is not None:
             return self.consensus_step
-        return min(1.0, STEP_SIZES.get(self.algorithm, cf) / cf)
+        name = "" if isinstance(self.algorithm, GossipRule) else self.algorithm
+        return min(1.0, STEP_SIZES.get(name, cf) / cf)
 
     def __repr__(self) -> str:
-        of = self.topology.tolist() if isinstance(self.topology, torch.Tensor) else self.topology
+        of: Any = self.topology
+        if isinstance(of, Tensor):
+            of = of.tolist() if len(of) > 1 else of[0].tolist()
         step = f"consensus_step={self.consensus_step}"
         return f"Gossip({of!r}, {self.algorithm!r}, {step}, every={self.every})"
 
@@ -275,6 +290,7 @@ class GossipSync(Synchroniser):
     def __init__(self, averager: Averager, choice: Gossip) -> None:
         super().__init__(averager)
         self.algorithm = choice.algorithm
+        self.at_once = isinstance(self.algorithm, GossipRule) or self.algorithm in AT_ONCE
         self.parameters = list(averager.parameters.values())
         topology = choice.topology_of(averager.exchange.world_size)
         assert topology is not None
@@ -350,7 +366,7 @@ class GossipSync(Synchroniser):
         stopwatch = controller.stopwatch
         entered = stopwatch.timestamps()
         with stopwatch.held_up(), averager.noting_failure():
-            self._mixed = self.algorithm in AT_ONCE
+            self._mixed = self.at_once
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)
             sent = stopwatch.timestamps()
@@ -421,10 +437,14 @@ class GossipSync(Synchroniser):
 
     def _end_step(self, cf: float) -> None:
         """DeepSqueeze and CHOCO-SGD mix at once, with the step size of the step's CF."""
-        if self.algorithm in AT_ONCE:
+        if self.at_once:
             for chunk in self._chunks:
                 self._receive(chunk)
-                chunk.move(chunk.offset, self._step_at(cf))
+                self._mix_at_once(chunk, cf)
+
+    def _mix_at_once(self, chunk: _Chunk, cf: float) -> None:
+        """Messages of the neighbours have been added to the offset."""
+        chunk.move(chunk.offset, self._step_at(cf))
 
     def _send(self, index: int, chunk: _Chunk, step: int, cfs: StepCFs, tally: Tally) -> None:
         """Compress what there is to tell of a chunk, and hand it to the neighbours."""
@@ -547,6 +567,81 @@ class GossipSync(Synchroniser):
                 if flat is not None:
                     for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
                         piece.copy_(state[what][p.name])
+
+
+@dataclass(eq=False)
+class _RuledChunk(_Chunk):
+    """of_rule: what the rule keeps. sent: what this rank's last message decodes to."""
+
+    of_rule: dict[str, Tensor] = field(default_factory=dict)
+    sent: Tensor = field(init=False)
+
+
+class RuledGossipSync(GossipSync):
+    """Gossip by a user's rule. The offset is the weighted sum of what was sent."""
+
+    @property
+    def rule(self) -> GossipRule:
+        assert isinstance(self.algorithm, GossipRule)
+        return self.algorithm
+
+    @torch.no_grad()
+    def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
+        chunk = _RuledChunk(parameters)
+        chunk.of_rule = {name: torch.zeros_like(chunk.offset) for name in self.rule.keeps}
+        chunk.sent = torch.zeros_like(chunk.offset)
+        self.rule.begin(chunk.of_rule, chunk.here("here"))
+        return chunk
+
+    @torch.no_grad()
+    def _to_tell(self, chunk: _Chunk) -> Tensor:
+        assert isinstance(chunk, _RuledChunk)
+        told = self.rule.tell(chunk.of_rule, chunk.here("here"))
+        return chunk.buffer("sent").copy_(told)
+
+    def _take_in(
+        self,
+        chunk: _Chunk,
+        x: Tensor,
+        units: Sequence[Unit],
+        payloads: Sequence[Payload],
+        weight: float,
+    ) -> None:
+        assert isinstance(chunk, _RuledChunk)
+        _add(chunk.sent.zero_(), units, payloads, 1.0)
+        torch.mul(chunk.sent, weight, out=chunk.offset)
+
+    @torch.no_grad()
+    def _mix_at_once(self, chunk: _Chunk, cf: float) -> None:
+        assert isinstance(chunk, _RuledChunk)
+        here = chunk.here("here")
+        chunk.go_to(self.rule.mix(chunk.of_rule, here, chunk.sent, chunk.offset))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for chunk in self._chunks:
+            assert isinstance(chunk, _RuledChunk)
+            for name, flat in chunk.of_rule.items():
+                pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
+                state["kept"] |= {f"{p.name}: {name}": piece.clone() for p, piece in pieces}
+        return state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        kept = {
+            f"{name}: {each}": tensor
+            for name, tensor in flat_tensors(self.parameters).items()
+            for each in self.rule.keeps
+        }
+        check_like("sync: kept", state["kept"], kept, complete=True)
+        super().check({**state, "kept": {}})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        for chunk in self._chunks:
+            assert isinstance(chunk, _RuledChunk)
+            for name, flat in chunk.of_rule.items():
+                for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
+                    piece.copy_(state["kept"][f"{p.name}: {name}"])
 
 
 def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:

@@ -74,6 +74,19 @@ class Topology:
         )
 
 
+def check_matrices(given: Any) -> Tensor:
+    """A user's matrix or several, in float64, (rounds, ranks, ranks). ValueError unless they are
+    doubly stochastic, TypeError for what is no matrix of numbers."""
+    if isinstance(given, Tensor) and given.dim() == 3:
+        given = [*given]
+    several = isinstance(given, list | tuple) and given and isinstance(given[0], Tensor)
+    matrices = [check_matrix(each) for each in (given if several else [given])]
+    if any(each.shape != matrices[0].shape for each in matrices):
+        sizes = ", ".join(str(tuple(each.shape)) for each in matrices)
+        raise ValueError(f"topology must be matrices of one size, got {sizes}")
+    return torch.stack(matrices) if matrices else torch.empty(0, 0, 0)
+
+
 def check_matrix(given: Any) -> Tensor:
     """A user's matrix, in float64. ValueError unless it is doubly stochastic, TypeError if it is no
     matrix of numbers."""

@@ -4,6 +4,7 @@ train as a plain loop of the paper's equations does, to rounding."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from itertools import product
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, LocalSteps
+from adaptive import AdaptiveCompressor, Fixed, Gossip, LocalSteps
 from compressors.kernels import blocks
 from examples.demo_rule import DecoupledMomentum, FastComponents
 from examples.entropy_rank import EntropyRank
 from examples.layer_budget import LayerBudget
+from examples.noloco import NoLoCo, partners
 from examples.own_memory import Decayed
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
@@ -330,6 +332,76 @@ def _check_entropy_rank(results: Sequence[Sequence[tuple[Any, dict[str, float]]]
             assert rank == top or lost[name][rank] <= 1.02 * allowed
             assert rank == 1 or lost[name][rank - 1] >= 0.98 * allowed
     assert len(ranks) > 2
+
+
+# -- NoLoCo --
+
+PAIRED, ROUNDS, EVERY = 4, 3, 2
+"""Ranks, exchanges and steps between two of these."""
+
+
+def _noloco() -> list[Tensor]:
+    """Section 3, with the same partners."""
+    rule, matrices = NoLoCo(), partners(PAIRED, ROUNDS)
+    ranks = [small_net() for _ in range(PAIRED)]
+    optimizers = [_adamw(model) for model in ranks]
+    slow = [flat_parameters(model) for model in ranks]
+    momenta = [torch.zeros_like(s) for s in slow]
+    for step in range(ROUNDS * EVERY):
+        for rank, (model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        if (step + 1) % EVERY == 0:
+            exchange = matrices[step // EVERY]
+            fast = [flat_parameters(model) for model in ranks]
+            pairs = [[j for j in range(PAIRED) if exchange[i, j]] for i in range(PAIRED)]
+            for i, pair in enumerate(pairs):
+                moved = sum(fast[j] - slow[j] for j in pair) / len(pair)
+                apart = slow[i] - sum(slow[j] for j in pair) / len(pair)
+                momenta[i] = rule.momentum * momenta[i] + rule.lr * moved - rule.pull * apart
+            slow = [s + d for s, d in zip(slow, momenta, strict=True)]
+            for model, s in zip(ranks, slow, strict=True):
+                nn.utils.vector_to_parameters(s.clone(), model.parameters())
+    return [flat_parameters(model) for model in ranks]
+
+
+def _paired(rank: int) -> dict[str, Any]:
+    """Trained in one go, and saved and loaded in the middle of the second round."""
+    found: dict[str, Any] = {}
+    saved: list[dict[str, Any]] = []
+    for name, stops in (("whole", 0), ("resumed", 3)):
+        model = DDP(small_net(), bucket_cap_mb=0.004)
+        made, first = _adamw(model), 0
+        sync = Gossip(partners(PAIRED, ROUNDS), NoLoCo(), every=EVERY)
+        compressor = AdaptiveCompressor("none", sync=sync).attach(model, optimizer=made)
+        if stops:
+            loss_of(model, 0, rank).backward()  # after which DDP's buckets stay as they are
+            model.module.load_state_dict(saved[0])
+            made.load_state_dict(saved[1])
+            compressor.load_state_dict(saved[2])
+            first = stops
+            lost = {**saved[2], "sync": {**saved[2]["sync"], "kept": {}}}
+            try:
+                compressor.load_state_dict(lost)
+            except ValueError as error:
+                found["damaged"] = str(error)
+        for step in range(first, ROUNDS * EVERY):
+            if not stops and step == 3:
+                states = model.module.state_dict(), made.state_dict(), compressor.state_dict()
+                saved = deepcopy([*states])
+            made.zero_grad()
+            loss_of(model, step, rank).backward()
+            made.step()
+        found[name] = flat_parameters(model)
+    return found
+
+
+def test_noloco_is_its_papers() -> None:
+    for result, own in zip(run_ranks(PAIRED, _paired, limit=150), _noloco(), strict=True):
+        assert torch.equal(result["whole"], result["resumed"])
+        assert "sync: kept has lost 0.bias: momentum" in result["damaged"]
+        assert float((result["whole"] - own).abs().max()) < ATOL
 
 
 def _ranks(rank: int) -> dict[str, Any]:

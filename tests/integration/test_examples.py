@@ -93,6 +93,7 @@ def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
         "demo_rule.py",
         "entropy_rank.py",
         "layer_budget.py",
+        "noloco.py",
         "sparse_loco.py",
         "streaming_diloco.py",
     ],

@@ -11,6 +11,7 @@ import torch
 from adaptive import AdaptiveCompressor, Fixed, Gossip, Momentum, ParameterServer, Schedule
 from adaptive.contrib.topology import TOPOLOGIES, named
 from adaptive.model.state import reshard_states
+from examples.noloco import NoLoCo
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -79,6 +80,10 @@ def test_a_matrix_of_ones_own() -> None:
     assert topology.messages == pytest.approx(4 / 3)
     eigenvalues = torch.linalg.eigvalsh(torch.tensor(HALF, dtype=torch.float64))
     assert topology.spectral_gap == pytest.approx(1 - eigenvalues[:-1].abs().max().item())
+    by_turns = torch.stack([torch.tensor(HALF, dtype=torch.float64), torch.eye(3).double()])
+    for given in (by_turns, [*by_turns]):
+        several = _gossip(base="none", topology=given).topology_of(3)
+        assert [several.receivers(step, 1) for step in range(3)] == [[0, 2], [], [0, 2]]
     with pytest.raises(ValueError, match=r"topology must be a matrix of \(4, 4\)"):
         _gossip(base="none", topology=torch.tensor(HALF)).topology_of(4)
     with pytest.raises(ValueError, match="spectral gap of 0"):
@@ -99,6 +104,9 @@ def test_a_matrix_of_ones_own() -> None:
         ({"algorithm": "dcd-psgd"}, "needs an unbiased base"),
         ({"algorithm": "push-sum"}, "algorithm"),
         ({"algorithm": "naive", "consensus_step": 0.5}, "consensus_step must be None"),
+        ({"algorithm": NoLoCo(), "consensus_step": 0.5}, "consensus_step must be None with algo"),
+        ({"topology": [torch.eye(2), torch.eye(3)]}, r"one size, got \(2, 2\), \(3, 3\)"),
+        ({"topology": [torch.eye(2), torch.ones(2, 2)]}, "topology must be doubly stochastic"),
         ({"base": "qsgd", "consensus_step": 0.5}, "consensus_step must be None"),
         ({"consensus_step": 1.5}, "consensus_step"),
         ({"every": 0}, "every=0: must be an int >= 1"),
@@ -127,6 +135,11 @@ def test_gossip_that_cannot_be_is_refused(given: dict[str, Any], told: str) -> N
 def test_what_does_not_go_with_gossip_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         AdaptiveCompressor(sync=Gossip(), **given)
+
+
+def test_an_algorithm_of_ones_own_is_an_object() -> None:
+    with pytest.raises(TypeError, match=r"algorithm must be one of auto, .* or a GossipRule made"):
+        Gossip(algorithm=NoLoCo)  # type: ignore[arg-type]
 
 
 def test_a_topology_must_be_numbers() -> None:
