@@ -12,17 +12,17 @@ from adaptive import contrib as _contrib
 from adaptive import on_import as _on_import  # noqa: F401 - first: it refuses what is in the way
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer, register_exchange
-from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.link import LinkSpec, Network, StepClock
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.options import Momentum, Residual, Updates, register_memory
 from adaptive.memory.rule import Kept, MemoryRule
-from adaptive.state import reshard_states
-from adaptive.summary import Summary
-from adaptive.sync.options import Delayed, EveryStep, LocalSteps
+from adaptive.model.state import reshard_states
+from adaptive.network.collectives import Exchange
+from adaptive.network.link import LinkSpec, Network, StepClock
+from adaptive.settings.synchronisation import Delayed, EveryStep, LocalSteps
 from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import JSONLTimeline, LogTimeline, MemoryTimeline, Timeline
+from adaptive.timeline.summary import Summary
 from adaptive.timeline.tensorboard import TensorBoardTimeline
 from compressors import Compressor, Ladder, NoCompression, RandomK, TopK
 from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, Schedule, StepReport, Warmup

@@ -13,10 +13,19 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adaptive import checkpoint as forms
 from adaptive import contrib
-from adaptive.agreement import agree, wait_for_all
-from adaptive.config import (
+from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
+from adaptive.exchange.strategies import Strategy
+from adaptive.exchange.two_level import TwoLevel
+from adaptive.memory.model_memory import MemoryChoice
+from adaptive.memory.options import Memory, MemoryName, memory_from
+from adaptive.model.replicas import DDPReplica, Replica
+from adaptive.model.wrappers import Unwrapped, unwrap
+from adaptive.network.agreement import agree, wait_for_all
+from adaptive.network.link import LinkSpec, Network, network_from
+from adaptive.session import checkpoint as forms
+from adaptive.session.session import Session
+from adaptive.settings.config import (
     GRANULARITIES,
     USUAL,
     GranularityName,
@@ -28,18 +37,9 @@ from adaptive.config import (
     require,
     with_ladder,
 )
-from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
-from adaptive.exchange.link import LinkSpec, Network, network_from
-from adaptive.exchange.strategies import Strategy
-from adaptive.exchange.two_level import TwoLevel
-from adaptive.memory.model_memory import MemoryChoice
-from adaptive.memory.options import Memory, MemoryName, memory_from
-from adaptive.replicas import DDPReplica, Replica
-from adaptive.session import Session
-from adaptive.summary import Summary
-from adaptive.sync.options import EveryStep, Synchronisation
+from adaptive.settings.synchronisation import EveryStep, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline, Sink
-from adaptive.wrappers import Unwrapped, unwrap
+from adaptive.timeline.summary import Summary
 from compressors import Compressor
 from policies import DENSE, Policy, PolicyName, checks, make_policy
 from policies.base import counted_steps
@@ -216,7 +216,7 @@ class AdaptiveCompressor:
         Returns self. TypeError if `root` is not such a module; ValueError for another mesh, or
         settings that do not go with it; RuntimeError if it is attached already or the ranks differ.
         """
-        from adaptive.integrations.fsdp import ShardedReplica
+        from adaptive.fsdp import ShardedReplica
 
         inside = unwrap(root, optimizer)
         replica = ShardedReplica.of(inside.model, mesh, self._settings)

@@ -23,7 +23,7 @@ from adaptive import (
     Schedule,
     Timeline,
 )
-from adaptive.sync.options import Synchronisation
+from adaptive.settings.synchronisation import Synchronisation
 from policies import DENSE
 from runs.config import TrainConfig
 from runs.expression import PLAIN, made_from, policy_from

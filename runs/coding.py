@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from adaptive.config import RUNGS
+from adaptive.settings.config import RUNGS
 from compressors import Compressor, RoundsCompressor, make_compressor
 from compressors.base import Spec
 from runs.bench.compressors import KEY, in_rounds, our_step

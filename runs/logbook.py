@@ -20,7 +20,7 @@ from adaptive import (
     TensorBoardTimeline,
     Timeline,
 )
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from adaptive.timeline.recorder import SafeTimeline
 from adaptive.timeline.tensorboard import write_scalars
 from policies.base import DENSE, GainKind

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, log
 from types import MappingProxyType
 
-from adaptive.exchange.link import LinkSpec, StepClock
+from adaptive.network.link import LinkSpec, StepClock
 from policies import DENSE
 from policies.step_time import overlapped
 

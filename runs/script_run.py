@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from adaptive import AdaptiveCompressor, JSONLTimeline, StepRecord, Timeline
-from adaptive.pace import Pace
-from adaptive.replicas import ATTRIBUTE
+from adaptive.model.replicas import ATTRIBUTE
+from adaptive.network.pace import Pace
 from runs.build import compressor_arguments
 from runs.claim import claim
 from runs.config import TrainConfig

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from adaptive import Summary
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from runs.checkpoint import (
     Checkpoint,
     NotFiniteError,

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
 from adaptive import Summary, Timeline
-from adaptive.exchange.collectives import reduce_wire_bytes
-from adaptive.pace import Pace
+from adaptive.network.collectives import reduce_wire_bytes
+from adaptive.network.pace import Pace
 from policies import DENSE
 from policies.step_time import LAST
 from runs.build import (

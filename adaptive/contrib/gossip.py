@@ -53,8 +53,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
 
-from adaptive.averager import Averager
-from adaptive.bucket import (
+from adaptive.bucket.bucket import (
     Bucket,
     Part,
     StepCFs,
@@ -64,22 +63,23 @@ from adaptive.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.chunks import Chunk, chunks
 from adaptive.contrib.gossip_rule import GossipRule
 from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrices, named
-from adaptive.exchange.collectives import Arriving
-from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
 from adaptive.memory.options import NAMED, Memory
-from adaptive.parameters import ModelParameter, shaped
-from adaptive.state import SavedPart, check_like, flat_tensors
+from adaptive.memory.step_watch import Groups
+from adaptive.model.chunks import Chunk, chunks
+from adaptive.model.parameters import ModelParameter, shaped
+from adaptive.model.state import SavedPart, check_like, flat_tensors
+from adaptive.model.uniting import averaged, unite
+from adaptive.network.collectives import Arriving
+from adaptive.network.pipeline import done_with
+from adaptive.settings.synchronisation import Synchronisation, check_all_moved
 from adaptive.statistics.vector import Tally
-from adaptive.step_watch import Groups
+from adaptive.step.averager import Averager
 from adaptive.sync.base import Synchroniser
-from adaptive.sync.options import Synchronisation, check_all_moved
-from adaptive.uniting import averaged, unite
 from compressors.base import Compressor, Key, Payload
 from compressors.kernels import all_finite
 from compressors.kernels.blocks import fill_if

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.exchange.choice import ParameterServer
-from adaptive.exchange.collectives import Exchange
-from adaptive.sync.options import Synchronisation
+from adaptive.network.collectives import Exchange
+from adaptive.settings.synchronisation import Synchronisation
 from compressors.base import Compressor, Payload, Spec
 from policies import Policy
 

@@ -1,0 +1,1 @@
+"""How the payloads of all ranks become their mean."""

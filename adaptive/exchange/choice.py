@@ -11,8 +11,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
-from adaptive.exchange.link import LinkCost
 from adaptive.exchange.means_policy import MeansPolicy, another
 from adaptive.exchange.rehearsal import rehearse
 from adaptive.exchange.strategies import (
@@ -25,7 +23,9 @@ from adaptive.exchange.strategies import (
     Summed,
 )
 from adaptive.exchange.votes import Voted
-from adaptive.state import SavedPart
+from adaptive.model.state import SavedPart
+from adaptive.network.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
+from adaptive.network.link import LinkCost
 from compressors import Compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier

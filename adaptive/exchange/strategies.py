@@ -2,7 +2,7 @@
 
 A strategy is handed what a rank has to send for one bucket (`Outgoing`) and hands back what has
 arrived (`Received`). It knows no memory and no statistics. Its rounds are a generator, since a
-collective may only be issued in the body of a hook call (`adaptive.exchange.pipeline`).
+collective may only be issued in the body of a hook call (`adaptive.network.pipeline`).
 docs/own_exchange.md says how to add one.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import (
+from adaptive.bucket.bucket import (
     EXACT,
     Bucket,
     Unit,
@@ -28,7 +28,7 @@ from adaptive.bucket import (
     energies_of,
     with_energies,
 )
-from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
+from adaptive.network.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors import Compressor
 from compressors.base import Payload, Spec, any_nonfinite
 from compressors.kernels import all_finite

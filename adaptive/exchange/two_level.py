@@ -28,22 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import by_shards
+from adaptive.bucket.bucket import by_shards
 from adaptive.exchange.choice import ExchangeName, ParameterServer
-from adaptive.exchange.collectives import (
-    Exchange,
-    PendingSum,
-    RunsRounds,
-    after,
-    all_gather_single,
-    future_of,
-    gather_wire_bytes,
-    groups_joined,
-    join_groups,
-    reduce_wire_bytes,
-)
-from adaptive.exchange.link import EmulatedLink, new_future
-from adaptive.exchange.pipeline import done_with
 from adaptive.exchange.strategies import (
     Gathered,
     Outgoing,
@@ -55,8 +41,22 @@ from adaptive.exchange.strategies import (
     payload_sizes,
     unpack,
 )
-from adaptive.parameters import is_left_to_ddp
-from adaptive.replicas import Exchanging, Replica
+from adaptive.model.parameters import is_left_to_ddp
+from adaptive.model.replicas import Exchanging, Replica
+from adaptive.network.collectives import (
+    Exchange,
+    PendingSum,
+    RunsRounds,
+    after,
+    all_gather_single,
+    future_of,
+    gather_wire_bytes,
+    groups_joined,
+    join_groups,
+    reduce_wire_bytes,
+)
+from adaptive.network.link import EmulatedLink, new_future
+from adaptive.network.pipeline import done_with
 from compressors.kernels.blocks import uninitialized
 from policies import checks
 

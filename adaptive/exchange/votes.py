@@ -11,8 +11,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adaptive.exchange.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
+from adaptive.network.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from compressors.base import Key, Payload, Spec, kept
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, uninitialized

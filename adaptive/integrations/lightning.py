@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.integrations.metrics import metrics
-from adaptive.wrappers import unwrap
+from adaptive.model.wrappers import unwrap
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from adaptive.memory.handover import Handover
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaptive.chunks import Chunk
 from adaptive.memory.moments import SECOND_MOMENTS, Run, have_noise, is_adaptive
 from adaptive.memory.owners import Owner
-from adaptive.parameters import like, local, shaped
+from adaptive.model.chunks import Chunk
+from adaptive.model.parameters import like, local, shaped
 
 MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
 """Names in an optimizer's state of a parameter: how many steps it was, and averages over them."""

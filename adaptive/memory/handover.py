@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from adaptive.exchange.collectives import Exchange
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
+from adaptive.network.collectives import Exchange
 from compressors.kernels import kernels_for
 
 Group = Mapping[str, Any]

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.exchange.collectives import Exchange
 from adaptive.memory.handover import is_torchs_own
-from adaptive.parameters import ModelParameters, local
+from adaptive.model.parameters import ModelParameters, local
+from adaptive.network.collectives import Exchange
 
 NEAR = 0.5
 """A state tensor that is a copy of weights differs from them by less than this share of their norm.

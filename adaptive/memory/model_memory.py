@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import is_torchs_own, steps_as
 from adaptive.memory.moments import is_adaptive
@@ -22,10 +21,10 @@ from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
 from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
-from adaptive.parameters import ModelParameters
-from adaptive.state import check_like, flat_tensors
-from adaptive.sync.options import Synchronisation
-from adaptive.wrappers import advice, steps_a_part
+from adaptive.model.parameters import ModelParameters
+from adaptive.model.state import check_like, flat_tensors
+from adaptive.model.wrappers import advice, steps_a_part
+from adaptive.network.collectives import Exchange
 from compressors import Compressor
 from compressors.kernels.blocks import is_host
 from policies.state import Stateful, require
@@ -171,12 +170,13 @@ class ModelMemory:
         self._ranks = ranks
         self._gave_up = False  # momentum correction
 
-    def choose(self, optimizers: Sequence[Optimizer], sync: Synchronisation) -> None:
-        """Now that the optimizers are known; an SGD's momentum is taken over if the way to
-        synchronise allows that. ValueError if they do not go with what was asked for."""
-        optimizers = optimizers if sync.takes_optimizer else ()
+    def choose(self, optimizers: Sequence[Optimizer], keeps_unsent: bool) -> None:
+        """Now that the optimizers are known. ValueError if they do not go with what was asked for.
+
+        optimizers: those whose work the memory may do a part of, an SGD's momentum, say.
+        keeps_unsent: the ranks' own parameters hold what is not sent."""
         self.now = self._choice.make(optimizers, self._parameters, self._ranks)
-        if sync.keeps_unsent and self.now.keeps and not isinstance(self.now, RuledMemory):
+        if keeps_unsent and self.now.keeps and not isinstance(self.now, RuledMemory):
             # What is not sent stays in the rank's own parameters: nothing else is to keep.
             self.now = NoMemory(self._parameters.maybe_unused)
             self.now.name = Residual.name

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adaptive.memory.error_feedback import MomentumRule, Residual
 from adaptive.memory.sgd import SGDHandover
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.handover import Group, steps_as
-from adaptive.parameters import local
+from adaptive.model.parameters import local
 
 TINY = 1e-30
 """Added to energies, so that none is zero."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import Chunk
 from adaptive.memory.handover import Group, rate_of
 from adaptive.memory.moments import is_adaptive, is_decoupled
 from adaptive.memory.owners import Owners
-from adaptive.parameters import ModelParameter
+from adaptive.model.chunks import Chunk
+from adaptive.model.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, Scalar
 
 STEPPED_LATE = (

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import CHUNK, Chunk
-from adaptive.exchange.collectives import Exchange
 from adaptive.memory.moments import (
     Run,
     have_noise,
@@ -24,7 +22,9 @@ from adaptive.memory.moments import (
     scale_second_moments,
 )
 from adaptive.memory.owners import Owners
-from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
+from adaptive.model.chunks import CHUNK, Chunk
+from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, shaped
+from adaptive.network.collectives import Exchange
 from compressors.kernels.blocks import Scalar, is_host
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import Chunk
 from adaptive.memory.flat_moments import FlatMoments
 from adaptive.memory.moments import (
     Run,
@@ -25,6 +24,7 @@ from adaptive.memory.moments import (
     with_lag,
 )
 from adaptive.memory.owners import Owners
+from adaptive.model.chunks import Chunk
 from policies import state as saved
 
 

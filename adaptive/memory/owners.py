@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.chunks import Chunk, chunks
 from adaptive.memory.muon import is_muon, rate_scale
-from adaptive.parameters import ModelParameters
+from adaptive.model.chunks import Chunk, chunks
+from adaptive.model.parameters import ModelParameters
 
 Owner = tuple[Optimizer, dict[str, Any]]
 """An optimizer, and its parameter group."""

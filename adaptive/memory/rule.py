@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptive.memory.error_feedback import Residual
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, fill_if
 from policies import DENSE
 

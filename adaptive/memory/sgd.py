@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from adaptive.chunks import chunks
-from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, Handover, steps_as, with_settings
-from adaptive.parameters import ModelParameter, ModelParameters, like, local, shaped
+from adaptive.model.chunks import chunks
+from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, shaped
+from adaptive.network.collectives import Exchange
 from policies import state as saved
 
 _NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}

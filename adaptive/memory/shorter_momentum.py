@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, Handover, steps_as, with_settings
-from adaptive.parameters import ModelParameters, local
+from adaptive.model.parameters import ModelParameters, local
+from adaptive.network.collectives import Exchange
 from policies.state import Stateful, require, saved
 
 

@@ -39,9 +39,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.bucket import Destination
-from adaptive.chunks import Chunk
-from adaptive.exchange.collectives import Exchange
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Handover, is_torchs_own, rate_of
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
@@ -59,7 +56,9 @@ from adaptive.memory.optimizer_steps import (
 from adaptive.memory.optimizer_sync import OptimizerSync
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
-from adaptive.parameters import ModelParameter, ModelParameters, local
+from adaptive.model.chunks import Chunk, Destination
+from adaptive.model.parameters import ModelParameter, ModelParameters, local
+from adaptive.network.collectives import Exchange
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if
 

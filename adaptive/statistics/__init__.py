@@ -1,0 +1,1 @@
+"""The numbers of a step, on which all ranks agree."""

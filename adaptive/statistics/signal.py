@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from adaptive.statistics.samples import WIDTH, Sections, sketched
 from adaptive.statistics.vector import Tally
 

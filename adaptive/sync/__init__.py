@@ -1,0 +1,1 @@
+"""How the ranks keep their models together."""

@@ -38,15 +38,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.averager import Averager
-from adaptive.bucket import LARGEST, Unit
-from adaptive.chunks import Chunk, chunks
-from adaptive.exchange.collectives import Exchange, drain
-from adaptive.exchange.pipeline import done_with
+from adaptive.bucket.bucket import LARGEST, Unit
 from adaptive.exchange.strategies import Outgoing, Received, Rounds, Strategy, Wrapped
-from adaptive.parameters import local
-from adaptive.reducer import OnGradient, Reducer, Step
-from adaptive.state import check_like, flat_tensors
+from adaptive.model.chunks import Chunk, chunks
+from adaptive.model.parameters import local
+from adaptive.model.state import check_like, flat_tensors
+from adaptive.network.collectives import Exchange, drain
+from adaptive.network.pipeline import done_with
+from adaptive.step.averager import Averager
+from adaptive.step.reducer import OnGradient, Reducer, Step
 from compressors.base import Payload
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, either, fill_if

@@ -29,17 +29,17 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.averager import Averager
-from adaptive.exchange.collectives import drain
-from adaptive.exchange.pipeline import done_with
 from adaptive.memory.error_feedback import NoMemory
+from adaptive.memory.step_watch import Groups
 from adaptive.memory.updates import inverse
-from adaptive.state import SavedPart
-from adaptive.step_watch import Groups
+from adaptive.model.state import SavedPart
+from adaptive.model.uniting import averaged, unite
+from adaptive.network.collectives import drain
+from adaptive.network.pipeline import done_with
+from adaptive.settings.synchronisation import LocalSteps
+from adaptive.step.averager import Averager
 from adaptive.sync.anchor import Anchor, check_anchor
-from adaptive.sync.options import LocalSteps
 from adaptive.sync.own_step import OwnStepSync
-from adaptive.uniting import averaged, unite
 from policies.state import require
 from policies.step_time import overlapped
 

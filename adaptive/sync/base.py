@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.averager import Averager
-from adaptive.state import SavedPart, check_like
-from adaptive.step_watch import Groups
+from adaptive.memory.step_watch import Groups
+from adaptive.model.state import SavedPart, check_like
+from adaptive.step.averager import Averager
 
 
 class Synchroniser:

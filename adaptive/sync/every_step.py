@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.averager import Averager
-from adaptive.exchange.collectives import drain
 from adaptive.memory.handover import loss_scale
-from adaptive.parameters import ModelParameter, is_left_to_ddp, local, shaped
-from adaptive.step_watch import Groups, sample
+from adaptive.memory.step_watch import Groups, sample
+from adaptive.model.parameters import ModelParameter, is_left_to_ddp, local, shaped
+from adaptive.network.collectives import drain
+from adaptive.step.averager import Averager
 from adaptive.sync.base import Synchroniser
 from compressors.kernels import kernels_for
 

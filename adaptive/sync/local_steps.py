@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.averager import Averager
-from adaptive.exchange.collectives import drain
-from adaptive.exchange.pipeline import done_with
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
-from adaptive.state import SavedPart
-from adaptive.step_watch import Groups
+from adaptive.memory.step_watch import Groups
+from adaptive.model.state import SavedPart
+from adaptive.model.uniting import averaged, unite
+from adaptive.network.collectives import drain
+from adaptive.network.pipeline import done_with
+from adaptive.step.averager import Averager
 from adaptive.sync.anchor import Anchor, check_anchor
 from adaptive.sync.base import Synchroniser
-from adaptive.uniting import averaged, unite
 from policies.state import require
 
 log = logging.getLogger("adaptive")

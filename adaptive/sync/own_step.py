@@ -14,18 +14,17 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.averager import Averager
-from adaptive.bucket import Destination
-from adaptive.chunks import Chunk
-from adaptive.exchange.collectives import drain
-from adaptive.exchange.pipeline import done_with
 from adaptive.memory.handover import is_torchs_own, loss_scale
 from adaptive.memory.model_memory import unmeasured
+from adaptive.memory.step_watch import Groups
 from adaptive.memory.updates import UpdateHandover
-from adaptive.parameters import is_left_to_ddp
-from adaptive.reducer import Step
-from adaptive.statistics.timing import Span
-from adaptive.step_watch import Groups
+from adaptive.model.chunks import Chunk, Destination
+from adaptive.model.parameters import is_left_to_ddp
+from adaptive.network.collectives import drain
+from adaptive.network.pipeline import done_with
+from adaptive.network.timing import Span
+from adaptive.step.averager import Averager
+from adaptive.step.reducer import Step
 from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from adaptive.averager import Averager
 from adaptive.memory.updates import UpdateMemory
+from adaptive.settings.synchronisation import Delayed, LocalSteps
+from adaptive.step.averager import Averager
 from adaptive.sync.auto_steps import AutoStepsSync
 from adaptive.sync.base import Synchroniser
 from adaptive.sync.every_step import AsDDP, EveryStepSync
 from adaptive.sync.local_steps import LocalStepsSync
-from adaptive.sync.options import Delayed, LocalSteps
 from adaptive.sync.own_step import OwnStepSync
 from policies.step_time import overlapped
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, get_args
 
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from policies import GainKind, Measurement, StepReport
 
 VERSION = 1

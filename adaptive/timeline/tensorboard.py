@@ -16,9 +16,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from adaptive.summary import headline_of
 from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import ThinnedTimeline
+from adaptive.timeline.summary import headline_of
 from policies.words import named
 
 PLUGIN = "cf_timeline"

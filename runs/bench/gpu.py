@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.config import RUNGS
-from adaptive.exchange.pipeline import done_with
+from adaptive.network.pipeline import done_with
+from adaptive.settings.config import RUNGS
 from compressors import Compressor, make_compressor
 from compressors.base import Spec
 from compressors.ladder import Ladder

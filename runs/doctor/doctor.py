@@ -45,16 +45,16 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from adaptive import AdaptiveCompressor
-from adaptive.config import Settings, with_ladder
 from adaptive.exchange.choice import measure_link
-from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.link import LinkCost, new_future
 from adaptive.memory.handover import is_torchs_own
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.options import NAMED
-from adaptive.replicas import DDPReplica
-from adaptive.session import Session
-from adaptive.sync.options import EveryStep
+from adaptive.model.replicas import DDPReplica
+from adaptive.network.collectives import Exchange
+from adaptive.network.link import LinkCost, new_future
+from adaptive.session.session import Session
+from adaptive.settings.config import Settings, with_ladder
+from adaptive.settings.synchronisation import EveryStep
 from adaptive.timeline.recorder import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks

@@ -104,8 +104,8 @@ class Place:
         return None if total is None else total - self._reported
 
     def _bytes_of_compressor(self) -> float | None:
-        from adaptive.replicas import ATTRIBUTE
-        from adaptive.session import Session
+        from adaptive.model.replicas import ATTRIBUTE
+        from adaptive.session.session import Session
 
         exchanging = getattr(getattr(self.model, ATTRIBUTE, None), "exchanging", None)
         session = getattr(exchanging, "session", exchanging)

@@ -12,7 +12,7 @@ from math import inf, isfinite, nan
 from pathlib import Path
 
 from adaptive import Header, LinkSpec, StepRecord
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from policies import DENSE
 from runs.config import TrainConfig
 from runs.expression import PLAIN

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import isfinite, log, sqrt
 from statistics import mean, stdev
 
-from adaptive.pace import Pace
-from adaptive.summary import headline, headline_of
+from adaptive.network.pace import Pace
+from adaptive.timeline.summary import headline, headline_of
 from policies import DENSE
 from policies.words import percent
 from runs.report.rows import Row

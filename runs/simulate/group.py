@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.link import new_future
+from adaptive.network.link import new_future
 from runs.simulate.turns import Turns
 
 T = TypeVar("T")

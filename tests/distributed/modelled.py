@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Compressor, LinkSpec, MemoryTimeline, Network, Policy
-from adaptive.exchange.link import EmulatedLink
+from adaptive.network.link import EmulatedLink
 from tests.distributed.setting import Clock, loss_of
 
 COMPUTE = 0.005

@@ -23,8 +23,8 @@ from adaptive import (
     Network,
     RandomK,
     Timeline,
-    agreement,
 )
+from adaptive.network import agreement
 from adaptive.timeline.records import StepRecord
 from compressors import TopK
 from compressors.base import Spec

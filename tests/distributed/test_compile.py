@@ -11,7 +11,7 @@ from torch._dynamo import utils as metrics
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.replicas import DDPReplica, adaptive_hook
+from adaptive.model.replicas import DDPReplica, adaptive_hook
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.exchange.link import LinkCost
 from adaptive.exchange.two_level import VARIABLE
+from adaptive.network.link import LinkCost
 from policies import DENSE
 from runs.doctor.doctor import (
     DENSE_STEPS,

@@ -25,7 +25,7 @@ from adaptive import (
     Residual,
     reshard_states,
 )
-from adaptive.integrations.fsdp import _group_of
+from adaptive.fsdp import _group_of
 from compressors.kernels import blocks
 from tests.distributed.golden_fsdp import FILE
 from tests.distributed.golden_fsdp import RUNS as GOLDEN

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam, AdamW, RMSprop
 
 from adaptive import AdaptiveCompressor, Ladder, LocalSteps, ParameterServer
-from adaptive.step_watch import UNSCALED
+from adaptive.memory.step_watch import UNSCALED
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Scripted,

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import AdaptiveCompressor, Delayed, Fixed, Gossip, LocalSteps, Network
-from adaptive.exchange.pipeline import Pipeline
-from adaptive.replicas import DDPReplica
-from adaptive.session import ATTACHED
-from adaptive.step_watch import StepWatch
+from adaptive.memory.step_watch import StepWatch
+from adaptive.model.replicas import DDPReplica
+from adaptive.network.pipeline import Pipeline
+from adaptive.session.session import ATTACHED
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Clock,

@@ -28,9 +28,9 @@ from adaptive import (
     Summary,
     Warmup,
 )
-from adaptive.config import GRANULARITIES
 from adaptive.exchange.choice import EXCHANGES
 from adaptive.memory.options import NAMED
+from adaptive.settings.config import GRANULARITIES
 from compressors import compressor_names
 from policies import policy_names
 from runs.simulate.ranks import WorkerError

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Momentum, Residual
-from adaptive.statistics import requested
-from adaptive.statistics.shadow import ShadowLadder
+from adaptive.bucket import requested
+from adaptive.bucket.shadow import ShadowLadder
 from policies import StepReport
 from runs.tasks import make_task
 from tests.distributed.processes import run_ranks

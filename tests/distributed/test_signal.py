@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
-from adaptive.parameters import ModelParameter
+from adaptive.bucket.shadow import ShadowLadder
+from adaptive.model.parameters import ModelParameter
 from adaptive.statistics.samples import Sections
-from adaptive.statistics.shadow import ShadowLadder
 from adaptive.statistics.signal import Peers
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, same, small_net

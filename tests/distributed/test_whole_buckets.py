@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.bucket import Bucket
-from adaptive.memory import bucket_memory
-from adaptive.parameters import ModelParameter, lay_out
+from adaptive.bucket import bucket_memory
+from adaptive.bucket.bucket import Bucket
+from adaptive.model.parameters import ModelParameter, lay_out
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
 

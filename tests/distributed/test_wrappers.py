@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.wrappers import unwrap
+from adaptive.model.wrappers import unwrap
 from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen, loss_of, small_net

@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from adaptive import AdaptiveCompressor, Delayed, LocalSteps
-from adaptive.exchange import pipeline
-from adaptive.exchange.collectives import Exchange
+from adaptive.network import pipeline
+from adaptive.network.collectives import Exchange
 from compressors.kernels import blocks
 from tests.distributed.test_device_path import ByStep
 from tests.gpu.compiling import share_compiling

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive.exchange.collectives import Exchange
+from adaptive.network.collectives import Exchange
 from tests.distributed.balance import balance
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net

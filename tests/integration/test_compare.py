@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from adaptive import LinkSpec, StepRecord, StepReport
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from examples.replay_policy import replay
 from policies import GraVAC
 from runs.__main__ import main

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adaptive.summary import headline_of
+from adaptive.timeline.summary import headline_of
 from adaptive.timeline.tensorboard import HEADLINE
 from policies.words import seconds_in_words
 from runs.progress import number_text

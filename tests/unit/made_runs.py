@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive import StepRecord, StepReport
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from runs.config import TrainConfig
 from runs.records import Recorded
 from runs.report.run import Ending, Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.model.parameters import ModelParameter, ModelParameters
 
 
 class Parameters(ModelParameters):

@@ -19,21 +19,21 @@ from torch.futures import Future
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils._pytree import tree_leaves
 
-from adaptive.bucket import Granularity, StepCFs
-from adaptive.config import whole_buckets
+from adaptive.bucket.bucket import Granularity, StepCFs
+from adaptive.bucket.requested import RequestedStatistics
 from adaptive.exchange.choice import Strategy, strategies
-from adaptive.exchange.collectives import Exchange, Traffic
-from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
 from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.sgd import RESTING, SGDHandover
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
-from adaptive.parameters import ModelParameter
-from adaptive.reducer import Reducer, Step
-from adaptive.statistics.requested import RequestedStatistics
+from adaptive.model.parameters import ModelParameter
+from adaptive.network.collectives import Exchange, Traffic
+from adaptive.network.pipeline import HookStream, Pipeline
+from adaptive.settings.config import whole_buckets
 from adaptive.statistics.samples import WIDTH
 from adaptive.statistics.vector import Tally
+from adaptive.step.reducer import Reducer, Step
 from compressors import Compressor, compressor_names, make_compressor
 from compressors.base import Spec
 from compressors.kernels.blocks import CODE_BLOCK

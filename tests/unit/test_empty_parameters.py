@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps
-from adaptive import chunks as chunks_module
+from adaptive.model import chunks as chunks_module
 from tests.distributed.setting import Scripted, flat_parameters
 from tests.unit.in_one_process import Given, one_rank
 

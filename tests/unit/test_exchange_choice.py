@@ -14,8 +14,8 @@ from adaptive.exchange.choice import (
     check_exchange,
     strategies,
 )
-from adaptive.exchange.link import LinkCost
 from adaptive.exchange.strategies import Piece
+from adaptive.network.link import LinkCost
 from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
 from compressors.base import Spec
 from policies import DENSE

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive.chunks import Chunk
 from adaptive.memory.flat_moments import FlatMoments
 from adaptive.memory.owners import Owner
-from adaptive.parameters import ModelParameter
+from adaptive.model.chunks import Chunk
+from adaptive.model.parameters import ModelParameter
 
 
 class _Count(TorchDispatchMode):

@@ -10,7 +10,7 @@ import torch
 
 from adaptive import AdaptiveCompressor, Fixed, Gossip, Momentum, ParameterServer, Schedule
 from adaptive.contrib.topology import TOPOLOGIES, named
-from adaptive.state import reshard_states
+from adaptive.model.state import reshard_states
 from examples.noloco import NoLoCo
 
 

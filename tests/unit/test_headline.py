@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.pace import DenseStep, Pace
-from adaptive.summary import headline, headline_of
+from adaptive.network.pace import DenseStep, Pace
 from adaptive.timeline.records import StepRecord
+from adaptive.timeline.summary import headline, headline_of
 from policies import DENSE, StepReport
 from policies.words import bytes_in_words, costs, percent, progress, seconds_in_words
 from runs.report.rows import Row

@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import adaptive
-from adaptive import AdaptiveCompressor, Fixed, chunks
-from adaptive.exchange import collectives
-from adaptive.exchange.collectives import Exchange, future_of
-from adaptive.exchange.pipeline import HookStream, done_with
+from adaptive import AdaptiveCompressor, Fixed
+from adaptive.model import chunks
+from adaptive.network import collectives
+from adaptive.network.collectives import Exchange, future_of
+from adaptive.network.pipeline import HookStream, done_with
 from adaptive.sync.own_step import UNDER_WAY
 from tests.unit.device_path import device_path
 

@@ -77,6 +77,42 @@ def test_no_files_import_one_another_in_a_circle() -> None:
     assert circles(graph) == []
 
 
+def room_of(module: str) -> str:
+    """A folder of `adaptive`, or a file of it that lies in none; another package whole."""
+    return ".".join(module.split(".")[: 2 if module.startswith("adaptive.") else 1])
+
+
+def rooms(graph: Graph) -> Graph:
+    """For each room the others that it imports."""
+    found: dict[str, set[str]] = {room_of(module): set() for module in graph}
+    for module, imported in graph.items():
+        here = room_of(module)
+        found[here] |= {room_of(other) for other in imported & graph.keys()} - {here}
+    return found
+
+
+def floors(graph: Graph) -> dict[str, int]:
+    """The floor of each room: one above the highest of those that it imports. No circles."""
+    found: dict[str, int] = {}
+    while len(found) < len(graph):
+        for room in graph.keys() - found.keys():
+            if graph[room] <= found.keys():
+                found[room] = 1 + max((found[other] for other in graph[room]), default=0)
+    return found
+
+
+def test_rooms_stand_on_one_another() -> None:
+    """No arrow goes up, and a stranger can hold them in mind (docs/architecture.md draws them)."""
+    house = rooms(GRAPH)
+    assert circles(house) == []
+    assert len(house) <= 19, sorted(house)
+    assert max(floors(house).values()) <= 12, floors(house)
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for room in house:
+        name = room.replace(".", "/")
+        assert f"`{name}/`" in text or f"`{name}.py`" in text, room
+
+
 def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
     sources = {
         "adaptive/__init__.py": "",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaptive import AdaptiveCompressor, Fixed, LinkSpec, Schedule, Warmup
-from adaptive.wrappers import unwrap
+from adaptive.model.wrappers import unwrap
 from runs.compare.contender import parse_contender
 from runs.needs import install
 from runs.netlab.lab import Link

@@ -8,8 +8,8 @@ from math import nan, sqrt
 import pytest
 import torch
 
-from adaptive.parameters import ModelParameter
-from adaptive.statistics.requested import GradientSum
+from adaptive.bucket.requested import GradientSum
+from adaptive.model.parameters import ModelParameter
 from tests.unit.device_path import count_operations, device_path, meta
 
 

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adaptive import AdaptiveCompressor, LocalSteps, Updates
-from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.pipeline import HookStream
+from adaptive.network.collectives import Exchange
+from adaptive.network.pipeline import HookStream
 from compressors.kernels import blocks
 from tests.distributed.test_device_path import ByStep
 

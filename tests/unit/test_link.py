@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from adaptive.exchange.link import EmulatedLink, LinkSpec
+from adaptive.network.link import EmulatedLink, LinkSpec
 
 CPU = torch.device("cpu")
 

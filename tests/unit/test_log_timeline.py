@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaptive import LogTimeline, MemoryTimeline, StepRecord, StepReport
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from adaptive.timeline.recorder import SafeTimeline
 from policies import Measurement
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from adaptive.memory.optimizer_sync import agree_on_states
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 
 RANKS = 4
 

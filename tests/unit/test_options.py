@@ -28,9 +28,9 @@ from adaptive import (
     TopK,
     Warmup,
 )
-from adaptive.config import make_base
 from adaptive.exchange.choice import EXCHANGES
 from adaptive.memory.options import NAMED
+from adaptive.settings.config import make_base
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.exchange.link import LinkCost, LinkSpec
-from adaptive.pace import NOT_TIMED, Contrast, DenseStep, DenseTimer, Pace
-from adaptive.summary import Summary, headline
+from adaptive.network.link import LinkCost, LinkSpec
+from adaptive.network.pace import NOT_TIMED, Contrast, DenseStep, DenseTimer, Pace
+from adaptive.timeline.summary import Summary, headline
 from policies import DENSE, StepReport
 from policies.step_time import LAST
 from runs.modelled_clock import ModelledClock

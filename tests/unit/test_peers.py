@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from adaptive.statistics.samples import WIDTH, Sections
 from adaptive.statistics.signal import SHIFTS, Peers
 from tests.unit.device_path import device_path

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.exchange.link import LinkSpec
+from adaptive.network.link import LinkSpec
 from policies.base import DENSE, StepReport
 from policies.step_time import BACKWARD, SLOWER, StepTime
 from runs.modelled_clock import ModelledClock

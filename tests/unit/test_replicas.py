@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.replicas import DDPReplica, adaptive_hook
+from adaptive.model.replicas import DDPReplica, adaptive_hook
 from tests.unit.in_one_process import one_rank
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adaptive import reshard_states
 from adaptive.memory.momentum import MomentumRule
-from adaptive.state import shares
+from adaptive.model.state import shares
 from tests.distributed.setting import waiting
 
 numbers = st.integers(1, 4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaptive import Summary
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from runs.compare.options import make_comparison
 from runs.config import TrainConfig
 from runs.options import make_config

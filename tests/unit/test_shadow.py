@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from adaptive.bucket import Part
+from adaptive.bucket.bucket import Part
+from adaptive.bucket.shadow import ShadowLadder
 from adaptive.memory.error_feedback import MomentumRule, NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory
 from adaptive.memory.sgd import SGDHandover
-from adaptive.parameters import ModelParameter
-from adaptive.statistics.shadow import ShadowLadder
+from adaptive.model.parameters import ModelParameter
 from compressors.base import Key, kept
 from compressors.kernels.blocks import Flag
 from tests.unit.device_path import count_operations, device_path

@@ -7,8 +7,8 @@ from math import isnan
 import pytest
 
 from adaptive import LinkSpec
-from adaptive.exchange.collectives import Traffic
-from adaptive.statistics.timing import Stopwatch, Timestamps
+from adaptive.network.collectives import Traffic
+from adaptive.network.timing import Stopwatch, Timestamps
 from runs.modelled_clock import ModelledClock
 from tests.distributed.setting import Clock
 

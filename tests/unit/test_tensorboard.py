@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from adaptive import Event, Header, StepRecord, StepReport, TensorBoardTimeline
-from adaptive.pace import Pace
+from adaptive.network.pace import Pace
 from adaptive.timeline import sinks
 from policies import Measurement
 

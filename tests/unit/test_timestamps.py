@@ -12,7 +12,7 @@ from math import isnan
 import pytest
 import torch
 
-from adaptive.statistics.timing import Stopwatch, Timestamps
+from adaptive.network.timing import Stopwatch, Timestamps
 
 
 class _Stream:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adaptive import StepRecord
-from adaptive.statistics.timing import ForwardMark, StepTiming, Timestamps, covered
+from adaptive.network.timing import ForwardMark, StepTiming, Timestamps, covered
 from policies import StepReport
 from runs.times import where_time_went
 

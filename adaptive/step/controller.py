@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.bucket import StepCFs
-from adaptive.exchange.collectives import Exchange, PendingSum, drain
+from adaptive.bucket.bucket import StepCFs
+from adaptive.bucket.requested import RequestedStatistics
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.pace import DenseTimer
-from adaptive.sizes import Sizes
-from adaptive.statistics.requested import RequestedStatistics
+from adaptive.network.collectives import Exchange, PendingSum, drain
+from adaptive.network.pace import DenseTimer
+from adaptive.network.timing import Stopwatch
+from adaptive.settings.sizes import Sizes
 from adaptive.statistics.samples import WIDTH
-from adaptive.statistics.timing import Stopwatch
 from adaptive.statistics.vector import Statistics, Tally
-from adaptive.summary import Summary
 from adaptive.timeline.recorder import Recorder
 from adaptive.timeline.records import Event
+from adaptive.timeline.summary import Summary
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
 from policies.words import in_short, named

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.parameters import ModelParameter, is_dense, storage_of
+from adaptive.model.parameters import ModelParameter, is_dense, storage_of
 from compressors.kernels.blocks import CACHE_BLOCK, block_size, is_host, reused
 
 CHUNK = 25 * 2**20
@@ -22,6 +22,13 @@ DEVICE_CHUNK = 200 * 2**20
 
 BLOCK = 2 * CACHE_BLOCK
 """Elements of a block on a host."""
+
+
+class Destination(NamedTuple):
+    """Where a mean goes in the place of a flat tensor: `times` the mean is added to `out`."""
+
+    out: Tensor
+    times: float
 
 
 class Block(NamedTuple):

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from adaptive.bucket import Granularity, StepCFs
-from adaptive.config import Settings
+from adaptive.bucket.bucket import Granularity, StepCFs
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.exchange.collectives import reduce_wire_bytes
-from adaptive.exchange.link import LinkCost, LinkSpec
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.pace import network_in_words
-from adaptive.parameters import ModelParameter, ModelParameters
+from adaptive.model.parameters import ModelParameter, ModelParameters
+from adaptive.network.collectives import reduce_wire_bytes
+from adaptive.network.link import LinkCost, LinkSpec
+from adaptive.network.pace import network_in_words
+from adaptive.settings.config import Settings
 from adaptive.timeline.records import Header
 from compressors.base import Spec
 from policies import DENSE, Context, Fixed, Policy

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
@@ -75,13 +75,6 @@ class Part:
     stop: int
     grad: Tensor
     skipped: Flag
-
-
-class Destination(NamedTuple):
-    """Where a mean goes in a bucket's place: `times` the mean is added to `out`."""
-
-    out: Tensor
-    times: float
 
 
 class Range(NamedTuple):

@@ -14,13 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from adaptive.bucket import Granularity
+from adaptive.bucket.bucket import Granularity
 from adaptive.exchange.choice import ParameterServer, in_one_collective
-from adaptive.exchange.link import Network
 from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
-from adaptive.sync.options import Synchronisation
+from adaptive.network.link import Network
+from adaptive.settings.synchronisation import Synchronisation
 from adaptive.timeline.recorder import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec

@@ -32,7 +32,7 @@ from adaptive.memory.handover import (
     stand_in_for,
     when_gradients_are_there,
 )
-from adaptive.parameters import is_dense, local, storage_of
+from adaptive.model.parameters import is_dense, local, storage_of
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")

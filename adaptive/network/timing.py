@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from adaptive.exchange.collectives import Traffic
-from adaptive.exchange.link import StepClock
+from adaptive.network.collectives import Traffic
+from adaptive.network.link import StepClock
 from policies import state as saved
 from policies.step_time import LAST
 

@@ -1,6 +1,6 @@
 """A replica: a model whose gradients arrive in buckets, which are replaced by something else.
 
-`DDPReplica` is one under `DistributedDataParallel`. `ShardedReplica` (integrations/fsdp.py) is one
+`DDPReplica` is one under `DistributedDataParallel`. `ShardedReplica` (adaptive/fsdp.py) is one
 that FSDP2 shards. Both hand their buckets to a session, whose way to synchronise says what takes a
 bucket's place: the mean of the ranks' gradients, or this rank's own.
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.agreement import PYTHON_REDUCER, check_model
+from adaptive.network.agreement import PYTHON_REDUCER, check_model
 
 ATTRIBUTE = "_adaptive_replica"
 """Of a model: its replica, from the first compressor on."""

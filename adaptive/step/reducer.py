@@ -34,10 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket import (
+from adaptive.bucket.bucket import (
     EXACT,
     Bucket,
-    Destination,
     Granularity,
     Part,
     StepCFs,
@@ -48,13 +47,14 @@ from adaptive.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.exchange.collectives import Exchange
-from adaptive.exchange.pipeline import Pipeline
+from adaptive.bucket.bucket_memory import BucketMemory
+from adaptive.bucket.requested import RequestedStatistics
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
-from adaptive.memory.bucket_memory import BucketMemory
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import ModelParameter
-from adaptive.statistics.requested import RequestedStatistics
+from adaptive.model.chunks import Destination
+from adaptive.model.parameters import ModelParameter
+from adaptive.network.collectives import Exchange
+from adaptive.network.pipeline import Pipeline
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite, squared_norm

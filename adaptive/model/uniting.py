@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.exchange.collectives import Exchange
-from adaptive.parameters import ModelParameter, ModelParameters, like, local
-from adaptive.state import check_like
+from adaptive.model.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.model.state import check_like
+from adaptive.network.collectives import Exchange
 from policies.state import read, require
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaptive.replicas import Replica
+from adaptive.model.replicas import Replica
 from compressors.kernels.blocks import Flag, fill_if
 
 COMPILED = "_orig_mod."

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter
 from policies.state import become, read, require, twin
 
 State = Mapping[str, Any]

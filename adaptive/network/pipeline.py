@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.exchange.link import new_future
-from adaptive.statistics.timing import Span, Timestamp
+from adaptive.network.link import new_future
+from adaptive.network.timing import Span, Timestamp
 from compressors.kernels import kernels_for
 
 R = TypeVar("R")

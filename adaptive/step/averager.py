@@ -22,20 +22,20 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.agreement import compare_replicas
-from adaptive.bucket import Granularity
-from adaptive.config import Settings
-from adaptive.controller import Controller
+from adaptive.bucket.bucket import Granularity
+from adaptive.bucket.requested import RequestedStatistics
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.exchange.collectives import Exchange, drain
-from adaptive.exchange.pipeline import Pipeline
 from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.parameters import ModelParameter, ModelParameters
-from adaptive.reducer import OnGradient, Reducer, SendsItself, Step
-from adaptive.sizes import Sizes
-from adaptive.statistics.requested import RequestedStatistics
-from adaptive.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
+from adaptive.memory.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
+from adaptive.model.parameters import ModelParameter, ModelParameters
+from adaptive.network.agreement import compare_replicas
+from adaptive.network.collectives import Exchange, drain
+from adaptive.network.pipeline import Pipeline
+from adaptive.settings.config import Settings
+from adaptive.settings.sizes import Sizes
+from adaptive.step.controller import Controller
+from adaptive.step.reducer import OnGradient, Reducer, SendsItself, Step
 from compressors.base import InvalidPayload
 
 

@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from adaptive.config import Settings
-from adaptive.exchange.collectives import groups_joined, join_groups
-from adaptive.exchange.pipeline import done_with
-from adaptive.parameters import largest_shard, local
-from adaptive.reducer import SendsItself
-from adaptive.replicas import Exchanging, Replica
-from adaptive.sync.options import EveryStep
+from adaptive.model.parameters import largest_shard, local
+from adaptive.model.replicas import Exchanging, Replica
+from adaptive.network.collectives import groups_joined, join_groups
+from adaptive.network.pipeline import done_with
+from adaptive.settings.config import Settings
+from adaptive.settings.synchronisation import EveryStep
+from adaptive.step.reducer import SendsItself
 
 _NO_HOOK = (
     f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and not "

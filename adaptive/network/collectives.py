@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from adaptive.exchange.link import EmulatedLink, new_future
+from adaptive.network.link import EmulatedLink, new_future
 from compressors.kernels.blocks import Flag, is_host, uninitialized
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from adaptive.bucket import Bucket, Part, Unit
+from adaptive.bucket.bucket import Bucket, Part, Unit
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import ModelParameter, lay_out
+from adaptive.model.parameters import ModelParameter, lay_out
 from compressors.base import Payload
 from compressors.kernels.blocks import Flag, either, fill_if
 from compressors.wire.values import generator

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaptive.bucket import Bucket, Part
+from adaptive.bucket.bucket import Bucket, Part
 from adaptive.memory.error_feedback import MomentumRule, NoMemory
-from adaptive.parameters import ModelParameter
-from adaptive.state import check_like
+from adaptive.model.parameters import ModelParameter
+from adaptive.model.state import check_like
 from adaptive.statistics.samples import (
     Sections,
     energies,

@@ -1,7 +1,7 @@
 """The ways in which ranks keep their models together: the values of the argument `sync`.
 
 Each way checks its own arguments, and declares what it needs of the other ones.
-`adaptive/config.py` compares these with the script's arguments. `adaptive/sync/start.py` makes the
+`config.py` compares these with the script's arguments. `adaptive/sync/start.py` makes the
 synchroniser that does the work on a model.
 """
 

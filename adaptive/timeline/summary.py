@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import isfinite, nan
 
-from adaptive.exchange.collectives import Traffic
-from adaptive.pace import Pace
+from adaptive.network.collectives import Traffic
+from adaptive.network.pace import Pace
 from adaptive.timeline.records import StepRecord
 from policies import DENSE
 from policies.state import Stateful, require

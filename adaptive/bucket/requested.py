@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaptive.bucket import Bucket
+from adaptive.bucket.bucket import Bucket
+from adaptive.bucket.shadow import ShadowLadder, check_shadow
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.parameters import ModelParameter
-from adaptive.state import SavedPart, check_like, flat_tensors
-from adaptive.statistics.shadow import ShadowLadder, check_shadow
+from adaptive.model.parameters import ModelParameter
+from adaptive.model.state import SavedPart, check_like, flat_tensors
 from adaptive.statistics.signal import Peers
 from adaptive.statistics.vector import Tally
 from compressors.kernels import squared_norm

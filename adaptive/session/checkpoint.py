@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adaptive.agreement import all_or_none, wait_for_all
-from adaptive.session import Session
-from adaptive.state import reshard_states
+from adaptive.model.state import reshard_states
+from adaptive.network.agreement import all_or_none, wait_for_all
+from adaptive.session.session import Session
 from policies.state import read, require
 
 log = logging.getLogger("adaptive")

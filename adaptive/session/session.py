@@ -20,28 +20,28 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.agreement import agree
-from adaptive.averager import Averager
-from adaptive.config import Settings
-from adaptive.controller import TOO_SMALL, Controller
+from adaptive.bucket.requested import RequestedStatistics
 from adaptive.exchange.choice import ExchangeChoice, measure_link
-from adaptive.exchange.link import EmulatedLink
-from adaptive.exchange.pipeline import HookStream, Pipeline
 from adaptive.exchange.two_level import open_exchange
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.pace import DenseTimer
-from adaptive.parameters import ModelParameters
-from adaptive.replicas import Exchanging, Replica
-from adaptive.sizes import Sizes, make_header, start_policy
-from adaptive.state import SavedPart, check_state, load_parts, refusing, swapped
-from adaptive.statistics.requested import RequestedStatistics
-from adaptive.statistics.timing import Stopwatch, Timestamps
-from adaptive.step_watch import FALLEN_BACK, Groups, StepWatch
-from adaptive.summary import Summary
+from adaptive.memory.step_watch import FALLEN_BACK, Groups, StepWatch
+from adaptive.model.parameters import ModelParameters
+from adaptive.model.replicas import Exchanging, Replica
+from adaptive.model.state import SavedPart, check_state, load_parts, refusing, swapped
+from adaptive.model.uniting import Agreed
+from adaptive.network.agreement import agree
+from adaptive.network.link import EmulatedLink
+from adaptive.network.pace import DenseTimer
+from adaptive.network.pipeline import HookStream, Pipeline
+from adaptive.network.timing import Stopwatch, Timestamps
+from adaptive.settings.config import Settings
+from adaptive.settings.sizes import Sizes, make_header, start_policy
+from adaptive.step.averager import Averager
+from adaptive.step.controller import TOO_SMALL, Controller
 from adaptive.sync.start import gradients_or_steps, start
 from adaptive.timeline.recorder import Recorder
-from adaptive.uniting import Agreed
+from adaptive.timeline.summary import Summary
 from compressors.base import Spec
 from compressors.warm_up import warm_up
 from policies import DENSE
@@ -168,7 +168,8 @@ class Session:
                     f"{tuple(parameter.tensor.shape)}, as expand() makes them: clone() it first"
                 )
         self._check_optimizers(optimizers)
-        self._memory.choose(optimizers, settings.sync)
+        served = optimizers if settings.sync.takes_optimizer else ()
+        self._memory.choose(served, settings.sync.keeps_unsent)
         self._choice.messages = settings.sync.messages(self.exchange.world_size)
         self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         largest = self._sizes.supported(settings.cf_range[1])

@@ -15,7 +15,7 @@ from itertools import combinations
 from math import exp, inf, isfinite, log, nan, sqrt
 from statistics import median
 
-from adaptive.exchange.link import LinkCost, LinkSpec, StepClock
+from adaptive.network.link import LinkCost, LinkSpec, StepClock
 from policies.base import DENSE, StepReport
 from policies.state import Stateful, require, saved
 

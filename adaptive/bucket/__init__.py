@@ -1,0 +1,1 @@
+"""One bucket in one step: what of it is compressed, remembered and measured."""

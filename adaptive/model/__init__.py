@@ -1,0 +1,1 @@
+"""One model: its replica, its parameters, and what is saved of them."""

@@ -1,0 +1,1 @@
+"""A compressor at work on one model, from attach to close."""
