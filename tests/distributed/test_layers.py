@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import Accordion, AdaptiveCompressor, Network
@@ -121,6 +123,80 @@ def test_layers_report_the_norms_of_their_sums_since_the_last_reading() -> None:
     reported, norms = run_ranks(2, _layer_norms)[0]
     assert [bool(layers) for layers in reported] == [False] * 3 + [True] + [False] * 3
     assert reported[3] == pytest.approx(norms[2])
+
+
+class Measuring(Scripted):
+    """Asks for all that can be measured, and has a statistic of its own: the squared norm of what
+    is sent before error feedback, and its elements."""
+
+    layerwise = True
+    measures = 2
+
+    def plan(self) -> Plan:
+        plan = super().plan()
+        return replace(plan, by_layer=True, measure=self.step % 2 == 1)
+
+    def measure(self, gradients: Tensor) -> Tensor:
+        numbers = [gradients.double().square().sum(), torch.tensor(float(len(gradients)))]
+        return torch.stack([each.double() for each in numbers])
+
+
+HOWS = {
+    "gathered": {},
+    "sharded": {"exchange": "sharded"},
+    "voted": {"exchange": "voted_indices"},
+    "in rounds": {"base": "powersgd"},
+    "updates": {"optimizer": "adamw"},
+}
+
+
+def _measured(rank: int) -> dict[str, Any]:
+    """The reports of a run in each way, of which one step is not finite on rank 1, and the first
+    is dense."""
+    found = {}
+    for how, options in HOWS.items():
+        options = {"base": "topk", "granularity": "layer", **options}
+        model = DDP(small_net(), bucket_cap_mb=0.004)
+        adam = options.pop("optimizer", "") == "adamw"
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+        if adam:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        policy = Measuring([1.0, 10.0, 10.0, 30.0], (20.0,))
+        compressor = AdaptiveCompressor(cf_range=(1, 100), policy=policy, **options)
+        compressor.attach(model, optimizer=optimizer if adam else None)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            bad = step == 5 and rank == 1
+            (loss_of(model, step, rank) * (float("nan") if bad else 1.0)).backward()
+            if step != 5:
+                optimizer.step()
+        found[how] = policy.reports
+    return found
+
+
+def test_what_is_measured_of_layers_adds_up_and_so_does_a_statistic_of_ones_own() -> None:
+    everyone = run_ranks(2, _measured)
+    numel = sum(p.numel() for p in small_net().parameters())
+    for how, reports in everyone[0].items():
+        assert same([asdict(r) for r in reports], [asdict(r) for r in everyone[1][how]])
+        for report in reports:
+            step = report.step
+            if step == 5:
+                assert (report.layer_measurements, report.measured) == ({}, [])
+                continue
+            assert len(report.layer_measurements) == 6
+            for cf, whole in report.measurements.items():
+                layers = [of[cf] for of in report.layer_measurements.values()]
+                assert sum(each.total for each in layers) == pytest.approx(whole.total)
+                if how != "sharded":  # whose second compression is of the whole
+                    assert sum(each.kept for each in layers) == pytest.approx(whole.kept)
+                    assert sum(each.error for each in layers) == pytest.approx(whole.error)
+            assert bool(report.measured) == (step % 2 == 1), (how, step)
+            if report.measured:
+                energy, elements = report.measured
+                assert elements == 2 * numel
+                if how != "updates":
+                    assert energy == pytest.approx(2 * report.grad_norm**2)
 
 
 def _trained(rank: int, policy: Policy, steps: int, stop: int | None = None) -> dict[str, Any]:
