@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive import contrib
-from adaptive.exchange.choice import ExchangeName, ParameterServer, check_exchange
+from adaptive.exchange.choice import ExchangeName, ParameterServer
+from adaptive.exchange.options import ExchangeOptions
 from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
@@ -136,25 +137,19 @@ class AdaptiveCompressor:
         compressor = make_base(base, remembered.kind)
         remembered = sync.memory_of(remembered)
         sync = sync.for_base(compressor)
-        levels = exchange if isinstance(exchange, TwoLevel) else None
-        between = exchange.between if isinstance(exchange, TwoLevel) else exchange
-        server = between if isinstance(between, ParameterServer) else ParameterServer()
-        way = check_exchange(between, compressor)
+        ways = ExchangeOptions.of(exchange, compressor)
         if made is None:
             chosen = "gravac" if hooks else default_policy(compressor)
             made = make_policy(sync.default_policy or chosen)
-        kind = remembered.kind
-        compressor = with_ladder(compressor, made, way, kind, cf_range[0])
+        compressor = with_ladder(compressor, made, ways.way, remembered.kind, cf_range[0])
         if hooks is not None:
             with_hooks = contrib.load("with_hooks")
-            compressor = with_hooks(compressor, hooks, cf_range, made, sync, server)
+            compressor = with_hooks(compressor, hooks, cf_range, made, sync, ways.server)
         self._settings = Settings(
             base=compressor,
             granularity=checks.one_of("granularity", granularity, GRANULARITIES),
             dense_below=checks.whole("dense_below", dense_below, least=0),
-            exchange=way,
-            server=server,
-            levels=levels,
+            exchange=ways,
             cf_range=cf_range,
             policy=made,
             may_stay_dense=unnamed,

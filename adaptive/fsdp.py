@@ -331,10 +331,10 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
     rungs = settings.base.rungs
     if hooks := {cf: rung for cf, rung in rungs.items() if isinstance(rung, SendsItself)}:
         raise ValueError(f"hooks must be empty with attach_fsdp, got {hooks!r}")
-    if settings.levels is not None:
+    if settings.exchange.levels is not None:
         raise ValueError(
             f"exchange must have one level with attach_fsdp, whose shards are the other, got "
-            f"{settings.levels!r}"
+            f"{settings.exchange.levels!r}"
         )
     own = mesh.mesh[mesh.get_local_rank(0)].tolist()
     for unit in _units(root):

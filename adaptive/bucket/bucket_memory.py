@@ -94,7 +94,7 @@ class BucketMemory:
         return _fill_skipped(unit, a), None
 
     def accumulate(self, unit: Unit) -> None:
-        """`open`, of a unit that another rank of the node compresses."""
+        """`open`, of a unit that another rank compresses."""
         target, addend = self.open(unit)
         if addend is not None:
             target.add_(addend)

@@ -124,18 +124,18 @@ class Strategy(ABC):
     name: for errors; that of the class, if it gives none.
     Of ours only. takes_sums: it compresses error-fed gradients itself. sharded: no unit crosses the
     border between the shards of two ranks. votes: payloads hold the values at any number
-    of indices, in full. node_shards: number of ranks of this node. Each compresses its own part of
-    the bucket, number `node_shard`, so no unit may cross a border between parts. calls: operations
-    and launches that it takes for a bucket, with compressing and decoding, as counted on the path
-    of a device (docs/gpu.md).
+    of indices, in full. parts: a bucket is cut into so many, of which this rank compresses number
+    `part` and other ranks the others, so no unit may cross a border between parts. calls:
+    operations and launches that it takes for a bucket, with compressing and decoding, as counted on
+    the path of a device (docs/gpu.md).
     """
 
     name: str = ""
     takes_sums: bool = False
     sharded: bool = False
     votes: bool = False
-    node_shards: int = 1
-    node_shard: int = 0
+    parts: int = 1
+    part: int = 0
     calls: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -179,7 +179,7 @@ class Wrapped(Strategy):
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.name = inner, inner.name
         self.takes_sums, self.sharded, self.votes = inner.takes_sums, inner.sharded, inner.votes
-        self.node_shards, self.node_shard = inner.node_shards, inner.node_shard
+        self.parts, self.part = inner.parts, inner.part
         self.calls = inner.calls
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:

@@ -99,13 +99,8 @@ class Nodes(NamedTuple):
     between: dist.ProcessGroup
 
 
-def open_exchange(
-    replica: Replica, link: EmulatedLink | None, levels: TwoLevel | None, asked: bool
-) -> Exchange:
-    """The exchange of a model, at these levels. See `find_nodes`."""
-    nodes = None
-    if replica.everyone is replica.group:  # a sharded model has levels of its own
-        nodes = find_nodes(levels, asked, replica.group)
+def open_exchange(replica: Replica, link: EmulatedLink | None, nodes: Nodes | None) -> Exchange:
+    """The exchange of a model. nodes: of two levels; None: there is one."""
     if nodes is None:
         return Exchange(replica.group, link, replica.everyone)
     return NodeExchange(nodes, replica.everyone, link)
@@ -400,7 +395,7 @@ class _InParts(_InTwo):
 
     def __init__(self, inner: Strategy, nodes: NodeExchange, shards: int, shard: int) -> None:
         super().__init__(inner, nodes)
-        self.node_shards, self.node_shard = shards, shard
+        self.parts, self.part = shards, shard
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self._nodes.in_parts(outgoing)

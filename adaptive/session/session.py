@@ -21,8 +21,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.bucket.requested import RequestedStatistics
-from adaptive.exchange.choice import ExchangeChoice, measure_link
-from adaptive.exchange.two_level import open_exchange
+from adaptive.exchange.choice import measure_link
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import FALLEN_BACK, Groups, StepWatch
@@ -95,7 +94,7 @@ class Session:
         self._samples_per_step = samples_per_step or 1.0
         self._replica = weakref.ref(replica)
         link = EmulatedLink(settings.network.spec) if settings.network.spec else None
-        self.exchange = open_exchange(replica, link, *settings.wanted_levels)
+        self.exchange = settings.exchange.open(replica, link)
         world_size = self.exchange.world_size
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
@@ -103,13 +102,7 @@ class Session:
             self._parameters, self._step_begins, self._before_step, self._after_step
         )
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
-        self._choice = ExchangeChoice(
-            settings.base,
-            settings.exchange,
-            world_size,
-            settings.server,
-            self.exchange.through,
-        )
+        self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.through)
         self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         self._agree(optimizers, scaler)
@@ -173,7 +166,7 @@ class Session:
         self._choice.messages = settings.sync.messages(self.exchange.world_size)
         self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         largest = self._sizes.supported(settings.cf_range[1])
-        self._choice.check_own(largest, self.exchange.rank, settings.sync.one_collective)
+        self._choice.check_own(largest, self.exchange.rank, settings.exchange.one_collective)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         as_one, supported = self._granularity.as_one, self._sizes.supported
         candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *base.rungs}

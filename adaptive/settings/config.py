@@ -15,9 +15,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from adaptive.bucket.bucket import Granularity
-from adaptive.exchange.choice import ParameterServer, in_one_collective
+from adaptive.exchange.options import ExchangeOptions
 from adaptive.exchange.strategies import Strategy
-from adaptive.exchange.two_level import TwoLevel
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.network.link import Network
 from adaptive.settings.synchronisation import Synchronisation
@@ -156,9 +155,7 @@ class Settings:
     base: Compressor
     granularity: str
     dense_below: int
-    exchange: str | Strategy
-    server: ParameterServer
-    levels: TwoLevel | None
+    exchange: ExchangeOptions
     cf_range: tuple[float, float]
     policy: Policy
     may_stay_dense: bool
@@ -187,8 +184,6 @@ class Settings:
         self._check_sync()
         if base.name != "none":  # which switches compression off, whatever else is set
             self._check_used()
-        if self.sync.one_collective:
-            self.exchange = in_one_collective(self.exchange, base)
         if policy.layerwise:
             why = f"policy {policy.name!r}, which gives layers CFs of their own"
             if self.granularity == "bucket":
@@ -197,19 +192,6 @@ class Settings:
                 raise ValueError(
                     f"base must not be summed in half precision with {why}; got base={base.name!r}"
                 )
-
-    @property
-    def wanted_levels(self) -> tuple[TwoLevel | None, bool]:
-        """The levels of the exchange; and whether the script has asked for them, or "auto" takes
-        them where they can be had."""
-        if self.levels is not None:
-            return self.levels, True
-        return (TwoLevel() if self.exchange == "auto" and self._can_have_levels else None), False
-
-    @property
-    def _can_have_levels(self) -> bool:
-        """Backward waits between two levels, whose collectives are of all ranks."""
-        return self.sync.among_all and not self.sync.one_collective
 
     def cutting(self) -> Granularity:
         """How buckets are cut into what is compressed as one. What a quantizer codes at once has
@@ -227,13 +209,8 @@ class Settings:
         """ValueError for what does not go with the way to synchronise."""
         sync, base = self.sync, self.base
         told = f"sync={sync!r}"
-        if not sync.among_all and self.exchange != "auto":
-            raise ValueError(
-                f"exchange must be 'auto' with {told}, whose ranks exchange with neighbours only; "
-                f"got {self.exchange!r}"
-            )
-        if self.levels is not None and not self._can_have_levels:
-            raise ValueError(f"exchange must have one level with {told}, got {self.levels!r}")
+        beside = told, sync.among_all, sync.one_collective
+        self.exchange = self.exchange.beside(*beside, base)
         memory = self.memory.options
         of_gradients = memory.clip_norm is not None or memory.dtype != torch.float32
         if of_gradients and sync.lets_ranks_differ:
@@ -258,25 +235,15 @@ class Settings:
                 f"memory={memory!r}: dtype needs a base whose errors are fed back, got "
                 f"base={self.base.name!r}"
             )
-        if not compresses and self.server != ParameterServer():
-            raise ValueError(
-                f"exchange={self.server!r}: needs a base that compresses, got "
-                f"base={self.base.name!r}"
-            )
-        if self.server.down_cf == "auto" and len(self.sync.numbers) > 1:
-            raise ValueError(
-                f"exchange={self.server!r}: needs a number of local steps that is fixed, got "
-                f"sync={self.sync!r}"
-            )
-        policies = _policies_in(self.policy)
         self._check_written()
+        policies = _policies_in(self.policy)
         by_norms = self.policy.layerwise or any(isinstance(each, Accordion) for each in policies)
-        if self.server.down_cf == "auto" and by_norms:
-            raise ValueError(
-                f"exchange={self.server!r}: needs a policy that goes by gains, as 'goodput' and "
-                f"'gravac' do, and gives all layers one CF (with down_cf=None means have the CF of "
-                f"gradients); got policy {self.policy.name!r}"
-            )
+        self.exchange.check_used(
+            self.base.name,
+            compresses,
+            repr(self.sync) if len(self.sync.numbers) > 1 else "",
+            self.policy.name if by_norms else "",
+        )
 
     def _check_written(self) -> None:
         """ValueError for a CF that a policy names and cannot send, before there is a model."""
@@ -300,7 +267,7 @@ class Settings:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         rungs = dict(sorted(self.base.rungs.items()))
         measured = self.network.clock is time.perf_counter
-        others = "granularity dense_below exchange server levels cf_range sync debug"
+        others = "granularity dense_below exchange cf_range sync debug"
         return (
             f"base={self.base!r}",
             f"rungs={rungs}",

@@ -133,7 +133,7 @@ class Reducer:
         `Pipeline.finish`."""
         buffers = reused(self._buffers[index], buffer.device)
         bucket = self._open(step, buffer, parameters, buffers, energy)  # 1
-        shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
+        shards = self.exchange.world_size if strategy.sharded else strategy.parts
         granularity = self.granularity.in_full if strategy.votes else self.granularity
         cut = granularity.in_shards if strategy.sharded else granularity.cut
         units = cut(bucket, step.cfs, shards)
@@ -141,9 +141,9 @@ class Reducer:
         record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
-        parts = by_shards(units, buffer.numel(), strategy.node_shards)
-        own = parts.pop(strategy.node_shard)
-        for unit in itertools.chain(*parts):
+        by_part = by_shards(units, buffer.numel(), strategy.parts)
+        own = by_part.pop(strategy.part)
+        for unit in itertools.chain(*by_part):
             memory.accumulate(unit)
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
@@ -303,7 +303,7 @@ def _payload(
         sent = compressor.compress(target, unit.spec)
     else:
         levels = compress_levels(unit, target, addend)
-        record_levels(unit, levels, bucket.work, step.tally, times=strategy.node_shards)
+        record_levels(unit, levels, bucket.work, step.tally, times=strategy.parts)
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)

@@ -463,7 +463,7 @@ class Doctor:
         self._stopped_at = 0.0
         self._trial, self._link = _Trial(), LinkCost()
         base, low = deepcopy(settings.base), settings.cf_range[0]
-        base = with_ladder(base, self._trial, settings.exchange, "auto", low)
+        base = with_ladder(base, self._trial, settings.exchange.way, "auto", low)
         own = replace(
             settings,
             base=base,

@@ -113,6 +113,37 @@ def test_rooms_stand_on_one_another() -> None:
         assert f"`{name}/`" in text or f"`{name}.py`" in text, room
 
 
+SPINE = ("network", "model", "statistics", "bucket", "step", "session", "settings.config")
+"""Rooms that every run goes through, and the check of its settings."""
+
+GUESTS = ("sync", "exchange.strategies", "exchange.votes", "exchange.two_level", "contrib", "fsdp")
+GUESTS += ("memory.momentum", "memory.sgd", "memory.updates", "memory.rule", "memory.muon")
+"""Where classes are that some runs need: synchronisers, strategies, memories, what serves one kind
+of optimizer, and sharded models."""
+
+ROOTS = {"Synchroniser", "Strategy", "Outgoing", "Received", "start", "gradients_or_steps"}
+"""The contracts of these, and the functions that pick one."""
+
+
+def test_nothing_in_the_spine_names_what_only_some_runs_need() -> None:
+    spine = {m for m in GRAPH if any(f"{m}.".startswith(f"adaptive.{room}.") for room in SPINE)}
+    assert len(spine) > 20
+    names: dict[str, str] = {}
+    paths = {module: ROOT / f"{module.replace('.', '/')}.py" for module in GRAPH}
+    paths = {module: path for module, path in paths.items() if path.is_file()}  # no folders
+    for module, path in paths.items():
+        if any(f"{module}.".startswith(f"adaptive.{guest}.") for guest in GUESTS):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found = (node.name for node in tree.body if isinstance(node, ast.ClassDef))
+            names |= {name: module for name in found if name[0] != "_"}
+    names |= dict.fromkeys(("ParameterServer", "LocalSteps", "Delayed", "EveryStep"), "options")
+    names |= dict.fromkeys(("SGD", "Adam", "AdamW", "Muon"), "torch")
+    for module in sorted(spine & paths.keys()):
+        for node in ast.walk(ast.parse(paths[module].read_text(encoding="utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+            assert name in ROOTS or name not in names, f"{module} names {name}"
+
+
 def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
     sources = {
         "adaptive/__init__.py": "",
