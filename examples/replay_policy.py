@@ -26,6 +26,7 @@ def context_of(header: Header) -> Context:
         header.cf_range,
         header.world_size,
         lambda cf: header.supported.get(cf, cf),
+        rungs=header.rungs,
         assumed=header.assumed,
         uncoded=frozenset(header.uncoded),
         wire_bytes=lambda cf: header.wire_bytes.get(cf, header.dense_bytes / cf),

@@ -13,15 +13,16 @@ Progress a second is not all: a run has a schedule, and must end at dense's qual
 steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
 leaves this bound out, for a schedule that is made longer.
 
-A run begins at the smallest CF of the ladder. Not dense: over a slow network a dense step can take
-as long as a hundred compressed steps. Nor at a large CF: the first gradients are the largest. They
-would wait in the residual until a later, smaller CF sends them all at once, which sets training
-back. From a large CF the policy comes down in strides, and measures the network anew at each.
+A run begins at the smallest CF whose exchange the link, as it was measured before training, carries
+in SOON, at most at the smallest of the ladder, and there if the link is not known. Not at dense on
+a slow network: a dense step can take as long there as a hundred compressed steps. Nor at a large
+CF: the first gradients are the largest. They would wait in the residual until a later, smaller CF
+sends them all at once, which sets training back. Where the link is not known, or has changed, the
+policy comes down from a large CF in strides, and measures the network anew at each.
 
-A CF that was not sent on this network is visited: where its steps turn out to promise less than the
-CF that it was left for, the policy returns after STRIDE_STEPS steps. What was measured stays known
-until the network changes, so the same promise is not believed twice. Visits that end so may cost
-VISITS of a run's time.
+A CF that was not sent on this network is measured by its first `opening` steps. Where these turn
+out to promise less than another CF, the policy moves on. What was measured stays known until the
+network changes, so the same promise is not believed twice.
 
 The assumed gains of int8 and int4 are alike, so the one with fewer bytes wins as soon as the
 network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits with error feedback
@@ -55,8 +56,12 @@ from policies.lateness import Lateness
 from policies.local_gain import LocalGain
 from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import require, saved
-from policies.step_time import STRIDE_STEPS, StepTime
+from policies.step_time import StepTime
 from policies.words import bytes_in_words, joined, named, percent, progress, seconds_in_words
+
+SOON = 0.1
+"""Seconds that an exchange may take by the link at the CF of the first steps. A few steps there are
+over soon, whatever the seconds of a step's work turn out to be."""
 
 GAIN_WEIGHT = 0.1
 """Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
@@ -84,12 +89,6 @@ for RESTING steps, and so on."""
 BRIEF = 10
 """Gains are measured for only so many steps of WATCHED where no gain could move the policy."""
 
-VISITS = 0.02
-"""The share of a run's steps that visits may have cost when the next one to a smaller CF begins."""
-
-MANY_TIMES = 1e3
-"""A visit costs at most so many steps for each of its own."""
-
 UP = 2.0
 """A larger CF must be better by this many standard errors of its T_comp."""
 
@@ -99,18 +98,18 @@ Goal = Literal["quality", "time"]
 
 @dataclass(eq=False, kw_only=True)
 class Goodput(DeclaredPolicy):
-    """A policy that sends the smallest CF for `opening` steps, then the CF with the largest
-    predicted compression throughput. ValueError or TypeError names a setting that is wrong.
+    """A policy that sends a small CF for `opening` steps, then the CF with the largest predicted
+    compression throughput. ValueError or TypeError names a setting that is wrong.
 
     goal: "quality" keeps dense's quality in as many steps: the steps done so far bound the CF.
         "time" has no such bound: the most progress a second, for a schedule made longer.
     step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1, and the
         CFs whose gain is assumed (`Context.assumed`).
-    opening: steps at the smallest CF before another is considered, >= 1.
-    margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use,
-        in addition to UP standard errors. A smaller CF need only promise more.
-    cooldown: steps between two switches, >= 1 (STRIDE_STEPS on the way to a CF that sends many more
-        bytes, and for the end of a visit).
+    opening: steps at the first CF before another is considered, >= 1. So are those at any CF that
+        was not sent before on this network.
+    margin: relative margin in (0, 1] by which a CF must promise more than the one in use. A larger
+        CF must promise UP standard errors of its gain in addition.
+    cooldown: steps between two switches, >= 1, but for `opening`.
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
         and give more quality in as many steps. None: 0.2 for updates (`Context.updates`) of two
@@ -138,11 +137,7 @@ class Goodput(DeclaredPolicy):
     _filling: int = saved(0)  # the step from which on shadow residuals have been filling
     _unmeasured: int = saved(0)  # steps since then in which gains were not measured
     _brief: bool = saved(False)  # no gain could move the policy, so few are measured
-    # On a visit, or on the way in strides to a CF with many more bytes: the CF where that began.
-    _came_from: float | None = saved(None)
-    _striding: bool = saved(False)
-    _lost: float = saved(0.0)  # by visits on this network, in steps at the CF that was left
-    _network: int = saved(0)  # changes of the network that were seen
+    _new: bool = saved(True)  # the CF in use was not sent before on this network
     _reason: str = saved("")
     _gains: Averages = saved(Averages(GAIN_WEIGHT))  # error-fed gains in steady state
     _time: StepTime = saved()
@@ -168,6 +163,8 @@ class Goodput(DeclaredPolicy):
         self._local_steps = self._numbers[0]
 
     def plan(self) -> Plan:
+        if not self._steps:
+            self._send = self._first()
         chosen = self._local_steps if len(self._numbers) > 1 else 0
         skips = self._turn is not None and self._turn >= (BRIEF if self._brief else WATCHED)
         return Plan(self._send, reason=self._reason, local_steps=chosen, skip_gains=skips)
@@ -175,8 +172,6 @@ class Goodput(DeclaredPolicy):
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
         self._lateness.observe(report.lr, self._local_steps)
-        if self._time.changes != self._network:
-            self._network, self._lost = self._time.changes, 0.0
         for cf, gain in report.steady_gain.items():
             self._gains.add(cf, gain)
         turn = self._turn
@@ -193,6 +188,14 @@ class Goodput(DeclaredPolicy):
         self._reason = "" if self._signal is None else self._signal.observe(report)
         if self._since >= self._wait:
             self._consider()
+
+    def _first(self) -> float:
+        """The CF to begin with."""
+        latency, seconds_a_byte = self._context.link()
+        small = sorted({DENSE, *self._assumed})
+        seconds = (latency + self._context.wire_bytes(cf) * seconds_a_byte for cf in small)
+        soon = (cf for cf, each in zip(small, seconds, strict=True) if 0 < each <= SOON)
+        return min(self._smallest, next(soon, self._smallest))
 
     def _allowed(self, cf: float, steps: int) -> bool:
         """Whether what is not sent waits short enough at a CF, with so many local steps."""
@@ -221,18 +224,7 @@ class Goodput(DeclaredPolicy):
     @property
     def _wait(self) -> int:
         """Steps at the present CF before another is considered."""
-        if self._since == self._steps:  # only the first CF has been sent yet
-            return self.opening
-        visiting = self._came_from is not None and self._since < self.cooldown
-        early = self._striding or (visiting and self._was_a_mistake(self._promised()))
-        return min(STRIDE_STEPS, self.cooldown) if early else self.cooldown
-
-    def _was_a_mistake(self, promised: Mapping[float, float]) -> bool:
-        """Whether the CF that a visit or a way in strides has left promises more than this one."""
-        origin = self._came_from
-        if origin is None or origin not in self._time.timed():
-            return False
-        return promised.get(origin, 0.0) > promised.get(self._send, 0.0)
+        return self.opening if self._new else self.cooldown
 
     def candidates(self) -> tuple[float, ...]:
         return self._candidates
@@ -354,13 +346,8 @@ class Goodput(DeclaredPolicy):
         if self._power != 1:
             gain, other = (f"{g:.2f}^{self._power:g} = {g**self._power:.3f}" for g in gains)
         asked = self._needed(cf, promised) / promised[here] - 1
-        if cf == self._came_from:
-            rule = "a visit that promises less ends"
-        elif asked > 0:
-            rule = f"{percent(asked)} more was asked"
-        else:
-            rule = "of a smaller CF no more is asked"
         seconds = f"{seconds_in_words(then, 3)} {unit} instead of {seconds_in_words(now, 3)}"
+        rule = f"{percent(asked)} more was asked"
         return f"{told}\n{seconds}, {sent}, gain {gain} instead of {other}; {rule}"
 
     def _named(self, cf: float) -> str:
@@ -378,8 +365,7 @@ class Goodput(DeclaredPolicy):
 
     def rescale(self) -> None:
         """Stay at the CF in use for a cooldown, and measure the step times anew."""
-        self._time, self._network, self._lost = self._new_time(), 0, 0.0
-        self._since, self._came_from, self._striding = 0, None, False
+        self._time, self._since, self._new = self._new_time(), 0, False
         if self._signal is not None:
             self._signal.rescale()
 
@@ -401,18 +387,11 @@ class Goodput(DeclaredPolicy):
     def _consider(self) -> None:
         """Move to the CF that promises most, if that is enough more than the CF in use. Else
         consider other numbers of local steps."""
-        promised, origin = self._promised(), self._came_from
+        promised = self._promised()
         # A CF that promises most and is too uncertain does not stand in the way of another.
-        others = [cf for cf in promised if cf != self._send and self._may_visit(cf)]
+        others = (cf for cf in promised if cf != self._send)
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
-        if origin is not None and self._was_a_mistake(promised):
-            better.append(origin)
-            here, there = self._time.seconds(self._send), self._time.seconds(origin)
-            times = min(MANY_TIMES, (here or 0.0) / (there or nan))
-            lost = self._since * times * (1 - promised.get(self._send, 0.0) / promised[origin])
-            self._lost += lost if self._send < origin else 0.0
         if not better:
-            self._came_from, self._striding = None, False
             self._choose_local_steps()
             return
         best = max(better, key=lambda cf: (promised[cf], -cf))
@@ -422,28 +401,16 @@ class Goodput(DeclaredPolicy):
         if goal != best:
             why = f"on the way to {self._named(best)}: {why}"
         self._reason = joined(why, self._reason)
-        start = origin if self._striding and best != origin else self._send
-        self._striding = goal != best
-        self._came_from = None if goal in self._time.timed() else start
+        self._new = goal not in self._time.timed()
         self._send, self._since = goal, 0
 
-    def _may_visit(self, cf: float) -> bool:
-        """Whether a CF may be sent: it sends fewer bytes, was sent on this network, or visits have
-        not lost too much time."""
-        known = cf in self._time.timed() or self._time.nbytes(cf) <= self._time.nbytes(self._send)
-        return known or self._lost <= VISITS * self._steps
-
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed.
+        """T_comp that another CF must exceed: by the margin better than that of the CF in use.
 
-        A larger CF may do harm. It must be better by the margin and by what may be noise. A smaller
-        CF loses only time. It must be better than the CF in use, and than every larger CF, for
-        which it would be left again."""
-        here = promised.get(self._send, 0.0)
-        if cf < self._send:
-            return max([here, *(n for other, n in promised.items() if other > self._send)])
-        if self._signal is None:
-            return (1 + self.margin) * here
-        # What is assumed is no more in doubt than what dense keeps.
-        a, b = (DENSE if each in self._assumed else each for each in (cf, self._send))
-        return (1 + self.margin + UP * self._power * self._signal.doubt(a, b)) * here
+        A larger CF may do harm. It must also be better by what may be noise of its gain."""
+        here, asked = promised.get(self._send, 0.0), 1 + self.margin
+        if cf > self._send and self._signal is not None:
+            # What is assumed is no more in doubt than what dense keeps.
+            a, b = (DENSE if each in self._assumed else each for each in (cf, self._send))
+            asked += UP * self._power * self._signal.doubt(a, b)
+        return asked * here

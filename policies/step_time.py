@@ -2,10 +2,14 @@
 
     seconds = work + compressing and decoding + exposed time that no local step hides
 
-Work is forward, backward, the optimizer and waiting for slower ranks, and is done once for each
-local step. A CF that was run has its own: an exchange takes the processor's time from backward. The
-exposed time is the network wait of the rank that waits least, if nothing hid it. It grows with the
-bytes sent. A report gives all three, so one CF that was run is enough to predict the others.
+Work is forward, backward, the optimizer and waiting for slower ranks. It is done once for each
+local step, and is the same at every CF. The exposed time is the network wait of the rank that waits
+least, if nothing hid it. It grows with the bytes sent. A report gives all three, so one CF that was
+run is enough to predict the others.
+
+All times are those of a quiet machine. Other processes come and go, and they make work and coding
+longer, at whatever CF is in use then. So the work is that of the fastest of many steps. Coding
+counts in proportion to it: in a step whose work takes twice as long, coding does so too.
 
 A prediction promises no more than the link allows: a step cannot send its bytes faster than the
 link can, and backward hides at most its own time of that. What was measured at a CF replaces every
@@ -20,18 +24,24 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from statistics import median_low
 
-from policies.averages import Averages
 from policies.base import DENSE, StepReport
 from policies.state import Stateful, require, saved
 
 LAST = 32
 """`StepReport.median_seconds` is the median over at most this many last steps sent at a CF."""
 
-WEIGHT = 0.2
-"""Weight of a new step in the averages of compressing and decoding."""
+WORKS, QUIET = 128, 0.1
+"""Of so many last steps, at whatever CF, the work is that of the fastest but this share."""
 
-WORKS = 9
-"""The work at a CF is the median of so many last steps."""
+CODINGS = 32
+"""Coding is the median of so many last steps of one kind."""
+
+ABOVE = 0.0
+"""Stands for all CFs above the rungs. They code in about the same time, and beside other processes
+this time is too noisy to be told apart by CF."""
+
+RUNG_CODING = 0.5
+"""A rung (int4, int8) codes in about this share of the time of a CF above (docs/gpu.md)."""
 
 PAUSE = 3.0
 """A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
@@ -49,9 +59,6 @@ NOISE_SHARE = 0.1
 
 STRIDE = 8.0
 """On the way to a CF, each stride may send at most this many times the bytes already carried."""
-
-STRIDE_STEPS = 5
-"""Steps at each CF on the way to one that sends many more bytes."""
 
 RECENT = 5
 """The network has changed if this many steps in a row all waited longer, or all shorter, than
@@ -87,11 +94,10 @@ class StepTime(Stateful):
 
     changes: int = saved(0)  # how often the network has become another one
     _faster: bool = saved(False)  # one of these changes made it faster: `link` is no bound
-    _work: dict[float, float] = saved({})  # by CF that was run, as it would be now
-    _stay: list[float] = saved([])  # work of the last steps at the CF in use, since it is in use
-    _left: float | None = saved(None)  # the CF in use before
-    _compress: Averages = saved(Averages(WEIGHT))
-    _decode: Averages = saved(Averages(WEIGHT))
+    _works: list[float] = saved([])  # of the last steps
+    _quiet: float = saved(0.0)  # work on a quiet machine
+    _codings: dict[float, list[tuple[float, float]]] = saved({})  # coding and work, by `_kind`
+    _coding: dict[float, tuple[float, float]] = saved({})  # medians of these
     _pauses: int = saved(0)  # steps in a row that took far longer than their median
     # Exposed times by CF, of the CFs that were run:
     _last: dict[float, float] = saved({})  # the median, on whatever network that was
@@ -101,9 +107,7 @@ class StepTime(Stateful):
     _same: int = saved(0)  # steps at the CF in use on the network as it is now
     _doubted: bool = saved(False)  # whether the other CFs were already forgotten on this network
     _cf: float | None = saved(None)  # in use
-    # Exposed time and work of the CF in use, when it was in use before.
-    _before: float | None = saved(None)
-    _work_before: float | None = saved(None)
+    _before: float | None = saved(None)  # exposed time of the CF in use, when it was in use before
     _steps: int = saved(1)  # of each rank, for each exchange
 
     def observe(self, report: StepReport) -> None:
@@ -119,66 +123,63 @@ class StepTime(Stateful):
             return
         self._steps = report.timed_steps
         if cf != self._cf:
-            self._left, self._cf = self._cf, cf
-            self._before, self._work_before = self._typical.get(cf), self._work.get(cf)
-            self._recent, self._same, self._stay = [], 0, []
-        self._observe_work(cf, self._work_of_one(seconds, exposed, coding))
-        self._observe_coding(cf, compress, coding - compress)
+            self._cf, self._before = cf, self._typical.get(cf)
+            self._recent, self._same = [], 0
+        self._observe_own(cf, self._work_of_one(seconds, exposed, coding), coding)
         self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
         """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
         last report) and one exchange. None before the first report."""
-        return self._step(cf, self.exposed(cf), self.coding(cf), steps) if self._work else None
+        return self._step(self.exposed(cf), self.coding(cf), steps) if self._works else None
 
     @property
     def work(self) -> float | None:
-        """Seconds of a step at the CF in use without network and compression; None before the first
-        step."""
-        return None if self._cf is None else self._work[self._cf]
+        """Seconds of a step without network and compression; None before the first step."""
+        return self._quiet if self._works else None
 
     def without_coding(self, cf: float, steps: int) -> float:
         """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
         first step."""
-        return self._step(cf, self.exposed(cf), steps=steps) if self._work else 0.0
+        return self._step(self.exposed(cf), steps=steps) if self._works else 0.0
 
     def measured(self, cf: float) -> float | None:
         """As `seconds`, with the exposed time measured when `cf` was last run, even if the network
         has changed since. None: never run."""
         exposed = self._last.get(cf)
-        return None if exposed is None else self._step(cf, exposed, self.coding(cf))
+        return None if exposed is None else self._step(exposed, self.coding(cf))
 
     def bound(self) -> float | None:
         """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
         None before the first step."""
-        if not self._work:
+        if not self._works:
             return None
-        coded = filter(self._codes, self._compress.cfs())
+        coded = filter(self._codes, self._coding)
         fastest = min(map(self.coding, coded), default=0.0)
-        return self._step(inf, self._latency(), fastest)
+        return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
         """Seconds of compressing, decoding and measuring gains at `cf`; of dense and of what is
-        `uncoded` only the last, in the share of steps that is `watched`.
-
-        A CF that was not run takes as long as the nearest that was, and decodes in proportion to
-        the bytes. Fewer bytes than those of two CFs are on the line through both."""
-        run = self._compress.cfs()
-        if cf in run:
-            share = 1.0 if self._codes(cf) else self.watched
-            return share * (self._compress[cf] + self._decode[cf])
-        coded = {other: self._compress[other] + self._decode[other] for other in run}
-        coded = {other: time for other, time in coded.items() if self._codes(other)}
-        alike = {other: time for other, time in coded.items() if other not in self.rungs}
+        `uncoded` only the last, in the share of steps that is `watched`. 0 if nothing was coded
+        yet."""
+        kind = self._kind(cf)
+        if kind in self._coding:
+            return (1.0 if self._codes(cf) else self.watched) * self._quiet_coding(kind)
+        coded = [other for other in self._coding if self._codes(other)]
         if not (coded and self._codes(cf)):
             return 0.0
-        wanted = self.nbytes(cf)
-        if cf not in self.rungs and alike:
-            if len(alike) > 1 and wanted < min(map(self.nbytes, alike)):
-                return self._predicted(alike, wanted)
-            coded = alike
-        near = self._nearest(coded, wanted)[0]
-        return self._compress[near] + self._predicted({near: self._decode[near]}, wanted)
+        alike = [other for other in coded if (other == ABOVE) == (kind == ABOVE)]
+        ratio = 1.0 if alike else 1 / RUNG_CODING if kind == ABOVE else RUNG_CODING
+        return ratio * self._quiet_coding(min(alike or coded, key=lambda other: abs(other - kind)))
+
+    def _kind(self, cf: float) -> float:
+        """What codes alike: a rung by itself, and all CFs above the rungs, `ABOVE`."""
+        return cf if cf in self.rungs or not self._codes(cf) else ABOVE
+
+    def _quiet_coding(self, kind: float) -> float:
+        """Seconds of coding, of a kind that was run, as on a quiet machine."""
+        coding, work = self._coding[kind]
+        return coding * min(1.0, self._quiet / work) if work else coding
 
     def _codes(self, cf: float) -> bool:
         return cf != DENSE and cf not in self.uncoded
@@ -188,7 +189,7 @@ class StepTime(Stateful):
         not run is predicted from the network's time alone, because delays of a busy machine do not
         grow with bytes, and never below what the link allows."""
         known = self._typical.get(cf)
-        if known is not None or not self._work:
+        if known is not None or not self._works:
             return known or 0.0
         wanted = self.nbytes(cf)
         predicted = self._predicted(self._network, wanted)
@@ -201,8 +202,15 @@ class StepTime(Stateful):
             [(only, time)] = self._network.items()
             more = max(0.0, wanted - self.nbytes(only))
             predicted = min(predicted, time + SLOWER * seconds_a_byte * more)
+        # Fewer bytes save at least the link's time for the others, as backward hides no less.
+        fewer = (
+            time - seconds_a_byte * (nbytes - wanted)
+            for other, time in self._typical.items()
+            if (nbytes := self.nbytes(other)) > wanted
+        )
+        predicted = max(0.0, min(predicted, *fewer, inf))
         # Steps that were faster than the link is said to be show a faster one.
-        hidden, shown = BACKWARD * self._work_at(cf), 1.0
+        hidden, shown = BACKWARD * self._quiet, 1.0
         for other, time in self._network.items():
             its = latency + self.nbytes(other) * seconds_a_byte
             shown = min(shown, (time + hidden) / (its or inf) or 1.0)
@@ -216,9 +224,9 @@ class StepTime(Stateful):
         """The CF to send next on the way down from `here` to `goal`.
 
         It is the smallest of the ascending `cfs` that is no more than a stride away. It is `goal`
-        where no other CF lies between."""
+        where no other CF lies between, and on a link that is known and has not changed."""
         between = [cf for cf in cfs if goal <= cf < here]
-        if not between:
+        if not between or (0 < self.link()[1] < inf and not self.changes):
             return goal
         most = min((here, *self.timed()))
 
@@ -228,45 +236,20 @@ class StepTime(Stateful):
 
         return next((cf for cf in between if times(cf) <= STRIDE), between[-1])
 
-    def _step(
-        self, cf: float, exposed: float, coding: float = 0.0, steps: int | None = None
-    ) -> float:
+    def _step(self, exposed: float, coding: float = 0.0, steps: int | None = None) -> float:
         """Seconds of `steps` local steps (None: as many as in the last report) and one exchange."""
-        work, steps = self._work_at(cf), self._steps if steps is None else steps
+        work, steps = self._quiet, self._steps if steps is None else steps
         return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
 
-    def _work_at(self, cf: float) -> float:
-        """Seconds of one local step's work: of the CF, or of the nearest that was run."""
-        wanted = 0.0 if cf == inf else self.nbytes(cf)
-        return self._work[cf if cf in self._work else self._nearest(self._work, wanted)[0]]
-
-    def _observe_work(self, cf: float, work: float) -> None:
-        """Take in the work of a step. What changes while a CF is in use changes at all CFs. Between
-        two stays at a CF it changes in even steps, so half of that was there at the CF between."""
-        self._stay = [*self._stay, work][-WORKS:]
-        now, steps, returned = median_low(self._stay), len(self._stay), self._returned
-        if returned and steps < RECENT:
-            return  # too few to tell what has changed meanwhile
-        moved = now - self._work.get(cf, now)
-        for other in self._work if returned or steps > RECENT else ():
-            half = 0.5 if steps == RECENT and other == self._left else 1.0
-            self._work[other] = max(0.0, self._work[other] + half * moved)
-        self._work[cf] = now
-
-    def _observe_coding(self, cf: float, compress: float, decode: float) -> None:
-        """Take in a step's coding. The first one of a stay counts only until there is another: what
-        a CF needs is made in it."""
-        steps = len(self._stay)
-        for part, seconds in ((self._compress, compress), (self._decode, decode)):
-            if steps == 2 and not self._returned:
-                part.keep_only({*part.cfs()} - {cf})
-            if steps > 1 or not self._returned:
-                part.add(cf, seconds)
-
-    @property
-    def _returned(self) -> bool:
-        """Whether the CF in use was in use before."""
-        return self._work_before is not None
+    def _observe_own(self, cf: float, work: float, coding: float) -> None:
+        """Take in the work and the coding of a step. What a CF needs is made in its first step; the
+        median leaves that out from the second step on."""
+        self._works = [*self._works, work][-WORKS:]
+        self._quiet = sorted(self._works)[int(QUIET * len(self._works))]
+        kind = self._kind(cf)
+        last = self._codings[kind] = [*self._codings.get(kind, ()), (coding, work)][-CODINGS:]
+        codings, works = zip(*last, strict=True)
+        self._coding[kind] = median_low(codings), median_low(works)
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
         """Seconds of one local step's work, from the times of a report."""
@@ -350,16 +333,18 @@ class StepTime(Stateful):
         """1 if the last steps, but for some exceptions, all waited clearly longer than `high`, -1
         if all clearly less than `low`, else 0."""
         assert self._cf is not None
-        times, least = sorted(self._recent[-steps:]), NOISE_SHARE * self._work[self._cf]
+        times, least = sorted(self._recent[-steps:]), NOISE_SHARE * self._quiet
         slower = times[exceptions] + least > CHANGED * (high + least)
         faster = times[-1 - exceptions] + least < (low + least) / CHANGED
         return 1 if slower else -1 if faster else 0
 
     def _check_loaded(self) -> None:
         alike = self._typical.keys() == self._network.keys()
-        alike = alike and self._compress.cfs() == self._decode.cfs()
-        in_use = self._cf is None or (self._cf in self._typical and self._cf in self._work)
+        in_use = self._cf is None or (self._cf in self._typical and bool(self._works))
         enough = len(self._recent) >= min(self._same, MANY)
-        timed = self._last.keys() | self._typical.keys() <= self._work.keys()
+        timed = (
+            self._typical.keys() <= self._last.keys()
+            and self._coding.keys() == self._codings.keys()
+        )
         whole = alike and in_use and enough and timed and self._steps >= 1
         require(whole, "the times of steps contradict each other")

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from runs.interrupt import INTERRUPTED, raise_when_asked
-from runs.needs import check_installed, check_ours
+from runs.needs import check_has, check_installed, check_ours
 from runs.parser import UsageError, at_dashes, fail, read, split_command
 from runs.pipes import outlive_readers
 
@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_ours()
         check_installed("runs")
+        if name == "bench":
+            check_has("runs.bench", name)
         module = import_module(COMMANDS[name][0])
         if name in WITH_COMMAND:
             own, behind = split_command(words[1:])

@@ -10,16 +10,17 @@ import fcntl
 import os
 import platform
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from adaptive.settings.config import RUNGS
 from compressors import Compressor, RoundsCompressor, make_compressor
-from compressors.base import Spec
-from runs.bench.compressors import KEY, in_rounds, our_step
+from compressors.base import Key, Payload, Spec
 from runs.expression import made_from
 from runs.files import read_json, write_json
 
@@ -29,8 +30,38 @@ NUMEL, ROUNDS = 1 << 20, 5
 CFS = (10.0, 100.0, 1000.0)
 """The CFs at which a base is measured, besides RUNGS."""
 
+KEY = Key("bench")
+
 ByCF = tuple[tuple[float, float], ...]
 """Nanoseconds an element by CF, ascending."""
+
+
+def our_step(
+    compressor: Compressor, wire: Tensor, residual: Tensor, grad: Tensor, cf: float
+) -> Payload:
+    """Accumulate, compress, pack for the wire, and take what is sent off the residual."""
+    payload = compressor.compress(residual, Spec.of(residual, cf, KEY), grad)
+    payload.write(wire)
+    compressor.add_to(residual, payload, -1.0)
+    return payload
+
+
+def in_rounds(
+    compressor: RoundsCompressor, residuals: Sequence[Tensor], cf: float, keys: Sequence[Key]
+) -> list[Payload]:
+    """What has come of all rounds in a world of one, off the residuals."""
+    own: list[Payload] = []
+    pairs = zip(residuals, keys, strict=True)
+    specs = [Spec.of(residual, cf, key) for residual, key in pairs]
+    rounds = compressor.rounds(residuals, specs, 1, own.extend)
+    handed = next(rounds)
+    try:
+        while True:
+            handed = rounds.send(handed)
+    except StopIteration as stop:
+        for residual, payload in zip(residuals, own, strict=True):
+            compressor.add_to(residual, payload, -1.0)
+        return list(stop.value)
 
 
 def nanoseconds(compressor: Compressor, cf: float, numel: int, rounds: int, workers: int) -> float:

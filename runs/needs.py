@@ -4,9 +4,11 @@ packages under their names."""
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from runs.parser import UsageError
 
@@ -58,6 +60,35 @@ def check_ours() -> None:
                 f"{origin} is in the way: it would be imported in place of this library's package "
                 f"{name!r}; accepted: another folder to start in, or another name for that file"
             )
+
+
+REPOSITORY = "a clone of the repository (pip install -e . in it)"
+
+NAMES = {"runs.papers": "the experiments of papers", "runs.bench": "the library's own measurements"}
+"""What wheels leave out."""
+
+
+def has(module: str) -> bool:
+    """Whether a module of `NAMES` is there."""
+    return _importable(module)
+
+
+def check_has(module: str, what: str) -> None:
+    """UsageError if a module of `NAMES` is not there. what: needs it; an option with its value."""
+    if not has(module):
+        raise UsageError(
+            f"{what}: belongs to {NAMES[module]}, which wheels leave out; accepted: {REPOSITORY}"
+        )
+
+
+def of_papers(module: str, name: str) -> dict[str, Any]:
+    """The mapping of that name in a module of `runs.papers`; empty where wheels leave it out."""
+    return vars(import_module(f"runs.papers.{module}"))[name] if has("runs.papers") else {}
+
+
+def left_out() -> str:
+    """The end of an error about an unknown task or model: where there are others."""
+    return "" if has("runs.papers") else f"; those of papers are in {REPOSITORY}"
 
 
 def check_beside(script: str) -> None:

@@ -31,7 +31,7 @@ from runs.progress import number_text
 from runs.records import TIMELINE_FILE, Recorded, local_steps, read_records, stretches
 from runs.settings import DEFAULT_CF
 from runs.tables import faint, show, strong, table
-from runs.tasks import TASKS
+from runs.tasks import task_named
 from runs.times import (
     one_worker_seconds,
     scaling_efficiency,
@@ -73,7 +73,7 @@ def trained(config: TrainConfig) -> str:
     """What a run trains: task and model, or the script."""
     if config.script:
         return shlex.join((Path(config.script[0]).name, *config.script[1:]))
-    return f"{config.task} ({config.model or TASKS[config.task].models[0]})"
+    return f"{config.task} ({config.model or task_named(config.task).models[0]})"
 
 
 def is_dense(config: TrainConfig) -> bool:
@@ -182,7 +182,7 @@ def make_result(
     recorded: Recorded,
 ) -> dict[str, Any]:
     """Everything about the run, as JSON-like values; null for numbers that are not known."""
-    task = TASKS[config.task]
+    task = task_named(config.task)
     rate = known(outcome.summary.pace.steps_per_second)
     of_rounds = local_steps(recorded.steps)
     whole = sum(of_rounds) + max(of_rounds, default=1) > outcome.steps_done  # nothing was dropped

@@ -32,8 +32,8 @@ from runs.build import (
     make_optimizers,
 )
 from runs.config import TrainConfig
+from runs.early_stopping import EarlyStopping
 from runs.expression import PLAIN
-from runs.papers.early_stopping import EarlyStopping
 from runs.tasks import Task, trainable
 
 RANK, START = 4, 2

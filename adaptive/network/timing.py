@@ -123,24 +123,20 @@ class StepTiming(saved.Stateful):
             for spans in (self.calls, self.waits, self.arrivals, self.decoded)
         )
         left = calls[-1][1] if calls else 0.0
-        # With local steps a mean may be waited for after later forwards.
-        forward = inf if self.forward is None else at(self.forward)
-        of_backward = [call for call in calls if call[0] < forward]
-        backward = max((stop for _, stop in of_backward), default=0.0) - covered(of_backward)
         exchanged = 0.0 if self.exchanged is None else at(self.exchanged)
         waited = shared([*waits, *arrivals], calls)
         compress = max(0.0, covered(calls) - waited)
         decode_inside = shared(decoded, arrivals)
         decode_after = covered(decoded, left, exchanged)
         network = max(0.0, waited - decode_inside) + max(0.0, exchanged - left - decode_after)
+        backward = max(0.0, left - compress - waited)
         next_forward = nan if self.forward is None else between(self.forward, self.ended)
-        next_forward -= covered(calls, forward)
         parts = {
             "seconds": at(self.ended),
             "compress_seconds": compress,
             "exchange_seconds": network,
             "decode_seconds": decode_inside + decode_after,
-            "compute_seconds": max(0.0, backward) + next_forward,
+            "compute_seconds": backward + next_forward,
         }
         unknown = isnan(parts["seconds"])  # the device has not passed all of these events
         return dict.fromkeys(parts, nan) if unknown else parts

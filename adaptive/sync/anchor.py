@@ -150,11 +150,13 @@ class Anchor:
             mean = self._reducer.compressed(self._step, unsent, chunk.parameters, strategy, i)
         else:
             mean = self._reducer.dense(self._step, unsent, chunk.parameters, narrow=averager.narrow)
-        now = averager.exchange_now
+        now, stopwatch = averager.exchange_now, averager.controller.stopwatch
 
         def arrived(future: Future[Tensor]) -> Tensor:
             with averager.noting_failure(now):
                 found = future.value()
+                if self._most == 1:
+                    stopwatch.bucket_done(drain(averager.pipeline.decoded))
                 averager.pipeline.stream.keep(found, sent)
                 return found
 
@@ -187,8 +189,11 @@ class Anchor:
             self._clear_gradients(any_nonfinite)
 
     def _wait_for(self, flight: Flight) -> None:
-        """So long as this takes the network is not hidden."""
+        """Where flights are of several steps, only this tells what the network has cost a step. Of
+        one flight at a time its arrival does, hidden or not, as `StepTime` reckons with it."""
         averager, stopwatch = self._averager, self._averager.controller.stopwatch
+        if self._most == 1:
+            return
         with stopwatch.held_up():
             began = stopwatch.timestamps()
             for mean in flight.means:
@@ -201,7 +206,7 @@ class Anchor:
         """Returns whether some mean was not finite."""
         any_nonfinite: Flag = False
         for chunk, future, sent in zip(self.chunks, flight.means, flight.sent, strict=True):
-            mean = future.value()
+            mean = future.wait()
             nonfinite = all_finite(mean) ^ True
             any_nonfinite = either(any_nonfinite, nonfinite)
             for each in (mean, sent):

@@ -20,8 +20,8 @@ import torch
 
 from compressors import make_compressor
 from compressors.base import Spec
-from runs.bench.compressors import KEY, textbook
-from runs.coding import nanoseconds
+from runs.bench.compressors import textbook
+from runs.coding import KEY, nanoseconds
 
 
 def of_contender(spec: str, numel: int, rounds: int, workers: int = 2) -> float:

@@ -3,7 +3,7 @@ every compressor against a copy of the tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import isqrt
 from typing import TYPE_CHECKING
@@ -14,13 +14,12 @@ from torch import Tensor
 from adaptive.bucket.bucket import Unit, compress_levels, record_levels, strided_sample
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, RoundsCompressor, TopK, compressor_names, make_compressor
-from compressors.base import Key, Payload, Spec, kept
+from compressors.base import Spec, kept
 from runs.bench.timing import Row, describe, interleaved, median_ratio
+from runs.coding import KEY, in_rounds, our_step
 
 if TYPE_CHECKING:
     from runs.bench.command import Benching
-
-KEY = Key("bench")
 
 
 def _gradient(numel: int, seed: int) -> Tensor:
@@ -38,16 +37,6 @@ def textbook(residual: Tensor, grad: Tensor, cf: float) -> tuple[Tensor, Tensor,
     total = float(residual.norm() ** 2)
     residual.sub_(dense)
     return indices, values, float(values.norm() ** 2), total
-
-
-def our_step(
-    compressor: Compressor, wire: Tensor, residual: Tensor, grad: Tensor, cf: float
-) -> Payload:
-    """The same, packed for the wire as well."""
-    payload = compressor.compress(residual, Spec.of(residual, cf, KEY), grad)
-    payload.write(wire)
-    compressor.add_to(residual, payload, -1.0)
-    return payload
 
 
 def _with_candidate(residual: Tensor, grad: Tensor, cf: float, candidate: float) -> None:
@@ -126,21 +115,3 @@ def _step(
     side = isqrt(grad.numel())
     square, key = slice(side * side), KEY._replace(shape=(side, side))
     return lambda: in_rounds(compressor, [residual[square].add_(grad[square])], cf, [key])
-
-
-def in_rounds(
-    compressor: RoundsCompressor, residuals: Sequence[Tensor], cf: float, keys: Sequence[Key]
-) -> list[Payload]:
-    """What has come of all rounds in a world of one, off the residuals."""
-    own: list[Payload] = []
-    pairs = zip(residuals, keys, strict=True)
-    specs = [Spec.of(residual, cf, key) for residual, key in pairs]
-    rounds = compressor.rounds(residuals, specs, 1, own.extend)
-    handed = next(rounds)
-    try:
-        while True:
-            handed = rounds.send(handed)
-    except StopIteration as stop:
-        for residual, payload in zip(residuals, own, strict=True):
-            compressor.add_to(residual, payload, -1.0)
-        return list(stop.value)

@@ -27,9 +27,9 @@ from compressors import Compressor, make_compressor
 from compressors.base import Spec
 from compressors.ladder import Ladder
 from policies import Policy
-from runs.bench.compressors import KEY, our_step
 from runs.bench.step import Held
 from runs.bench.timing import Row, describe, group, interleaved, median_ratio
+from runs.coding import KEY, our_step
 from runs.models.gpt import ByteGPT
 from runs.parser import UsageError
 

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from runs.bench.command import Half
 from runs.models.gpt import ByteGPT
 from runs.models.lstm import ByteLSTM
+from runs.papers.images import Cifar10Task
 from runs.papers.resnet import ResNet
 from runs.papers.vgg import VGG, VGG11
-from runs.tasks import Cifar10Task, Task, TextTask
+from runs.tasks import Task, TextTask
 from runs.tasks.base import Batch
 from runs.tasks.corpus import windows
 

@@ -16,16 +16,17 @@ from tyro.conf import UseAppendAction
 from runs.compare.contender import GRAMMAR, Contender, parse_contender
 from runs.config import OWN, TrainConfig
 from runs.expression import PLAIN
+from runs.needs import check_has, has
 from runs.netlab.lab import Lab
 from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
 from runs.options import check_measured, check_modelled, check_sends
-from runs.papers.suites import Plan, plan_from
-from runs.parser import UsageError, options, shown
+from runs.parser import UsageError, option, options, shown
 from runs.settings import Keeping, Measuring, Modelling, Optimizing, Training
 from runs.simulate.command import check_device
 
 if TYPE_CHECKING:
     from adaptive import LinkSpec
+    from runs.papers.suites import Plan
 
 OF_SCRIPT = ("dense", "goodput")
 CONTENDERS = ("dense", "topk@100", "goodput", "gravac", "accordion")
@@ -185,7 +186,7 @@ def make_comparison(given: dict[str, Any]) -> Comparison:
     given = dict(given)
     check_measured(given)
     words = given.get("script", ())
-    plan = None if words else plan_from(given)
+    plan = None if words else _plan(given)
     usual = OF_SCRIPT if words else CONTENDERS if plan is None else ()
     contenders = tuple(map(parse_contender, given.pop("contender", usual)))
     for one in contenders:
@@ -268,6 +269,18 @@ def _networks(texts: Iterable[str]) -> tuple[LinkSpec, ...]:
         except ValueError as error:
             raise UsageError(f"--bandwidths {text}: {error}") from error
     return tuple(dict.fromkeys(found))
+
+
+def _plan(given: dict[str, Any]) -> Plan | None:
+    """The paper's table that --suite names; takes what is about it out of the options."""
+    for name in ("suite", "scale", "only"):
+        if name in given:
+            check_has("runs.papers", f"{option(name)} {shown(given[name])}")
+    if not has("runs.papers"):
+        return None
+    from runs.papers.suites import plan_from
+
+    return plan_from(given)
 
 
 def _folder(common: dict[str, Any], plan: Plan | None) -> Path:

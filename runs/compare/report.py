@@ -18,8 +18,6 @@ from runs.config import TrainConfig
 from runs.files import write_json, write_text
 from runs.logbook import emulated
 from runs.netlab.lab import real_links
-from runs.papers.boxes import draw_boxes
-from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
 from runs.parser import UsageError
 from runs.report.cfs import draw_cfs
 from runs.report.rows import Row, history
@@ -56,11 +54,15 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
             draw_quality(rows, comparison.folder, heading, seconds)
             draw_cfs(rows, comparison.folder, heading)
             if comparison.plan is not None and comparison.plan.suite.lrs:
+                from runs.papers.boxes import draw_boxes
+
                 draw_boxes(comparison.plan, rows, comparison.folder, heading)
     except ImportError:
         notes.append(f"no {TIME_FILE}: matplotlib is not installed")
     plan, suite, above = comparison.plan, {}, list[RenderableType]()
     if plan is not None:
+        from runs.papers.suite_table import speeds, suite_json, suite_notes, suite_table
+
         suite = {"suite": suite_json(plan, rows)}
         above = [f"{plan.suite.name}: {speeds(first)}", "", suite_table(plan, rows), ""]
         notes = [*suite_notes(plan), *notes]

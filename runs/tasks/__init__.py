@@ -6,18 +6,11 @@ from typing import Any
 
 from runs.config import TrainConfig
 from runs.metric import higher_is_better, parse_metric
-from runs.papers.images import Cifar10Task, Cifar100Task, FashionMnistTask
-from runs.papers.words import WordsTask
+from runs.needs import left_out, of_papers
 from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
 from runs.tasks.text import TextTask
 
-TASKS: dict[str, type[Task]] = {
-    "text": TextTask,
-    "cifar10": Cifar10Task,
-    "cifar100": Cifar100Task,
-    "fashion-mnist": FashionMnistTask,
-    "words": WordsTask,
-}
+TASKS: dict[str, type[Task]] = {"text": TextTask, **of_papers("tasks", "TASKS")}
 DEFAULT_TASK = "text"
 
 
@@ -25,7 +18,7 @@ def quality_of(config: TrainConfig) -> tuple[str, bool]:
     """The name of what a run is judged by, and whether more of it is better. UsageError for a
     metric of a script that is none."""
     if not config.script:
-        return TASKS[config.task].quality_name, TASKS[config.task].higher_is_better
+        return task_named(config.task).quality_name, task_named(config.task).higher_is_better
     name = "quality" if config.metric is None else parse_metric(config.metric).name
     return name, config.better == "higher" if config.better else higher_is_better(name)
 
@@ -34,9 +27,14 @@ def make_task(task: str = DEFAULT_TASK, **arguments: Any) -> Task:
     """Build a task; `arguments` are those of `Task`. Raises ValueError naming the argument for an
     unknown task or model and for values out of range, DataNotFoundError when the data set is not
     there."""
+    return task_named(task)(**arguments)
+
+
+def task_named(task: str) -> type[Task]:
+    """The task's class. ValueError for an unknown one."""
     if task not in TASKS:
-        raise ValueError(f"task={task!r} is unknown; accepted: {', '.join(TASKS)}")
-    return TASKS[task](**arguments)
+        raise ValueError(f"task={task!r} is unknown; accepted: {', '.join(TASKS)}{left_out()}")
+    return TASKS[task]
 
 
 __all__ = [
@@ -47,5 +45,6 @@ __all__ = [
     "Task",
     "make_task",
     "quality_of",
+    "task_named",
     "trainable",
 ]

@@ -19,6 +19,7 @@ from optuna.distributions import (
 from runs.build import check_compression, learning_rate
 from runs.config import TrainConfig
 from runs.expression import policy_name, value_of
+from runs.needs import left_out
 from runs.options import CONFIG_OPTIONS, check_measured, make_config, policy_for
 from runs.parser import UsageError, option, options, read
 from runs.report.run import Run
@@ -117,7 +118,7 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
         )
     task = given.get("task", TrainConfig.task)
     if task not in TASKS:
-        raise UsageError(f"--task {task!r} is unknown; accepted: {', '.join(TASKS)}")
+        raise UsageError(f"--task {task!r} is unknown; accepted: {', '.join(TASKS)}{left_out()}")
     fixed = policy_for(given) if "cf" in given or given.get("base") == "none" else "gravac"
     given.setdefault("policy", fixed)
     if "script" not in given:

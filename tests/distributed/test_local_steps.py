@@ -713,6 +713,7 @@ def replay_like(recorded: Recorded) -> list[float]:
         Context(
             header.cf_range,
             header.world_size,
+            rungs=header.rungs,
             assumed=header.assumed,
             uncoded=frozenset(header.uncoded),
             wire_bytes=lambda cf: wire[cf],

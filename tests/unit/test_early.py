@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from runs.papers.early_stopping import EarlyStopping
+from runs.early_stopping import EarlyStopping
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates
 

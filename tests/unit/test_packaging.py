@@ -18,6 +18,7 @@ import adaptive
 import compressors
 import policies
 from adaptive.memory.options import NAMED, MemoryName
+from runs.needs import NAMES, REPOSITORY
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -35,6 +36,46 @@ def test_folders_of_modules_are_packages() -> None:
     folders = {path.parent for path in _files() if path.suffix == ".py"}
     assert Path("runs/dashboard") in folders
     assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+WHEEL = """
+import sys
+from importlib import import_module
+
+class LeftOut:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(tuple(EXCLUDED)):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, LeftOut())
+for module in MODULES:
+    import_module(module)
+from runs.__main__ import main
+
+for words in (["bench"], ["train", "--task", "cifar10"], ["compare", "--suite", "gravac"]):
+    assert main(words) == 2
+"""
+
+
+def test_a_wheel_needs_nothing_that_it_leaves_out(tmp_path: Path) -> None:
+    """Neither when its modules are imported, nor where a command asks for it."""
+    excluded = [name.removesuffix("*") for name in SETUPTOOLS["packages"]["find"]["exclude"]]
+    assert excluded == [name for name in NAMES if (ROOT / name.replace(".", "/")).is_dir()]
+    dotted = [
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        for path in _files()
+        if path.parts[0] in ("adaptive", "runs") and path.suffix == ".py"
+    ]
+    held = [name for name in dotted if not name.startswith(tuple(excluded))]
+    code = WHEEL.replace("EXCLUDED", repr(excluded)).replace("MODULES", repr(sorted(held)))
+    done = _python(code, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(" error: ")[2] for line in done.stderr.splitlines()] == [
+        f"bench: belongs to {NAMES['runs.bench']}, which wheels leave out; accepted: {REPOSITORY}",
+        f"--task='cifar10' is unknown; accepted: text; those of papers are in {REPOSITORY}",
+        f"--suite gravac: belongs to {NAMES['runs.papers']}, which wheels leave out; accepted: "
+        f"{REPOSITORY}",
+    ]
 
 
 def test_other_files_are_package_data() -> None:

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput, StepReport, make_policy
-from policies.goodput import BRIEF, FILLED, FOREIGN, RESTING, STRIDE_STEPS, WATCHED
-from policies.step_time import StepTime
+from policies.goodput import BRIEF, FILLED, FOREIGN, RESTING, WATCHED
 
 GAINS = {10.0: 0.53, 20.0: 0.38, 40.0: 0.22, 80.0: 0.12, 160.0: 0.07, 320.0: 0.03, 640.0: 0.015}
 GAINS[1000.0] = 0.006
@@ -160,7 +159,7 @@ def test_a_step_without_gains_fills_no_residual():
     for step, rate in enumerate([1e9] * 300 + [1e5] * 30):
         plan = policy.plan()
         sent.append(plan.send)
-        products = dict.fromkeys(GAINS, 4.0)
+        products = dict.fromkeys(GAINS, 2.0)
         values = {"peers": products, "peers_total": 4.0, "grad_norm": 2.0, "peers_energy": 4.0}
         values |= {"signal": products, "signal_total": 4.0}
         values = {"steady_gain": {}} if plan.skip_gains else values
@@ -322,8 +321,8 @@ def test_until_signal_gain_is_clear_the_root_of_the_error_fed_one_decides():
             report(step, sent[step], 1e6, grad_norm=1.0, peers=products, peers_total=1.0)
         )
     assert sent[:5] == [OPENING] * 5
-    assert sent[5:15] == [best(1e6)] * 10  # a root to the power of 2
-    assert sent[15] == 80.0  # all promise as much, and that is the largest that has filled
+    assert sent[5:11] == [best(1e6)] * 6  # a root to the power of 2
+    assert sent[11] == 80.0  # all promise as much, and that is the largest that has filled
     assert set(sent[270:]) <= {640.0, 1000.0}  # within the margin of each other
 
 
@@ -340,9 +339,8 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
     assert sent[-1] > 100
 
 
-@pytest.mark.parametrize(("largest", "goes_to"), [(0.81, 20.0), (0.7, 10.0)])
-def test_a_smaller_cf_does_not_lead_where_one_larger_than_here_promises_more(largest, goes_to):
-    """Noise alone would make it go down, and then up past where it was."""
+@pytest.mark.parametrize(("smaller", "goes_to"), [(0.83, 20.0), (0.85, 10.0)])
+def test_a_smaller_cf_must_promise_the_margin_too(smaller, goes_to):
     policy, rate = Goodput(goal="time", gain="error_fed", opening=1), 1e5
     policy.start(Context((10, 40), 2, wire_bytes=nbytes))
     worth = {10.0: 0.4, 20.0: 0.9, 40.0: 0.2}  # T_comp, in that of CF 10 at gain 1
@@ -350,31 +348,10 @@ def test_a_smaller_cf_does_not_lead_where_one_larger_than_here_promises_more(lar
         cf = policy.plan().send
         if step == 50:
             assert cf == 20.0
-            worth = {10.0: 0.805, 20.0: 0.8, 40.0: largest}
+            worth = {10.0: smaller, 20.0: 0.8, 40.0: 0.7}
         gains = {c: w * step_seconds(c, rate) / step_seconds(10.0, rate) for c, w in worth.items()}
         policy.observe(report(step, cf, rate, steady_gain=gains))
     assert policy.plan().send == goes_to
-
-
-class Misled(StepTime):
-    """At CF 40 it takes dense to cost nothing."""
-
-    def seconds(self, cf, steps=None):
-        return WORK if (cf, self._cf) == (DENSE, 40.0) else super().seconds(cf, steps)
-
-
-def test_it_goes_back_from_a_way_that_led_nowhere_and_does_not_take_it_again():
-    """A margin would keep it at the CF that it only passed through."""
-    policy, sent = Goodput(goal="time", step_size=4, margin=0.9), []
-    policy.start(Context((10, 40), 2, wire_bytes=nbytes))
-    policy._time, steady = Misled(nbytes), {10.0: 0.9, 40.0: 0.8}
-    for step in range(30):
-        sent.append(policy.plan().send)
-        rate = 1e6 if step < 5 else 3e7
-        policy.observe(report(step, sent[step], rate, steady_gain=steady))
-    there, back = [40.0] * 10, [OPENING] * STRIDE_STEPS
-    assert sent == back + there + back + there
-    assert DENSE not in sent
 
 
 def test_times_and_products_may_be_as_large_as_numbers_go():

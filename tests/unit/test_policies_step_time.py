@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from random import Random
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from adaptive.network.link import LinkSpec
 from policies.base import DENSE, StepReport
-from policies.step_time import BACKWARD, SLOWER, StepTime
+from policies.step_time import BACKWARD, RUNG_CODING, SLOWER, WORKS, StepTime
 from runs.modelled_clock import ModelledClock
 
 WORK = 0.05
@@ -116,35 +117,16 @@ def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float)
     assert model.seconds(cf) == pytest.approx(WORK + expected, rel=1e-6)
 
 
-def test_a_larger_cf_has_less_to_decode() -> None:
+def test_all_cfs_above_the_rungs_code_alike() -> None:
     model = StepTime(lambda cf: 1e6 / cf)
-    times = {"seconds": WORK + 0.03, "median_seconds": WORK + 0.03, "exchange_seconds": 0.0}
-    for step in range(5):
-        report = StepReport(
-            step, 10.0, timed_cf=10.0, compress_seconds=0.02, decode_seconds=0.01, **times
-        )
-        model.observe(report)
-    for cf, decode in ((10.0, 0.01), (100.0, 0.001)):
-        assert model.seconds(cf) == pytest.approx(WORK + 0.02 + decode)
-    assert model.seconds(1.0) == pytest.approx(WORK)
-
-
-@settings(max_examples=30)
-@given(st.floats(0.001, 0.1), st.floats(0.0, 0.1), st.floats(0.0, 0.1))
-def test_a_larger_cf_has_less_to_pack(search: float, pack: float, decode: float) -> None:
-    """Two CFs tell what grows with the bytes; of more bytes than both they say little."""
-    model = StepTime(lambda cf: 1e6 / cf)
-    for step, cf in enumerate([20.0] * 5 + [40.0] * 5):
-        compress, unpack = search + pack / cf, decode / cf
-        seconds = WORK + compress + unpack
-        times = {"seconds": seconds, "median_seconds": seconds, "exchange_seconds": 0.0}
-        coding = {"compress_seconds": compress, "decode_seconds": unpack}
-        model.observe(StepReport(step, cf, timed_cf=cf, **times, **coding))
-    for cf in (20.0, 40.0, 80.0, 1000.0):
-        expected = WORK + search + (pack + decode) / cf
-        assert model.seconds(cf) == pytest.approx(expected, rel=1e-6)
-    expected = WORK + search + pack / 20 + decode / 10
-    assert model.seconds(10.0) == pytest.approx(expected, rel=1e-6)
+    for cf, coding in ((20.0, 0.03), (80.0, 0.03)):
+        whole = WORK + coding
+        times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
+        half = {"compress_seconds": coding / 2, "decode_seconds": coding / 2}
+        for step in range(5):
+            model.observe(StepReport(step, cf, timed_cf=cf, **half, **times))
+    assert [model.coding(cf) for cf in (10.0, 20.0, 80.0, 1000.0)] == [0.03] * 4
+    assert model.coding(DENSE) == 0.0
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -398,20 +380,41 @@ def test_what_was_measured_is_remembered_as_long_as_the_network_is_the_same() ->
         assert model.seconds(DENSE) == pytest.approx(WORK + 0.3)
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.002, -0.001])
-def test_work_that_an_exchange_takes_from_backward_belongs_to_its_cf(drift: float) -> None:
-    """Also where the machine becomes slower, or faster, in the meantime."""
-    model, now, stolen = StepTime(lambda cf: 1e6 / cf), 0.1, {4.0: 0.0, DENSE: 0.05}
-    for cf, steps in ((4.0, 20), (DENSE, 10), (4.0, 20)):
-        for step in range(steps):
-            now += drift
-            whole = now + stolen[cf]
-            times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
-            model.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=0.0, **times))
-    dense, here = model.seconds(DENSE), model.seconds(4.0)
-    assert dense is not None
-    assert here is not None
-    assert dense - here == pytest.approx(0.05, abs=4 * abs(drift) + 1e-9)
+@settings(max_examples=30)
+@given(st.lists(st.floats(1.0, 4.0), min_size=1, max_size=60), st.integers(0, 20))
+def test_other_processes_change_nothing_that_is_predicted(loads: list[float], quiet: int) -> None:
+    """They lengthen work and coding alike, for a while, whatever CF is sent meanwhile."""
+    model, coding = StepTime(lambda cf: 1e6 / cf), 0.02
+
+    def steps(cf: float, loads: Sequence[float]) -> None:
+        for step, load in enumerate(loads):
+            own = load * (WORK + coding)
+            times = {"seconds": own + 1 / cf, "median_seconds": own + 1 / cf}
+            times |= {"exchange_seconds": 1 / cf, "compress_seconds": load * coding}
+            model.observe(StepReport(step, cf, timed_cf=cf, **times))
+
+    steps(10.0, [1.0] * (10 + quiet))
+    steps(20.0, loads)
+    for cf in (1.0, 10.0, 20.0, 100.0):
+        expected = WORK + 1 / cf + (coding if cf > 1 else 0.0)
+        assert model.seconds(cf) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_machine_that_has_become_slower_for_good_is_noticed() -> None:
+    model = _model([0.1] * 20)
+    for step in range(WORKS):
+        times = dict.fromkeys(("seconds", "median_seconds"), 3 * WORK + 0.1)
+        report = StepReport(step, 10.0, timed_cf=10.0, compress_seconds=0.0, **times)
+        model.observe(replace(report, exchange_seconds=0.1))
+    assert model.seconds(10.0) == pytest.approx(3 * WORK + 0.1)
+
+
+def test_fewer_bytes_save_at_least_the_links_time() -> None:
+    """Backward hides a part of the exchange, and at fewer bytes it hides as much."""
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 1e-6))
+    _run(model, 10.0, [0.07] * 10)  # of 0.1
+    assert model.exposed(20.0) == pytest.approx(0.02)
+    assert model.exposed(100.0) == 0.0
 
 
 def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
@@ -424,6 +427,14 @@ def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
     assert [model.coding(cf) for cf in (20.0, 1000.0)] == pytest.approx([0.02, 0.02])
     assert model.coding(8.0) == pytest.approx(0.03)
     assert model.coding(4.0) == pytest.approx(0.03)
+
+
+def test_a_rung_that_was_not_sent_codes_faster_than_a_larger_cf() -> None:
+    for here, other, ratio in ((10.0, 8.0, RUNG_CODING), (8.0, 10.0, 1 / RUNG_CODING)):
+        model = StepTime(lambda cf: 1e6 / cf, rungs=(4.0, 8.0))
+        times = {"seconds": WORK + 0.03, "median_seconds": WORK + 0.03, "exchange_seconds": 0.0}
+        model.observe(StepReport(0, here, timed_cf=here, compress_seconds=0.03, **times))
+        assert model.coding(other) == pytest.approx(ratio * 0.03)
 
 
 def test_a_dense_step_in_fewer_bits_has_nothing_to_code() -> None:
