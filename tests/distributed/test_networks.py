@@ -9,6 +9,9 @@ from tests.distributed.processes import run_ranks
 FAST, SLOW = 0.0, 0.06
 """Seconds of a dense exchange; the rest of a step takes 0.005 s."""
 
+BF16 = 2.0
+"""The CF of a rung that loses 1%."""
+
 FOLLOWS = 40
 """Steps within which the CF follows a change."""
 
@@ -34,7 +37,8 @@ def test_goodput_follows_both_ways() -> None:
     first, *_ = everyone[0]
     assert set(first) == {DENSE}  # nothing has changed yet
     ends = [part[-1] for part in everyone[0]]
-    assert ends[0] == ends[2] == DENSE
+    assert ends[0] == DENSE
+    assert ends[2] in (DENSE, BF16)  # which is left for no less than the margin
     assert min(ends[1], ends[3]) > DENSE
 
 
@@ -42,10 +46,10 @@ def _beside_a_slower_rank(rank: int, policy: Policy) -> list[float]:
     """CFs sent where the network costs nothing, and rank 0 waits for rank 1."""
     run = ModelledRun(rank, policy)
     run.link.others = 0.0 if rank else 0.06
-    return [run.step() for _ in range(30)]
+    return [run.step() for _ in range(40)]
 
 
 def test_waiting_for_a_slower_rank_is_no_slow_network() -> None:
     mine, theirs = run_ranks(2, _beside_a_slower_rank, Goodput(goal="time"))
     assert mine == theirs
-    assert set(mine[10:]) == {DENSE}
+    assert set(mine[25:]) == {DENSE}
