@@ -7,11 +7,13 @@ model's parameters are dealt out to P fragments. Each fragment has an exchange a
 of the ranks' own, another fragment every H / P steps, so that the link has P times fewer bytes to
 carry at a time:
 
-    d <- anchor - x;  anchor <- anchor - outer_lr * mean of d;  x <- anchor      (of that fragment)
+    d <- anchor - x;  anchor <- outer step by the mean of d;  x <- anchor      (of that fragment)
+
+The outer step is SGD with Nesterov momentum.
 
 To the library that is local steps of H / P, and a compressor that sends nothing of the fragments
-whose turn it is not: what is not sent stays in the rank's own parameters. The outer step is plain
-(outer momentum 0), since `LocalSteps` has one momentum for all parameters, in every exchange.
+whose turn it is not: what is not sent stays in the rank's own parameters, and its outer momentum
+waits with it.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def main() -> None:
     # Two fragments, in stripes: blocks 0 and 2, and blocks 1 and 3.
     turns = {name: int(name[0]) % 2 for name, _ in model.module.named_parameters()}
     compressor = AdaptiveCompressor(
-        Fragments(turns), (2, 2), policy=Fixed(2), sync=LocalSteps(10, overlap=0)
+        Fragments(turns), (2, 2), policy=Fixed(2), sync=LocalSteps(10, 0.7, 0.9, overlap=0)
     ).attach(model, optimizer=optimizer)
     generator = torch.Generator().manual_seed(1 + rank)  # other inputs on every rank
     for _ in range(300):

@@ -57,10 +57,12 @@ from policies.state import require
 class Flight:
     """One exchange that is under way.
 
-    due: the backward after which it lands, by the count of who has the anchor. sent: what this rank
-    has sent of each chunk (numel,). means: of each chunk. on_mean: is told the means."""
+    due: the backward after which it lands, by the count of who has the anchor. compressed: not all
+    elements were exchanged. sent: what this rank has sent of each chunk (numel,). means: of each
+    chunk. on_mean: is told the means."""
 
     due: int
+    compressed: bool
     on_mean: OnGradient | None = None
     sent: list[Tensor] = field(default_factory=list)
     means: list[Future[Tensor]] = field(default_factory=list)
@@ -71,8 +73,8 @@ class Anchor:
 
     feeds_back: what compression loses stays in the rank's own parameters. False: it is lost, or a
     memory keeps it. outer_lr, outer_momentum: of the outer step, SGD with Nesterov momentum: m =
-    outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m), with d the mean. most: flights
-    under way at a time.
+    outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m), with d the mean, of what was
+    exchanged. most: flights under way at a time.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Anchor:
         nbytes = averager.sizes.bucket_nbytes(cfs)
         self._strategy = averager.choice.pick(nbytes, controller.plan.send)
         self._begun += 1
-        self.flights.append(Flight(due, on_mean))
+        self.flights.append(Flight(due, averager.compresses, on_mean))
 
     @property
     def boarding(self) -> bool:
@@ -218,18 +220,22 @@ class Anchor:
             rest = self._unsent(chunk, "here", ()).sub_(sent)
             if nonfinite is not False:
                 rest.masked_fill_(~(rest.abs() < LARGEST[rest.dtype]) & nonfinite, 0.0)
-            self._move(chunk, mean, nonfinite)
+            self._move(chunk, mean, flight.compressed, nonfinite)
             self.stand(chunk, rest)
         return any_nonfinite
 
-    def _move(self, chunk: Chunk, mean: Tensor, nonfinite: Flag) -> None:
-        """The outer step of one chunk. mean: is overwritten; zeros if it was not finite."""
+    def _move(self, chunk: Chunk, mean: Tensor, compressed: bool, nonfinite: Flag) -> None:
+        """The outer step of one chunk. mean: zeros if it was not finite.
+
+        Of a compressed flight elements whose mean is 0 were not exchanged. Their momentum waits for
+        the flight that brings them: it would carry them on, again and again, by what was applied
+        already (docs/research/defaults.md)."""
         if self._moving:
-            moving = self._moving[chunk]
-            good = torch.as_tensor(nonfinite ^ True, device=mean.device)
-            share = good.to(mean.dtype).mul_(self._momentum)
-            moving.mul_(torch.where(good, share, 1.0)).add_(mean)
-            mean.addcmul_(moving, share.expand_as(moving))
+            moving, all_there = self._moving[chunk], nonfinite ^ True
+            there = mean != 0 if compressed else torch.as_tensor(all_there, device=mean.device)
+            moved = torch.add(mean, moving, alpha=self._momentum)
+            moving.copy_(torch.where(there, moved, moving))
+            mean = torch.where(there, torch.add(mean, moving, alpha=self._momentum), 0.0)
         self._at[chunk].add_(mean, alpha=-self._lr)
 
     @torch.no_grad()
@@ -261,6 +267,7 @@ class Anchor:
         flights = {
             str(i): {
                 "due": flight.due - now,
+                "compressed": flight.compressed,
                 "mean": self._named([each.wait() for each in flight.means]),
                 "sent": self._named(flight.sent),
             }
@@ -277,7 +284,7 @@ class Anchor:
         for saved in state["flights"].values():
             self._begun += 1
             slot = self._begun % self._most
-            flight = Flight(saved["due"] + now)
+            flight = Flight(saved["due"] + now, saved["compressed"])
             for chunk in self.chunks:
                 flight.sent.append(_joined(chunk, saved["sent"], f"sent {slot}"))
                 flight.means.append(done_with(_joined(chunk, saved["mean"], f"mean {slot}")))
@@ -296,7 +303,7 @@ def check_anchor(state: Mapping[str, Any], averager: Averager) -> None:
     kept = {"anchors": flat, "moving": flat}
     check_like("sync", state, {**kept, "flights": Mapping}, complete=True)
     for saved in state["flights"].values():  # of a bad round not finite
-        like = {"due": int, "mean": flat, "sent": flat}
+        like = {"due": int, "compressed": bool, "mean": flat, "sent": flat}
         check_like("sync: flights", saved, like, finite=False, complete=True)
         whole = saved["mean"].keys() == saved["sent"].keys() == state["anchors"].keys()
         require(whole, "what is under way has lost something")

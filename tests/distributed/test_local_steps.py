@@ -161,6 +161,42 @@ def test_compressed_ranks_end_alike_and_bytes_are_counted(
         assert each["summary"].dense_bytes > 3 * EVERY * each["summary"].bytes_sent / 4
 
 
+def _outer_steps(rank: int, cfs: list[float]) -> list[dict[str, Any]]:
+    """The synchroniser's state while each flight is under way, and after it has landed."""
+    model = DDP(small_net())
+    optimizer = OPTIMIZERS["adamw"](model)
+    compressor = AdaptiveCompressor(
+        "topk+fp32", (1, 64), policy=Scripted(cfs), sync=LocalSteps(EVERY, 0.7, 0.9, overlap=2)
+    ).attach(model, optimizer=optimizer)
+    found = []
+    for step in range(5 * EVERY):
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        optimizer.step()
+        if step >= EVERY and step % EVERY in (0, 2):  # it has begun; it has landed
+            found.append(compressor.state_dict()["sync"])
+    return found
+
+
+def test_outer_momentum_waits_for_what_is_not_exchanged() -> None:
+    """m = 0.9 m + d and anchor -= 0.7 (d + 0.9 m) where something was exchanged, and nothing
+    moves where not; in a dense round all was exchanged."""
+    cfs = [8.0, 1.0, 16.0, 4.0]
+    first, second = run_ranks(2, _outer_steps, cfs)
+    for cf, begun, landed, other in zip(cfs, first[::2], first[1::2], second[1::2], strict=True):
+        (flight,) = begun["flights"].values()
+        assert not landed["flights"]
+        for name, d in flight["mean"].items():
+            there = d != 0 if cf > 1 else torch.ones_like(d, dtype=torch.bool)
+            before, m = begun["moving"][name], landed["moving"][name]
+            assert torch.equal(m[~there], before[~there])
+            torch.testing.assert_close(m[there], (0.9 * before + d)[there], rtol=0, atol=1e-12)
+            moved = begun["anchors"][name] - landed["anchors"][name]
+            step = torch.where(there, 0.7 * (d + 0.9 * m), 0.0)
+            torch.testing.assert_close(moved, step, rtol=0, atol=1e-12)
+            assert torch.equal(landed["anchors"][name], other["anchors"][name])
+
+
 def _stand_still(rank: int, base: str, exchange: str) -> list[Tensor]:
     """Parameters, less residuals, after some steps and after many more with a learning rate of 0:
     only exchanges move them."""

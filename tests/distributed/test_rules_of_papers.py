@@ -240,7 +240,7 @@ def _sparse_loco_by_parts(rank: int) -> Tensor:
 
 # -- Streaming DiLoCo --
 
-STREAM = {"every": 2, "lr": 0.7, "steps": 13}
+STREAM = {"every": 2, "lr": 0.7, "momentum": 0.9, "steps": 13}
 
 
 def _turns(model: nn.Module) -> dict[str, int]:
@@ -249,10 +249,11 @@ def _turns(model: nn.Module) -> dict[str, int]:
 
 
 def _streaming() -> list[Tensor]:
-    """Algorithm 1, with a plain outer step; of the first gradient after it see `_sparse_loco`."""
+    """Algorithm 1; of the first gradient after an outer step see `_sparse_loco`."""
     ranks = [small_net() for _ in range(RANKS)]
     optimizers = [_adamw(model) for model in ranks]
     anchor = {name: p.detach().clone() for name, p in ranks[0].named_parameters()}
+    velocity = {name: torch.zeros_like(p) for name, p in anchor.items()}
     for step in range(int(STREAM["steps"])):
         for rank, (model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -261,8 +262,9 @@ def _streaming() -> list[Tensor]:
         for name, turn in _turns(ranks[0]).items() if step and not rest else ():
             if turn == (exchange - 1) % 2:
                 here = [dict(model.named_parameters())[name].data for model in ranks]
-                moved = [anchor[name] - x for x in here]
-                anchor[name] -= STREAM["lr"] * sum(moved) / RANKS
+                d = torch.stack([anchor[name] - x for x in here]).mean(0)
+                velocity[name] = STREAM["momentum"] * velocity[name] + d
+                anchor[name] -= STREAM["lr"] * (d + STREAM["momentum"] * velocity[name])
                 for x in here:
                     x.copy_(anchor[name])
         for optimizer in optimizers:
@@ -271,7 +273,7 @@ def _streaming() -> list[Tensor]:
 
 
 def _streaming_by_parts(rank: int) -> Tensor:
-    sync = LocalSteps(int(STREAM["every"]), outer_lr=STREAM["lr"], overlap=0)
+    sync = LocalSteps(int(STREAM["every"]), STREAM["lr"], STREAM["momentum"], overlap=0)
     options = {"sync": sync, "policy": Fixed(2), "cf_range": (2, 2), "optimizer": _adamw}
     base = Fragments(_turns(small_net()))
     return flat_parameters(_train(rank, int(STREAM["steps"]), base=base, **options)[0])

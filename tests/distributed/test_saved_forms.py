@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Network
-from adaptive.session.session import checkpoint
+from adaptive.session import checkpoint
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Clock,

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Momentum, Residual
-from adaptive.bucket.bucket import requested
+from adaptive.bucket import requested
 from adaptive.bucket.shadow import ShadowLadder
 from policies import StepReport
 from runs.tasks import make_task

@@ -56,7 +56,7 @@ def test_a_policy_that_is_named_and_a_larger_model_are_measured() -> None:
 def _on_one_rank_only(rank: int) -> str:
     from datetime import timedelta
 
-    from adaptive.session.session import checkpoint
+    from adaptive.session import checkpoint
 
     checkpoint.PATIENCE = timedelta(seconds=2)
     model = DDP(nn.Linear(12, 3).double())

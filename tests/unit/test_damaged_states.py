@@ -350,7 +350,7 @@ def test_a_state_without_the_moments_of_updates_is_refused() -> None:
         (("sync", "moving"), {"0.weight": torch.zeros(480)}, "'sync' has lost something"),
         (("synchronisation",), "x", "synchronisation is 'x', expected 'LocalSteps"),
         (("sync", "flights", "0", "due"), 1.0, "'sync: flights: due' must be int"),
-        (("sync", "flights", "0"), {"due": 2}, "sync: flights has lost mean"),
+        (("sync", "flights", "0"), {"due": 2}, "sync: flights has lost compressed, mean"),
         (("sync", "flights", "0", "sent"), {}, "what is under way has lost something"),
         (("sync", "flights", "0", "mean", "stranger"), torch.zeros(3), "unknown keys: stranger"),
     ],
