@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from runs.config import TrainConfig
@@ -10,8 +11,13 @@ from runs.needs import left_out, of_papers
 from runs.tasks.base import Batch, DataNotFoundError, Task, trainable
 from runs.tasks.text import TextTask
 
-TASKS: dict[str, type[Task]] = {"text": TextTask, **of_papers("tasks", "TASKS")}
 DEFAULT_TASK = "text"
+
+
+@cache
+def tasks() -> dict[str, type[Task]]:
+    """All tasks by name. Those of papers import this package, and so are imported late."""
+    return {"text": TextTask, **of_papers("tasks", "TASKS")}
 
 
 def quality_of(config: TrainConfig) -> tuple[str, bool]:
@@ -32,19 +38,19 @@ def make_task(task: str = DEFAULT_TASK, **arguments: Any) -> Task:
 
 def task_named(task: str) -> type[Task]:
     """The task's class. ValueError for an unknown one."""
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is unknown; accepted: {', '.join(TASKS)}{left_out()}")
-    return TASKS[task]
+    if task not in tasks():
+        raise ValueError(f"task={task!r} is unknown; accepted: {', '.join(tasks())}{left_out()}")
+    return tasks()[task]
 
 
 __all__ = [
     "DEFAULT_TASK",
-    "TASKS",
     "Batch",
     "DataNotFoundError",
     "Task",
     "make_task",
     "quality_of",
     "task_named",
+    "tasks",
     "trainable",
 ]

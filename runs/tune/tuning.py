@@ -24,7 +24,7 @@ from runs.options import CONFIG_OPTIONS, check_measured, make_config, policy_for
 from runs.parser import UsageError, option, options, read
 from runs.report.run import Run
 from runs.settings import Compressing, Optimizing, Training
-from runs.tasks import TASKS, quality_of
+from runs.tasks import quality_of, tasks
 
 EVALUATIONS = 10
 """In a trial, unless --eval-every says otherwise."""
@@ -117,8 +117,8 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
             f"--objective {' '.join(names)}: accepted: quality, alone or with bytes, seconds"
         )
     task = given.get("task", TrainConfig.task)
-    if task not in TASKS:
-        raise UsageError(f"--task {task!r} is unknown; accepted: {', '.join(TASKS)}{left_out()}")
+    if task not in tasks():
+        raise UsageError(f"--task {task!r} is unknown; accepted: {', '.join(tasks())}{left_out()}")
     fixed = policy_for(given) if "cf" in given or given.get("base") == "none" else "gravac"
     given.setdefault("policy", fixed)
     if "script" not in given:
@@ -130,7 +130,7 @@ def make_tuning(given: dict[str, Any]) -> Tuning:
         specs = [name for name in own if name not in given and f"{name}=" not in config.policy]
     lr = learning_rate(config)
     if lr is None:
-        lr = TASKS[task].learning_rates.get(config.model or TASKS[task].models[0], 1.0)
+        lr = tasks()[task].learning_rates.get(config.model or tasks()[task].models[0], 1.0)
     known = usual(lr)
     if config.script:  # its learning rate is not known
         known = {name: one for name, one in known.items() if name not in ("lr", "clip_grad")}

@@ -22,7 +22,7 @@ from runs.options import make_config
 from runs.parser import UsageError
 from runs.records import read_records
 from runs.simulate.ranks import run_ranks
-from runs.tasks import TASKS, TextTask
+from runs.tasks import TextTask, tasks
 from runs.train import train
 from tests.distributed.setting import same
 from tests.integration.commands import Start, assert_refused, python_m
@@ -100,7 +100,7 @@ class _Broken(TextTask):
 def test_a_failed_worker_ends_the_run_as_in_train(
     text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TASKS, "text", _Broken)
+    monkeypatch.setitem(tasks(), "text", _Broken)
     handler = signal.getsignal(signal.SIGINT)
     assert _simulate(text, tmp_path / "run", "--workers", "4", "--steps", "9") == 1
     lines = capsys.readouterr().err.splitlines()

@@ -20,7 +20,7 @@ from runs.parser import UsageError
 from runs.report.rows import Row
 from runs.report.run import Ending
 from runs.tables import text_of
-from runs.tasks import TASKS
+from runs.tasks import tasks
 from tests.unit.made_runs import made
 
 PARTS = [(suite, part) for suite in SUITES.values() for part in suite.parts]
@@ -43,7 +43,7 @@ def test_every_part_is_a_comparison(suite, part, scale) -> None:
         assert config.fixed_clock is not None
         assert config.model == (part.model if scale == 1 else part.small)
         assert all(isinstance(step, int) for step in [config.lr_drop or ()][0])
-    assert {part.model, part.small} <= {*TASKS[part.task].models} & {*MODELS}
+    assert {part.model, part.small} <= {*tasks()[part.task].models} & {*MODELS}
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
