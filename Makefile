@@ -89,4 +89,4 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $(OLDEST)/installed
 
 clean:
-	rm -rf $(VENV) $(OLDEST) logs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-python3.* $(OLDEST) logs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from adaptive import Header, StepRecord
 from policies import DENSE, Context, Plan, Policy
+from policies.words import named
 from runs.expression import Typed, policy_from
 from runs.records import Recorded, read_records
 
@@ -28,6 +29,7 @@ def context_of(header: Header) -> Context:
         lambda cf: header.supported.get(cf, cf),
         rungs=header.rungs,
         assumed=header.assumed,
+        rungs=header.rungs,
         uncoded=frozenset(header.uncoded),
         wire_bytes=lambda cf: header.wire_bytes.get(cf, header.dense_bytes / cf),
         link=lambda: header.link,
@@ -83,7 +85,9 @@ def main() -> None:
     plans, end = replay(policy, recorded)
     for plan, record in zip(plans, recorded.steps, strict=False):
         if plan.reason:
-            print(f"step {record.report.step}: {plan.reason}")
+            why, *arithmetic = plan.reason.splitlines()
+            print(f"step {record.report.step}: {named(plan.send, recorded.header.rungs)}: {why}")
+            print("".join(f"  {line}\n" for line in arithmetic), end="")
     print(f"{len(plans)} of {len(recorded.steps)} steps; {end or 'the record is followed whole'}")
 
 

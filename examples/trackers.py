@@ -41,7 +41,8 @@ class Tracked(LogTimeline):
     """Also prints each switch of CF, with its reason."""
 
     def event(self, event: Event) -> None:
-        print(f"step {event.step}: CF {event.cf_before:g} -> {event.cf:g}: {event.reason}")
+        why = event.reason.partition("\n")[0]  # what follows is its arithmetic
+        print(f"step {event.step}: CF {event.cf_before:g} -> {event.cf:g}: {why}")
 
 
 def main() -> None:

@@ -306,14 +306,19 @@ class Controller(saved.Stateful):
         summary, verdict = self.summary(), self.policy.verdict()
         cf, why = named(self.cf, summary.rungs), in_short(reason, verdict)
         cf += ", gain assumed" if self.cf in summary.rungs else ""
-        cf += f", exchanged every {self.local_steps} steps," if self.local_steps > 1 else ""
+        cf += f", exchanged every {self.local_steps} steps" if self.local_steps > 1 else ""
+        cf += "," if ", " in cf else ""
         lines = [summary.headline, f"{cf} since step {step}" + (why and f": {why}")]
         lines += reason.split("\n")[1:] if detail else []
         if self.forced_dense:
             return "\n".join([*lines, "detached: dense from now on"])
         lines += self.policy.notes()
         lines += [verdict] if verdict else []
-        numbers = [f"{k} {v:.4g}" for k, v in self.policy.status().items() if not isnan(v)]
+        status = {k: v for k, v in self.policy.status().items() if not isnan(v)}
+        numbers = [
+            f"{k} {named(v, summary.rungs) if k in ('candidate', 'floor') else f'{v:.4g}'}"
+            for k, v in status.items()
+        ]
         if detail and numbers:
             lines += [f"numbers of the rule: {', '.join(numbers)}"]
         return "\n".join(lines)

@@ -141,7 +141,9 @@ class Summary(Stateful):
             rows.append(f"{name:>12} {steps:>8} {steps / max(1, self.steps):>7.1%} {gain:>10}")
         rounds = self.local_steps > self.steps
         unit = f"rounds of {self.local_steps / max(1, self.steps):.3g} steps" if rounds else "steps"
-        rows.append(f"{self.steps} {unit}, {self.switches} switches, {named(self.cf)} in use")
+        rows.append(
+            f"{self.steps} {unit}, {self.switches} switches, {named(self.cf, self.rungs)} in use"
+        )
         against = f" ({self.fp32_wire_factor:.1f} against fp32)" if self.element_bytes != 4 else ""
         rows.append(
             f"bytes sent {_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} dense: "

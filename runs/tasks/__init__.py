@@ -16,7 +16,7 @@ DEFAULT_TASK = "text"
 
 @cache
 def tasks() -> dict[str, type[Task]]:
-    """All tasks, by name. (Not a constant: those of papers import files of this folder.)"""
+    """All tasks by name. Those of papers import this package, and so are imported late."""
     return {"text": TextTask, **of_papers("tasks", "TASKS")}
 
 

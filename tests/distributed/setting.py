@@ -112,7 +112,8 @@ def listen() -> list[str]:
     """What the library warns of from now on."""
     told: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    said = lambda record: told.append(record.getMessage().removeprefix("adaptive: "))  # noqa: E731
+    handler.emit = said  # type: ignore[method-assign]
     logging.getLogger("adaptive").addHandler(handler)
     return told
 

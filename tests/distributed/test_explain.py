@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import Accordion, AdaptiveCompressor, Fixed, Goodput, GraVAC, Network, Warmup
+from adaptive import Accordion, AdaptiveCompressor, Fixed, Goodput, GraVAC, Ladder, Network, Warmup
 from policies import Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Clock, loss_of, small_net
@@ -52,6 +52,21 @@ def test_every_policy_says_where_it_stands(policy: Policy, wanted: list[str]) ->
     for part in wanted:
         assert part in first[1]
     assert "detached" in first[2]
+
+
+def _rung(rank: int) -> tuple[str, str]:
+    model = DDP(small_net(torch.float32))
+    base = Ladder({2: "bf16"}, "topk")
+    compressor = AdaptiveCompressor(base, (4, 100), policy=Fixed(2)).attach(model)
+    for step in range(2):
+        loss_of(model, step, rank).backward()
+    return compressor.explain(), str(compressor.summary())
+
+
+def test_a_rung_is_named_by_its_compressor() -> None:
+    explained, summary = run_ranks(2, _rung)[0]
+    assert "bf16 (CF 2), gain assumed, since step 0" in explained.splitlines()
+    assert "bf16 (CF 2) in use" in summary
 
 
 def _link(rank: int) -> tuple[float, float]:

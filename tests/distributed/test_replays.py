@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, JSONLTimeline
 from examples.replay_policy import replay
 from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy
+from policies.words import named
 from runs.records import Recorded, read_records
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import loss_of, small_net
@@ -109,8 +110,11 @@ def test_the_command_says_the_reasons_of_the_record(
     *reasons, last = said.splitlines()
     assert last == f"{STEPS} of {STEPS} steps; the record is followed whole"
     _, record = recorded["gravac"]
-    told = "\n".join(f"step {event.step}: {event.reason}" for event in record.events)
-    assert reasons == told.splitlines()
+    told = [
+        f"step {event.step}: {named(event.cf)}: {event.reason}".replace("\n", "\n  ")
+        for event in record.events
+    ]
+    assert reasons == "\n".join(told).splitlines()
 
 
 def test_the_header_tells_what_the_record_rests_on(
