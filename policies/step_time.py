@@ -33,6 +33,9 @@ LAST = 32
 WORKS, QUIET = 128, 0.1
 """Of so many last steps, at whatever CF, the work is that of the fastest but this share."""
 
+LOADED = 1.5
+"""In a step whose work takes so many times as long, backward may hide far more of an exchange."""
+
 CODINGS = 32
 """Coding is the median of so many last steps of one kind."""
 
@@ -125,8 +128,10 @@ class StepTime(Stateful):
         if cf != self._cf:
             self._cf, self._before = cf, self._typical.get(cf)
             self._recent, self._same = [], 0
-        self._observe_own(cf, self._work_of_one(seconds, exposed, coding), coding)
-        self._observe_exposed(cf, exposed)
+        work = self._work_of_one(seconds, exposed, coding)
+        self._observe_own(cf, work, coding)
+        if work <= LOADED * self._quiet or exposed >= self._typical.get(cf, 0.0):
+            self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
         """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
@@ -169,7 +174,7 @@ class StepTime(Stateful):
         if not (coded and self._codes(cf)):
             return 0.0
         alike = [other for other in coded if (other == ABOVE) == (kind == ABOVE)]
-        ratio = 1.0 if alike else 1 / RUNG_CODING if kind == ABOVE else RUNG_CODING
+        ratio = 1.0 if alike or kind == ABOVE else RUNG_CODING
         return ratio * self._quiet_coding(min(alike or coded, key=lambda other: abs(other - kind)))
 
     def _kind(self, cf: float) -> float:
@@ -202,19 +207,27 @@ class StepTime(Stateful):
             [(only, time)] = self._network.items()
             more = max(0.0, wanted - self.nbytes(only))
             predicted = min(predicted, time + SLOWER * seconds_a_byte * more)
-        # Fewer bytes save at least the link's time for the others, as backward hides no less.
-        fewer = (
-            time - seconds_a_byte * (nbytes - wanted)
-            for other, time in self._typical.items()
-            if (nbytes := self.nbytes(other)) > wanted
-        )
-        predicted = max(0.0, min(predicted, *fewer, inf))
+        predicted = min(predicted, self._at_fewer(self._typical, wanted))
         # Steps that were faster than the link is said to be show a faster one.
         hidden, shown = BACKWARD * self._quiet, 1.0
         for other, time in self._network.items():
             its = latency + self.nbytes(other) * seconds_a_byte
             shown = min(shown, (time + hidden) / (its or inf) or 1.0)
         return max(predicted, shown * needed - hidden)
+
+    def _at_fewer(self, known: Mapping[float, float], wanted: float) -> float:
+        """Seconds that a step with `wanted` bytes waits at most, by what steps with more bytes have
+        waited: fewer bytes save at least the link's time for the others, as backward hides no less.
+        inf: no step had more, or the link is not known."""
+        seconds_a_byte = self.link()[1]
+        if not 0 < seconds_a_byte < inf:
+            return inf
+        saved = (
+            time - seconds_a_byte * (self.nbytes(cf) - wanted)
+            for cf, time in known.items()
+            if self.nbytes(cf) > wanted
+        )
+        return max(0.0, min(saved, default=inf))
 
     def timed(self) -> tuple[float, ...]:
         """The CFs that were run on the network as it is now."""
@@ -327,7 +340,9 @@ class StepTime(Stateful):
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT or self._before is not None:
             return False
-        return self._beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf) != 0
+        wanted = self.nbytes(cf)
+        least = min(self._predicted(others, wanted), self._at_fewer(others, wanted))
+        return self._beyond(RECENT, 0, least, inf) != 0
 
     def _beyond(self, steps: int, exceptions: int, low: float, high: float) -> int:
         """1 if the last steps, but for some exceptions, all waited clearly longer than `high`, -1

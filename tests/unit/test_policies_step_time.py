@@ -400,6 +400,21 @@ def test_other_processes_change_nothing_that_is_predicted(loads: list[float], qu
         assert model.seconds(cf) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("after", [0.1, 0.5])
+def test_what_a_busy_machine_hides_is_no_faster_network(after: float) -> None:
+    """Backward that takes long hides all of an exchange. A network that slows down meanwhile is
+    seen."""
+    model = _model([0.1] * 20)
+    _run(model, 20.0, [0.05] * 10)
+    for step in range(30):
+        exposed = max(0.0, after / 2 - 0.1)
+        times = dict.fromkeys(("seconds", "median_seconds"), 4 * WORK + exposed)
+        report = StepReport(step, 20.0, timed_cf=20.0, compress_seconds=0.0, **times)
+        model.observe(replace(report, exchange_seconds=exposed))
+    assert model.changes == (after > 0.1)
+    assert model.seconds(20.0) == pytest.approx(WORK + (0.15 if after > 0.1 else 0.05))
+
+
 def test_a_machine_that_has_become_slower_for_good_is_noticed() -> None:
     model = _model([0.1] * 20)
     for step in range(WORKS):
@@ -430,7 +445,7 @@ def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
 
 
 def test_a_rung_that_was_not_sent_codes_faster_than_a_larger_cf() -> None:
-    for here, other, ratio in ((10.0, 8.0, RUNG_CODING), (8.0, 10.0, 1 / RUNG_CODING)):
+    for here, other, ratio in ((10.0, 8.0, RUNG_CODING), (8.0, 10.0, 1.0)):
         model = StepTime(lambda cf: 1e6 / cf, rungs=(4.0, 8.0))
         times = {"seconds": WORK + 0.03, "median_seconds": WORK + 0.03, "exchange_seconds": 0.0}
         model.observe(StepReport(0, here, timed_cf=here, compress_seconds=0.03, **times))
