@@ -69,10 +69,14 @@ def test_local_steps_hide_as_much_of_an_exchange_as_may_pass_meanwhile(
     assert model.without_coding(cf, other) == pytest.approx(seconds(cf, other))
 
 
-def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes() -> None:
-    model = _model([0.004, 0.0002, 0.008, 0.0004, 0.005])
-    assert model.seconds(10.0) == pytest.approx(WORK + 0.004, rel=0.05)  # still paid where it is
-    assert model.seconds(1.0) == pytest.approx(WORK + 0.004, rel=0.05)  # ten times 0.0004
+@pytest.mark.parametrize("more", [0, 5])
+def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes(more: int) -> None:
+    """On a link that carries all of a dense step's in 2 ms."""
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 2e-9))
+    _run(model, 10.0, [0.004, 0.0002, 0.008, 0.0004, 0.005])
+    _run(model, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002][:more])
+    assert model.seconds(10.0) == pytest.approx(WORK + 0.004)  # still paid where it is
+    assert WORK <= model.seconds(1.0) <= WORK + 0.004 + SLOWER * 0.002
 
 
 @settings(max_examples=30)
@@ -82,13 +86,6 @@ def test_one_step_that_waited_for_nothing_does_not_make_a_slow_network_fast(
 ) -> None:
     model = _model([*others[:place], 0.0, *others[place:]])
     assert model.seconds(1.0) >= WORK + 10 * 0.5
-
-
-def test_two_noisy_cfs_do_not_make_a_slow_network_of_a_fast_one() -> None:
-    model = _model([0.004, 0.0002, 0.008, 0.0004, 0.005])
-    _run(model, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002])
-    assert model.seconds(1.0) == pytest.approx(WORK + 0.0022)  # medians: 0.07
-    assert model.seconds(40.0) == pytest.approx(WORK + 0.0, abs=0.001)
 
 
 @settings(max_examples=30)
@@ -201,18 +198,6 @@ def test_a_change_in_the_first_steps_at_a_cf_is_corrected(old: int, steps: int) 
     _run(model, 1.0, [0.01] * old + [20.0] * steps)
     assert model.seconds(1.0) == pytest.approx(WORK + 20)
     assert old + steps < 6 or model.seconds(2.0) > WORK + 5
-
-
-@settings(max_examples=40)
-@given(st.integers(2, 5), st.booleans(), st.integers(0, 10))
-def test_every_nth_step_may_be_an_exception(nth: int, slower: bool, before: int) -> None:
-    old, new = (0.01, 1.0) if slower else (1.0, 0.01)
-    model = _model([0.0005] * 5, cf=100.0)
-    _run(model, 10.0, [old] * (10 + before))
-    _run(model, 10.0, [old if step % nth == 0 else new for step in range(30)])
-    followed = model.timed() == (10.0,)
-    assert followed == (nth > 2)
-    assert model.seconds(10.0) == pytest.approx(WORK + (new if followed else old))
 
 
 @settings(max_examples=30)
