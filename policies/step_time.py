@@ -33,6 +33,9 @@ LAST = 32
 WORKS, QUIET = 128, 0.1
 """Of so many last steps, at whatever CF, the work is that of the fastest but this share."""
 
+LOADED = 1.5
+"""In a step whose work takes so many times as long, backward may hide far more of an exchange."""
+
 CODINGS = 32
 """Coding is the median of so many last steps of one kind."""
 
@@ -48,8 +51,8 @@ PAUSE = 3.0
 A second such step in a row counts, because the median lags behind a network that became slow."""
 
 SLOWER = 4.0
-"""From one CF alone, more bytes are predicted to take no longer than on a link so many times slower
-than it is at best. A small payload waits for latency rather than for its bytes."""
+"""More bytes are predicted to take no longer than on a link so many times slower than it was. What
+a small payload waits for is latency, and the delays of a busy machine, rather than its bytes."""
 
 BACKWARD = 2 / 3
 """Backward's share of a step's work, at most. It hides no more than that of an exchange."""
@@ -64,8 +67,8 @@ RECENT = 5
 """The network has changed if this many steps in a row all waited longer, or all shorter, than
 before. A single step is noisy on a busy machine."""
 
-MANY, EXCEPTIONS = 20, 7
-"""The network has also changed if all but EXCEPTIONS of the last MANY steps say so."""
+MANY = 20
+"""The exposed time at a CF is that of its first so many steps: then a slow change shows as well."""
 
 CHANGED = 1.25
 """An exposed time is longer, or shorter, than before if it differs by this factor."""
@@ -102,7 +105,6 @@ class StepTime(Stateful):
     # Exposed times by CF, of the CFs that were run:
     _last: dict[float, float] = saved({})  # the median, on whatever network that was
     _typical: dict[float, float] = saved({})  # the median, on the network as it is now
-    _network: dict[float, float] = saved({})  # what the network alone takes
     _recent: list[float] = saved([])  # exposed times of the last steps, at the CF in use
     _same: int = saved(0)  # steps at the CF in use on the network as it is now
     _doubted: bool = saved(False)  # whether the other CFs were already forgotten on this network
@@ -125,8 +127,10 @@ class StepTime(Stateful):
         if cf != self._cf:
             self._cf, self._before = cf, self._typical.get(cf)
             self._recent, self._same = [], 0
-        self._observe_own(cf, self._work_of_one(seconds, exposed, coding), coding)
-        self._observe_exposed(cf, exposed)
+        work = self._work_of_one(seconds, exposed, coding)
+        self._observe_own(cf, work, coding)
+        if work <= LOADED * self._quiet or exposed >= self._typical.get(cf, 0.0):
+            self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
         """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
@@ -169,7 +173,7 @@ class StepTime(Stateful):
         if not (coded and self._codes(cf)):
             return 0.0
         alike = [other for other in coded if (other == ABOVE) == (kind == ABOVE)]
-        ratio = 1.0 if alike else 1 / RUNG_CODING if kind == ABOVE else RUNG_CODING
+        ratio = 1.0 if alike or kind == ABOVE else RUNG_CODING
         return ratio * self._quiet_coding(min(alike or coded, key=lambda other: abs(other - kind)))
 
     def _kind(self, cf: float) -> float:
@@ -185,36 +189,42 @@ class StepTime(Stateful):
         return cf != DENSE and cf not in self.uncoded
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network, 0 before the first step. A CF that was
-        not run is predicted from the network's time alone, because delays of a busy machine do not
-        grow with bytes, and never below what the link allows."""
+        """Seconds that a step at `cf` waits for the network, 0 before the first step. What is
+        predicted for a CF that was not run is within what the link allows."""
         known = self._typical.get(cf)
         if known is not None or not self._works:
             return known or 0.0
         wanted = self.nbytes(cf)
-        predicted = self._predicted(self._network, wanted)
+        predicted = self._predicted(self._typical, wanted)
         # Seconds that the link needed for so many bytes when the run began; 0 if unknown.
         latency, seconds_a_byte = self.link()
         needed = latency + wanted * seconds_a_byte
         if self._faster or not 0 < needed < inf:
             return predicted
-        if len(self._network) == 1 and not self.changes:
-            [(only, time)] = self._network.items()
-            more = max(0.0, wanted - self.nbytes(only))
-            predicted = min(predicted, time + SLOWER * seconds_a_byte * more)
-        # Fewer bytes save at least the link's time for the others, as backward hides no less.
-        fewer = (
-            time - seconds_a_byte * (nbytes - wanted)
-            for other, time in self._typical.items()
-            if (nbytes := self.nbytes(other)) > wanted
-        )
-        predicted = max(0.0, min(predicted, *fewer, inf))
+        predicted = min(predicted, self._by_link(self._typical, wanted))
         # Steps that were faster than the link is said to be show a faster one.
         hidden, shown = BACKWARD * self._quiet, 1.0
-        for other, time in self._network.items():
+        for other, time in self._typical.items():
             its = latency + self.nbytes(other) * seconds_a_byte
             shown = min(shown, (time + hidden) / (its or inf) or 1.0)
         return max(predicted, shown * needed - hidden)
+
+    def _by_link(self, known: Mapping[float, float], wanted: float) -> float:
+        """Seconds that a step with `wanted` bytes waits at most, by what steps with more or with
+        fewer bytes have waited. Fewer save at least the link's time for the others, as backward
+        hides no less. More take at most SLOWER times the link's time for the others, unless the
+        network has changed. inf: the link is not known, or no step tells."""
+        seconds_a_byte = self.link()[1]
+        if not 0 < seconds_a_byte < inf:
+            return inf
+        slower = inf if self.changes else SLOWER
+        more = {time: wanted - self.nbytes(cf) for cf, time in known.items()}
+        bounds = (
+            time + seconds_a_byte * each * (slower if each > 0 else 1.0)
+            for time, each in more.items()
+            if each
+        )
+        return max(0.0, min(bounds, default=inf))
 
     def timed(self) -> tuple[float, ...]:
         """The CFs that were run on the network as it is now."""
@@ -260,7 +270,7 @@ class StepTime(Stateful):
 
     def _latency(self) -> float:
         """The exposed time of a step that sends nothing; 0 until two CFs show it."""
-        return self._predicted(self._network, 0.0) if len(self._network) > 1 else 0.0
+        return self._predicted(self._typical, 0.0) if len(self._typical) > 1 else 0.0
 
     def _nearest(self, cfs: Iterable[float], wanted: float) -> list[float]:
         """The one or two CFs whose bytes are nearest to `wanted`, nearest first."""
@@ -286,21 +296,19 @@ class StepTime(Stateful):
         self._same += 1
         if moved := self._moved(cf):
             # One or two of the last steps may still have been delayed by the network as it was.
-            self._typical, self._network, self._same = {}, {}, RECENT - 2
+            self._typical, self._same = {}, RECENT - 2
             self._doubted, self._before = False, None
             self._faster = self._faster or moved < 0
             self.changes += 1
         elif not self._doubted and self._is_doubtful(cf):
-            self._typical, self._network = {}, {}
+            self._typical = {}
             self._doubted = True
         if self._same > MANY:
-            return  # the times stay what they are, so that a slow change shows as well
+            return
         # Of more than RECENT times the last do not count yet: they may be of another network.
         times = self._recent[-self._same :]
         times = sorted(times[: max(RECENT, len(times) - RECENT)])
         self._typical[cf] = self._last[cf] = median_low(times)
-        # Single steps may have waited for nothing: the second fastest of a few, the third of more.
-        self._network[cf] = times[min(1 if self._same <= RECENT else 2, len(times) - 1)]
 
     def _moved(self, cf: float) -> int:
         """Whether the last steps at the CF in use show a slower network (1), a faster one (-1), or
@@ -313,12 +321,11 @@ class StepTime(Stateful):
         if self._same == RECENT:
             nbytes, before = self.nbytes(cf), [] if self._before is None else [self._before]
             fewer = [t for other, t in self._typical.items() if self.nbytes(other) < nbytes]
-            more = [t for other, t in self._network.items() if self.nbytes(other) > nbytes]
+            more = [t for other, t in self._typical.items() if self.nbytes(other) > nbytes]
             low, high = max(before + fewer, default=0.0), min(before + more, default=inf)
-            return self._beyond(RECENT, 0, low, high)
+            return self._beyond(low, high)
         old = self._typical[cf]
-        long = self._beyond(MANY, EXCEPTIONS, old, old) if self._same >= MANY else 0
-        return long or self._beyond(RECENT, 0, old, old)
+        return self._beyond(old, old)
 
     def _is_doubtful(self, cf: float) -> bool:
         """Whether the CF in use, which was not run before, waits less than the other CFs predict.
@@ -327,24 +334,24 @@ class StepTime(Stateful):
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT or self._before is not None:
             return False
-        return self._beyond(RECENT, 0, self._predicted(others, self.nbytes(cf)), inf) != 0
+        wanted = self.nbytes(cf)
+        least = min(self._predicted(others, wanted), self._by_link(others, wanted))
+        return self._beyond(least, inf) != 0
 
-    def _beyond(self, steps: int, exceptions: int, low: float, high: float) -> int:
-        """1 if the last steps, but for some exceptions, all waited clearly longer than `high`, -1
-        if all clearly less than `low`, else 0."""
-        assert self._cf is not None
-        times, least = sorted(self._recent[-steps:]), NOISE_SHARE * self._quiet
-        slower = times[exceptions] + least > CHANGED * (high + least)
-        faster = times[-1 - exceptions] + least < (low + least) / CHANGED
+    def _beyond(self, low: float, high: float) -> int:
+        """1 if the last RECENT steps all waited clearly longer than `high`, -1 if all clearly less
+        than `low`, else 0."""
+        times, least = self._recent[-RECENT:], NOISE_SHARE * self._quiet
+        slower = min(times) + least > CHANGED * (high + least)
+        faster = max(times) + least < (low + least) / CHANGED
         return 1 if slower else -1 if faster else 0
 
     def _check_loaded(self) -> None:
-        alike = self._typical.keys() == self._network.keys()
         in_use = self._cf is None or (self._cf in self._typical and bool(self._works))
         enough = len(self._recent) >= min(self._same, MANY)
         timed = (
             self._typical.keys() <= self._last.keys()
             and self._coding.keys() == self._codings.keys()
         )
-        whole = alike and in_use and enough and timed and self._steps >= 1
+        whole = in_use and enough and timed and self._steps >= 1
         require(whole, "the times of steps contradict each other")

@@ -91,10 +91,10 @@ class Machine:
             return 0.0
         return self.coding * (0.5 if cf in RUNGS else 1.0 + 3.0 / cf)
 
-    def exposed(self, cf: float) -> float:
-        """Seconds of an exchange that backward does not hide."""
+    def exposed(self, cf: float, load: float = 1.0) -> float:
+        """Seconds of an exchange that backward, `load` times as long as usual, does not hide."""
         exchange = self.nbytes(cf) * 8e-9 / self.rate
-        return max(0.1 * exchange, exchange - self.hides * self.work)
+        return max(0.1 * exchange, exchange - self.hides * self.work * load)
 
     def seconds(self, cf: float) -> float:
         """Of a step on a quiet machine, without noise."""
@@ -126,7 +126,7 @@ class Machine:
 MACHINES = tuple(
     Machine(millions, rate, work, coding, hides)
     for millions, work, coding, hides in (
-        (1, 0.033, 0.011, 0.0),  # a byte LSTM on a processor, one bucket
+        (1, 0.033, 0.011, 0.3),  # a byte LSTM on a processor, one bucket
         (25, 0.1, 0.004, 0.4),
         (124, 0.15, 0.006, 0.4),
     )
@@ -197,7 +197,7 @@ def run(machine: Machine, policy: Policy, seed: int, busy: bool, steps: int = ST
         load = next(load_of_steps)
         spread = SPREAD if load > 1 else QUIET
         own = [load * exp(luck.gauss(0.0, spread)) for _ in range(2)]
-        exposed = machine.exposed(cf) * (1 - luck.random() * (0.3 if load > 1 else 0.03))
+        exposed = machine.exposed(cf, load) * (1 - luck.random() * (0.3 if load > 1 else 0.03))
         whole = max(own) * (machine.work + machine.coded(cf)) + exposed
         times.setdefault(cf, deque(maxlen=LAST)).append(whole)
         timed = StepReport(

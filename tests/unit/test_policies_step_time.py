@@ -69,10 +69,14 @@ def test_local_steps_hide_as_much_of_an_exchange_as_may_pass_meanwhile(
     assert model.without_coding(cf, other) == pytest.approx(seconds(cf, other))
 
 
-def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes() -> None:
-    model = _model([0.004, 0.0002, 0.008, 0.0004, 0.005])
-    assert model.seconds(10.0) == pytest.approx(WORK + 0.004, rel=0.05)  # still paid where it is
-    assert model.seconds(1.0) == pytest.approx(WORK + 0.004, rel=0.05)  # ten times 0.0004
+@pytest.mark.parametrize("more", [0, 5])
+def test_what_a_busy_machine_makes_it_wait_does_not_grow_with_the_bytes(more: int) -> None:
+    """On a link that carries all of a dense step's in 2 ms."""
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 2e-9))
+    _run(model, 10.0, [0.004, 0.0002, 0.008, 0.0004, 0.005])
+    _run(model, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002][:more])
+    assert model.seconds(10.0) == pytest.approx(WORK + 0.004)  # still paid where it is
+    assert WORK <= model.seconds(1.0) <= WORK + 0.004 + SLOWER * 0.002
 
 
 @settings(max_examples=30)
@@ -82,13 +86,6 @@ def test_one_step_that_waited_for_nothing_does_not_make_a_slow_network_fast(
 ) -> None:
     model = _model([*others[:place], 0.0, *others[place:]])
     assert model.seconds(1.0) >= WORK + 10 * 0.5
-
-
-def test_two_noisy_cfs_do_not_make_a_slow_network_of_a_fast_one() -> None:
-    model = _model([0.004, 0.0002, 0.008, 0.0004, 0.005])
-    _run(model, 20.0, [0.001, 0.0002, 0.0003, 0.001, 0.002])
-    assert model.seconds(1.0) == pytest.approx(WORK + 0.0022)  # medians: 0.07
-    assert model.seconds(40.0) == pytest.approx(WORK + 0.0, abs=0.001)
 
 
 @settings(max_examples=30)
@@ -201,18 +198,6 @@ def test_a_change_in_the_first_steps_at_a_cf_is_corrected(old: int, steps: int) 
     _run(model, 1.0, [0.01] * old + [20.0] * steps)
     assert model.seconds(1.0) == pytest.approx(WORK + 20)
     assert old + steps < 6 or model.seconds(2.0) > WORK + 5
-
-
-@settings(max_examples=40)
-@given(st.integers(2, 5), st.booleans(), st.integers(0, 10))
-def test_every_nth_step_may_be_an_exception(nth: int, slower: bool, before: int) -> None:
-    old, new = (0.01, 1.0) if slower else (1.0, 0.01)
-    model = _model([0.0005] * 5, cf=100.0)
-    _run(model, 10.0, [old] * (10 + before))
-    _run(model, 10.0, [old if step % nth == 0 else new for step in range(30)])
-    followed = model.timed() == (10.0,)
-    assert followed == (nth > 2)
-    assert model.seconds(10.0) == pytest.approx(WORK + (new if followed else old))
 
 
 @settings(max_examples=30)
@@ -400,6 +385,21 @@ def test_other_processes_change_nothing_that_is_predicted(loads: list[float], qu
         assert model.seconds(cf) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("after", [0.1, 0.5])
+def test_what_a_busy_machine_hides_is_no_faster_network(after: float) -> None:
+    """Backward that takes long hides all of an exchange. A network that slows down meanwhile is
+    seen."""
+    model = _model([0.1] * 20)
+    _run(model, 20.0, [0.05] * 10)
+    for step in range(30):
+        exposed = max(0.0, after / 2 - 0.1)
+        times = dict.fromkeys(("seconds", "median_seconds"), 4 * WORK + exposed)
+        report = StepReport(step, 20.0, timed_cf=20.0, compress_seconds=0.0, **times)
+        model.observe(replace(report, exchange_seconds=exposed))
+    assert model.changes == (after > 0.1)
+    assert model.seconds(20.0) == pytest.approx(WORK + (0.15 if after > 0.1 else 0.05))
+
+
 def test_a_machine_that_has_become_slower_for_good_is_noticed() -> None:
     model = _model([0.1] * 20)
     for step in range(WORKS):
@@ -430,7 +430,7 @@ def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
 
 
 def test_a_rung_that_was_not_sent_codes_faster_than_a_larger_cf() -> None:
-    for here, other, ratio in ((10.0, 8.0, RUNG_CODING), (8.0, 10.0, 1 / RUNG_CODING)):
+    for here, other, ratio in ((10.0, 8.0, RUNG_CODING), (8.0, 10.0, 1.0)):
         model = StepTime(lambda cf: 1e6 / cf, rungs=(4.0, 8.0))
         times = {"seconds": WORK + 0.03, "median_seconds": WORK + 0.03, "exchange_seconds": 0.0}
         model.observe(StepReport(0, here, timed_cf=here, compress_seconds=0.03, **times))

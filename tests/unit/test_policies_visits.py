@@ -16,7 +16,8 @@ from policies import DENSE, Context, Goodput, StepReport
 from policies.step_time import BACKWARD
 from tests.unit.test_policies_goodput import GAINS
 
-RUNGS = {2.0: 0.95, 4.0: 0.95, 8.0: 0.95}
+BF16 = 2.0
+RUNGS = {BF16: 0.95, 4.0: 0.95, 8.0: 0.95}
 WORTH = {DENSE: 1.0, **RUNGS, **GAINS}
 LAST_BUCKET = 0.1  # share of an exchange that nothing hides
 
@@ -41,7 +42,7 @@ class Machine:
     def parts(self, cf):
         """(work, coding, exposed time) of a step."""
         exchange, hides = self.exchange(cf), self.hides * self.work
-        coding = 0.0 if cf == DENSE else self.coding.get(cf, self.top_k)
+        coding = 0.0 if cf in (DENSE, BF16) else self.coding.get(cf, self.top_k)
         hidden = min((1 - LAST_BUCKET) * exchange, hides)
         return self.work + self.stolen * hidden, coding, exchange - hidden
 
@@ -56,6 +57,7 @@ class Machine:
                 (10, 1000),
                 2,
                 assumed=RUNGS,
+                uncoded=frozenset({BF16}),
                 wire_bytes=lambda cf: 4e7 * self.exchange(cf) / self.dense,
                 link=lambda: (0.0, self.known * self.dense / 4e7),
             )
@@ -81,13 +83,13 @@ def machines(draw):
         draw(st.floats(0, BACKWARD)),
         draw(st.floats(0, 0.5)),
         top_k,
-        {cf: top_k * draw(st.floats(0.8, 2)) for cf in RUNGS},
+        {cf: top_k * draw(st.floats(0.8, 2)) for cf in (4.0, 8.0)},
         draw(st.sampled_from([0.0, 0.7, 1.0])),
     )
 
 
 # An emulated link of 1 Gbit/s and a GPT of 10.9 M parameters.
-GPT = Machine(0.15, 0.348, BACKWARD, 0.3, 0.12, {2.0: 0.03, 4.0: 0.09, 8.0: 0.1})
+GPT = Machine(0.15, 0.348, BACKWARD, 0.3, 0.12, {4.0: 0.09, 8.0: 0.1})
 UNKNOWN = Machine(**{**vars(GPT), "known": 0.0})
 STEPS = 200
 
