@@ -29,7 +29,6 @@ def context_of(header: Header) -> Context:
         lambda cf: header.supported.get(cf, cf),
         rungs=header.rungs,
         assumed=header.assumed,
-        rungs=header.rungs,
         uncoded=frozenset(header.uncoded),
         wire_bytes=lambda cf: header.wire_bytes.get(cf, header.dense_bytes / cf),
         link=lambda: header.link,

@@ -92,6 +92,9 @@ BRIEF = 10
 UP = 2.0
 """A larger CF must be better by this many standard errors of its T_comp."""
 
+DOWN = 0.2
+"""The share of the margin that a smaller CF must be better by."""
+
 
 Goal = Literal["quality", "time"]
 
@@ -107,8 +110,8 @@ class Goodput(DeclaredPolicy):
         CFs whose gain is assumed (`Context.assumed`).
     opening: steps at the first CF before another is considered, >= 1. So are those at any CF that
         was not sent before on this network.
-    margin: relative margin in (0, 1] by which a CF must promise more than the one in use. A larger
-        CF must promise UP standard errors of its gain in addition.
+    margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use, in
+        addition to UP standard errors of its gain. A smaller CF must by a fifth of it.
     cooldown: steps between two switches, >= 1, but for `opening`.
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
@@ -405,10 +408,12 @@ class Goodput(DeclaredPolicy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed: by the margin better than that of the CF in use.
+        """T_comp that another CF must exceed.
 
-        A larger CF may do harm. It must also be better by what may be noise of its gain."""
-        here, asked = promised.get(self._send, 0.0), 1 + self.margin
+        A larger CF may do harm: it must be better by the margin, and by what may be noise of its
+        gain. A smaller one costs only time: it must be better by a part of the margin."""
+        here = promised.get(self._send, 0.0)
+        asked = 1 + self.margin * (DOWN if cf < self._send else 1.0)
         if cf > self._send and self._signal is not None:
             # What is assumed is no more in doubt than what dense keeps.
             a, b = (DENSE if each in self._assumed else each for each in (cf, self._send))

@@ -339,8 +339,8 @@ def test_no_cf_is_considered_while_its_shadow_residual_is_filling():
     assert sent[-1] > 100
 
 
-@pytest.mark.parametrize(("smaller", "goes_to"), [(0.83, 20.0), (0.85, 10.0)])
-def test_a_smaller_cf_must_promise_the_margin_too(smaller, goes_to):
+@pytest.mark.parametrize(("smaller", "goes_to"), [(0.805, 20.0), (0.81, 10.0)])
+def test_a_smaller_cf_must_promise_a_fifth_of_the_margin(smaller, goes_to):
     policy, rate = Goodput(goal="time", gain="error_fed", opening=1), 1e5
     policy.start(Context((10, 40), 2, wire_bytes=nbytes))
     worth = {10.0: 0.4, 20.0: 0.9, 40.0: 0.2}  # T_comp, in that of CF 10 at gain 1
