@@ -497,7 +497,7 @@ def _decisions(rank: int) -> list[list[float]]:
             "adamw",
             policy=policy,
             timeline=timeline,
-            network="1mbit",
+            network="200kbit",
             debug=1,
             exchange="all_gather",
         )

@@ -346,7 +346,7 @@ def _resharded(rank: int) -> dict[str, Any]:
 def test_a_gathered_state_fits_another_number_of_ranks_by_itself() -> None:
     for found in run_ranks(2, _resharded):
         assert found["mean"]
-        assert found["told"] == ["adaptive: the state of 2 ranks is resharded for 1"]
+        assert found["told"] == ["the state of 2 ranks is resharded for 1"]
 
 
 def test_the_form_is_checked() -> None:

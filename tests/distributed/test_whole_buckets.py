@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.bucket.bucket import Bucket, bucket_memory
+from adaptive.bucket import bucket_memory
+from adaptive.bucket.bucket import Bucket
 from adaptive.model.parameters import ModelParameter, lay_out
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
