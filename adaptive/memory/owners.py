@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.muon import is_muon, rate_scale
-from adaptive.model.chunks import Chunk, chunks
+from adaptive.model.chunks import Chunk, chunked
 from adaptive.model.parameters import ModelParameters
 
 Owner = tuple[Optimizer, dict[str, Any]]
@@ -72,7 +72,7 @@ class Owners(dict[Tensor, Owner]):
         if self._chunked != len(self):
             self._chunked = len(self)
             ours = [parameter for p, parameter in self._parameters.items() if p in self]
-            self._chunks = [Chunk(each) for each in chunks(ours)]
+            self._chunks = chunked(ours)
         return self._chunks
 
     def of_chunk(self, chunk: Chunk) -> list[Owner]:

@@ -154,6 +154,11 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
         yield Block(start, stop, within)
 
 
+def chunked(parameters: Iterable[ModelParameter]) -> list[Chunk]:
+    """Parameters in the model's order as chunks."""
+    return [Chunk(each) for each in chunks(parameters)]
+
+
 def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter]]:
     """Parameters in the model's order, those of each chunk together, without empty ones."""
     some = (p for p in parameters if p.numel)

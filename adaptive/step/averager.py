@@ -106,6 +106,12 @@ class Averager:
         """This step is not dense, in whatever precision."""
         return not self.controller.is_dense(self.controller.plan.send)
 
+    @property
+    def strategy(self) -> Strategy:
+        """By which payloads become the mean in this step."""
+        controller = self.controller
+        return self.choice.pick(self.sizes.bucket_nbytes(controller.cfs), controller.plan.send)
+
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True
     ) -> None:
@@ -159,27 +165,21 @@ class Averager:
         flat: Tensor,
         parameters: Sequence[ModelParameter],
         scale: Tensor | None = None,
-        strategy_of: Callable[[Strategy], Strategy] = lambda strategy: strategy,
-        tell_mean: bool = True,
     ) -> Future[Tensor]:
         """A future of the ranks' mean of `flat`, which is overwritten.
 
         bucket: gives the place among the tensors of the step. scale: that of the loss, by which
-        `flat` was divided. strategy_of: wraps the strategy. tell_mean: those
-        that listen to means are told this one."""
+        `flat` was divided."""
         controller, plan, cfs = self.controller, self.controller.plan, self.controller.cfs
         on_mean, on_local = self.listeners()
-        tally = controller.tally
-        step = Step(controller.step, cfs, tally, on_mean if tell_mean else None, on_local)
+        step = Step(controller.step, cfs, controller.tally, on_mean, on_local)
         rung: Any = self.settings.base.at(plan.send)
         if not self.compresses and isinstance(rung, SendsItself):
             send = partial(rung.send, bucket, scale=scale, exchange=self.exchange)
             return self.reducer.dense(step, flat, parameters, send)
         if not self.compresses:
             return self.reducer.dense(step, flat, parameters, narrow=self.narrow)
-        nbytes = self.sizes.bucket_nbytes(cfs)
-        strategy = strategy_of(self.choice.pick(nbytes, plan.send))
-        return self.reducer.compressed(step, flat, parameters, strategy, bucket.index())
+        return self.reducer.compressed(step, flat, parameters, self.strategy, bucket.index())
 
     def mean_as_ddp(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """A future of the mean as DDP itself makes it, of sparse or complex gradients."""

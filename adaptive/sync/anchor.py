@@ -29,7 +29,7 @@ parts again with the next flight. That rank goes on from the anchor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
@@ -40,13 +40,13 @@ from torch.futures import Future
 
 from adaptive.bucket.bucket import LARGEST, Unit
 from adaptive.exchange.strategies import Outgoing, Received, Rounds, Strategy, Wrapped
-from adaptive.model.chunks import Chunk, chunks
-from adaptive.model.parameters import local
+from adaptive.model.chunks import Chunk
+from adaptive.model.parameters import ModelParameter, local
 from adaptive.model.state import check_like, flat_tensors
 from adaptive.network.collectives import Exchange, drain
 from adaptive.network.pipeline import done_with
 from adaptive.step.averager import Averager
-from adaptive.step.reducer import OnGradient, Reducer, Step
+from adaptive.step.reducer import Reducer, Step
 from compressors.base import Payload
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, either, fill_if
@@ -58,12 +58,12 @@ class Flight:
     """One exchange that is under way.
 
     due: the backward after which it lands, by the count of who has the anchor. compressed: not all
-    elements were exchanged. sent: what this rank has sent of each chunk (numel,). means: of each
-    chunk. on_mean: is told the means."""
+    elements were exchanged. summed: the plan asks for the sum of means. sent: what this rank has
+    sent of each chunk (numel,). means: of each chunk."""
 
     due: int
     compressed: bool
-    on_mean: OnGradient | None = None
+    summed: bool
     sent: list[Tensor] = field(default_factory=list)
     means: list[Future[Tensor]] = field(default_factory=list)
 
@@ -71,22 +71,23 @@ class Flight:
 class Anchor:
     """The anchor of one model, and what is under way.
 
-    feeds_back: what compression loses stays in the rank's own parameters. False: it is lost, or a
-    memory keeps it. outer_lr, outer_momentum: of the outer step, SGD with Nesterov momentum: m =
-    outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m), with d the mean, of what was
-    exchanged. most: flights under way at a time.
+    pieces: all of its parameters, in the order in which they are sent. feeds_back: what compression
+    loses stays in the rank's own parameters. False: it is lost, or a memory keeps it. outer_lr,
+    outer_momentum: of the outer step by the mean d, SGD with Nesterov momentum, in the elements
+    that were exchanged: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m).
+    most: flights under way at a time.
     """
 
     def __init__(
         self,
         averager: Averager,
+        pieces: Sequence[Chunk],
         feeds_back: bool = True,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         most: int = 1,
     ) -> None:
-        self._averager = averager
-        self.chunks = [Chunk(each) for each in chunks(averager.parameters.values())]
+        self._averager, self.chunks = averager, pieces
         self._feeds_back, self._most = feeds_back, most
         self._lr, self._momentum = outer_lr, outer_momentum
         self.flights: list[Flight] = []
@@ -123,13 +124,12 @@ class Anchor:
         exchanges it. updates: see `Step`."""
         averager, controller = self._averager, self._averager.controller
         on_mean, on_local = averager.listeners()
-        cfs = controller.cfs
+        step = controller.step, controller.cfs, controller.tally
         self._reducer = reducer
-        self._step = Step(controller.step, cfs, controller.tally, None, on_local, updates)
-        nbytes = averager.sizes.bucket_nbytes(cfs)
-        self._strategy = averager.choice.pick(nbytes, controller.plan.send)
+        self._step = Step(*step, None, on_local, updates)
+        self._strategy = averager.strategy
         self._begun += 1
-        self.flights.append(Flight(due, averager.compresses, on_mean))
+        self.flights.append(Flight(due, averager.compresses, on_mean is not None))
 
     @property
     def boarding(self) -> bool:
@@ -213,9 +213,9 @@ class Anchor:
             any_nonfinite = either(any_nonfinite, nonfinite)
             for each in (mean, sent):
                 fill_if(nonfinite, each, 0.0)
-            if flight.on_mean is not None:
+            if flight.summed:
                 for p, piece in zip(chunk.parameters, chunk.split(mean), strict=True):
-                    flight.on_mean(p, piece, nonfinite)
+                    self._averager.requested.sums.add(p, piece, nonfinite)
             # Where all was sent this is 0 exactly, so that ranks stand at the same bits.
             rest = self._unsent(chunk, "here", ()).sub_(sent)
             if nonfinite is not False:
@@ -268,6 +268,7 @@ class Anchor:
             str(i): {
                 "due": flight.due - now,
                 "compressed": flight.compressed,
+                "summed": flight.summed,
                 "mean": self._named([each.wait() for each in flight.means]),
                 "sent": self._named(flight.sent),
             }
@@ -284,7 +285,7 @@ class Anchor:
         for saved in state["flights"].values():
             self._begun += 1
             slot = self._begun % self._most
-            flight = Flight(saved["due"] + now, saved["compressed"])
+            flight = Flight(saved["due"] + now, saved["compressed"], saved["summed"])
             for chunk in self.chunks:
                 flight.sent.append(_joined(chunk, saved["sent"], f"sent {slot}"))
                 flight.means.append(done_with(_joined(chunk, saved["mean"], f"mean {slot}")))
@@ -297,20 +298,24 @@ class Anchor:
                 moving.copy_(_joined(chunk, state["moving"], "here"))
 
 
-def check_anchor(state: Mapping[str, Any], averager: Averager) -> None:
-    """ValueError unless it is an `Anchor.state_dict()` of these parameters."""
-    flat = flat_tensors(averager.parameters.values())
+def check_anchor(
+    state: Mapping[str, Any], parameters: Collection[ModelParameter], most: int, empty: bool
+) -> None:
+    """ValueError unless it is an `Anchor.state_dict()` of these parameters, with so many flights at
+    most. empty: there may be no anchor."""
+    flat = flat_tensors(parameters)
     kept = {"anchors": flat, "moving": flat}
     check_like("sync", state, {**kept, "flights": Mapping}, complete=True)
+    like = {"due": int, "compressed": bool, "summed": bool, "mean": flat, "sent": flat}
     for saved in state["flights"].values():  # of a bad round not finite
-        like = {"due": int, "compressed": bool, "mean": flat, "sent": flat}
         check_like("sync: flights", saved, like, finite=False, complete=True)
         whole = saved["mean"].keys() == saved["sent"].keys() == state["anchors"].keys()
         require(whole, "what is under way has lost something")
-    named = {p.name for p in averager.parameters.values() if p.numel}
-    whole = state["anchors"].keys() in (set(), named)
+    named = {p.name for p in parameters if p.numel}
+    whole = state["anchors"].keys() in ((set(), named) if empty else (named,))
     whole = whole and state["moving"].keys() in (set(), named)
     require(whole, "'sync' has lost something")
+    require(len(state["flights"]) <= most, f"'sync: flights' must be {most} at most")
 
 
 def _by_name(flat: Mapping[Chunk, Tensor]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.step_watch import Groups
 from adaptive.memory.updates import inverse
+from adaptive.model.chunks import chunked
 from adaptive.model.state import SavedPart
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain
@@ -59,6 +60,7 @@ class AutoStepsSync(OwnStepSync):
         self._steps, self._backwards = 1, 0
         self._open = False
         self._to_step: set[Optimizer] = set()  # optimizers, before the exchange
+        self._chunks = chunked(averager.parameters.values())
         self._anchor: Anchor | None = None
 
     # -- a backward --
@@ -135,7 +137,7 @@ class AutoStepsSync(OwnStepSync):
         self.handover.part()
         if self._anchor is not None:
             return self._anchor
-        self._anchor = anchor = Anchor(self.averager)
+        self._anchor = anchor = Anchor(self.averager, self._chunks)
         # What is exchanged is in other units.
         self.averager.requested.follow(self.averager.memory.now)
         for chunk in anchor.chunks:
@@ -188,7 +190,7 @@ class AutoStepsSync(OwnStepSync):
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         if self._steps == 1:
             return super().alike()
-        return (self._anchor or Anchor(self.averager)).by_name().items()
+        return (self._anchor or Anchor(self.averager, self._chunks)).by_name().items()
 
     def _catch_up(self) -> Anchor | None:
         """What is under way moves the parameters, and steps that this rank has left out are made
@@ -234,14 +236,14 @@ class AutoStepsSync(OwnStepSync):
         """ValueError unless it is a state of rounds of these parameters."""
         rest = dict(state)
         backwards = rest.pop("backwards", None)
-        check_anchor(rest, self.averager)
+        check_anchor(rest, self.averager.parameters.values(), 1, empty=True)
         fits = isinstance(backwards, int) and backwards >= 0
         require(fits, f"'sync: backwards' must be a whole number >= 0, got {backwards!r}")
-        require(len(state["flights"]) <= 1 and not state["moving"], "'sync' has too much")
+        require(not state["moving"], "'sync: moving' must be empty")
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The parameters themselves, which are this rank's own, are not part of it."""
         self._open, self._backwards, self._anchor = False, state["backwards"], None
         if state["anchors"]:
-            self._anchor = Anchor(self.averager)
+            self._anchor = Anchor(self.averager, self._chunks)
             self._anchor.load_state_dict(state, self._backwards)

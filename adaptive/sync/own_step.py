@@ -249,8 +249,7 @@ class OwnStepSync(EveryStepSync):
             tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
-            nbytes = averager.sizes.bucket_nbytes(cfs)
-            strategy = averager.choice.pick(nbytes, cfs.send)
+            strategy = averager.strategy
             sparse = averager.granularity.compressor.at(cfs.send).selects
             under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
             arrivals: list[Span] = []

@@ -600,7 +600,8 @@ class Doctor:
         return WARM + DENSE_STEPS + LOW_STEPS + HIGH_STEPS
 
     def _clock(self) -> float:
-        """Seconds; it stands while training's own exchange goes on after a rehearsal."""
+        """Seconds; it stands while, in a rehearsed step, training goes on by itself: its exchange, and
+        beside a shadow its optimizers' step."""
         return time.perf_counter() - self._paused
 
     @contextmanager

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from adaptive import AdaptiveCompressor, Delayed, Fixed, Momentum, Residual
+from adaptive import Accordion, AdaptiveCompressor, Delayed, Fixed, Momentum, Residual
 from compressors.kernels import blocks
+from policies import Policy
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
 from tests.distributed.test_resume import Run
@@ -213,9 +214,20 @@ def _mean(tensors: Any) -> Tensor:
     return torch.stack(list(tensors)).mean(0)
 
 
-def _resumed(rank: int, delay: int, stop: int, path: str) -> list[dict[str, Any]]:
+def _fixed() -> Policy:
+    return Fixed(cf=8)
+
+
+def _summing() -> Policy:
+    """It reads the sum of means after the end of the test."""
+    return Accordion(interval=50)
+
+
+def _resumed(
+    rank: int, delay: int, stop: int, path: str, policy: Callable[[], Policy]
+) -> list[dict[str, Any]]:
     def run() -> Run:
-        return Run(Fixed(cf=8), "topk", "auto", sync=Delayed(delay))
+        return Run(policy(), "topk", "auto", sync=Delayed(delay))
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 20)
@@ -235,8 +247,14 @@ def _resumed(rank: int, delay: int, stop: int, path: str) -> list[dict[str, Any]
 
 @pytest.mark.parametrize("delay", quick(3, of=[1, 2, 3]))
 def test_resuming_in_the_middle_equals_never_having_stopped(delay: int, tmp_path: Path) -> None:
-    for straight, resumed in run_ranks(2, _resumed, delay, 11, str(tmp_path)):
+    for straight, resumed in run_ranks(2, _resumed, delay, 11, str(tmp_path), _fixed):
         assert same(straight, resumed)
+
+
+def test_means_under_way_go_into_the_sum_of_a_resumed_run(tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(2, _resumed, 3, 11, str(tmp_path), _summing):
+        assert straight["sum"]
+        assert same(straight["sum"], resumed["sum"])
 
 
 def _spoilt(rank: int, delay: int, on_device: bool) -> dict[str, Any]:
