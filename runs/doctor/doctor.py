@@ -600,8 +600,8 @@ class Doctor:
         return WARM + DENSE_STEPS + LOW_STEPS + HIGH_STEPS
 
     def _clock(self) -> float:
-        """Seconds; it stands while, in a rehearsed step, training goes on by itself: its exchange, and
-        beside a shadow its optimizers' step."""
+        """Seconds. It stands while, in a rehearsed step, training goes on by itself: its exchange,
+        and beside a shadow the step of its optimizers."""
         return time.perf_counter() - self._paused
 
     @contextmanager
