@@ -208,7 +208,8 @@ class StepReport:
     # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     # `kept`, `error` and `total` by layer and by the CF at which that layer was sent or probed,
-    # where the plan asks for them (`by_layer`). Empty if a gradient was not finite.
+    # where the plan asks for them (`by_layer`); without what a second compression, of means, loses.
+    # Empty if a gradient was not finite.
     layer_measurements: Mapping[str, Mapping[float, Measurement]] = field(default_factory=dict)
     # The sums of what the policy's own `measure` has returned, where the plan asks for it. Empty if
     # a gradient was not finite.

@@ -32,7 +32,7 @@ class CandidateStatistics(Stateful):
 
     def __post_init__(self) -> None:
         self._averages = Averages(self.weight)
-        self.time = StepTime(self.nbytes, self.overlap)
+        self.time = StepTime(self.nbytes, self.overlap, rungs=self.assumed.keys())
         self.signal = SignalGain() if self.kind == "signal" else None
 
     def observe(self, report: StepReport) -> str:
@@ -65,7 +65,7 @@ class CandidateStatistics(Stateful):
 
     def forget_times(self) -> None:
         """Step times have changed, gains have not."""
-        self.time = StepTime(self.nbytes, self.overlap)
+        self.time = StepTime(self.nbytes, self.overlap, rungs=self.assumed.keys())
 
     def t_sys(self, cf: float) -> float | None:
         """Steps a second at a CF. None: the CF was never sent."""
@@ -100,8 +100,8 @@ class CandidateStatistics(Stateful):
     def why_dense_wins(self, cfs: Iterable[float]) -> str:
         """Why none of the CFs can beat dense, in words. "": one may, or too little is known.
 
-        The bound is a step with nothing on the wire, the fastest compression and the best gain. It
-        needs the step times of dense and of two of the CFs."""
+        The bound is a step with nothing on the wire, the compression that takes least and the best
+        gain. It needs the step times of dense and of two of the CFs."""
         dense = self.t_sys(DENSE)
         gains = {cf: gain for cf in cfs if (gain := self.gain(cf)) is not None}
         sent = [t_sys for cf in gains if (t_sys := self.t_sys(cf)) is not None]

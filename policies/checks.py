@@ -90,3 +90,11 @@ def new_class(name: Any, cls: Any, parent: type, taken: Iterable[str]) -> None:
         cls()
     except TypeError as error:
         raise TypeError(f"cls must be made without arguments, got {cls!r}: {error}") from None
+
+
+def settings_of(made: object) -> str:
+    """An object of a user's class in words: the class and its settings. Attributes that begin with
+    "_" are no settings."""
+    known = sorted(vars(made).items())
+    settings = ", ".join(f"{name}={value!r}" for name, value in known if name[:1] != "_")
+    return f"{type(made).__name__}({settings})"

@@ -13,8 +13,8 @@ Progress a second is not all: a run has a schedule, and must end at dense's qual
 steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
 leaves this bound out, for a schedule that is made longer.
 
-A run begins at the smallest CF whose exchange the link, as it was measured before training, carries
-in SOON, at most at the smallest of the ladder, and there if the link is not known. Not at dense on
+A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but at no
+larger CF than the smallest of the ladder; where the link is not known, at that one. Not at dense on
 a slow network: a dense step can take as long there as a hundred compressed steps. Nor at a large
 CF: the first gradients are the largest. They would wait in the residual until a later, smaller CF
 sends them all at once, which sets training back. Where the link is not known, or has changed, the
@@ -111,7 +111,7 @@ class Goodput(DeclaredPolicy):
     opening: steps at the first CF before another is considered, >= 1. So are those at any CF that
         was not sent before on this network.
     margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use, in
-        addition to UP standard errors of its gain. A smaller CF must by a fifth of it.
+        addition to UP standard errors of its T_comp. A smaller CF must by a fifth of it.
     cooldown: steps between two switches, >= 1, but for `opening`.
     gain: "signal", or "error_fed" for that gain in steady state.
     power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
@@ -320,12 +320,13 @@ class Goodput(DeclaredPolicy):
             return
         why = f"local steps {here} -> {goal}: "
         if here in promised:
-            why += progress(promised[goal] / promised[here], f"every {counted_steps(here)}")
+            often = counted_steps(here) if here > 1 else "step"
+            why += progress(promised[goal] / promised[here], f"an exchange every {often}")
         else:
             why += self._too_late()
         self._reason = joined(why, self._reason)
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
-        self._local_steps, self._since = goal, 0
+        self._local_steps, self._since, self._new = goal, 0, False
         self._filling, self._unmeasured = self._steps, 0
         if self._signal is not None:
             self._signal.rescale()  # what the ranks exchange now is of another number of steps

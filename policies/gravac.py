@@ -266,9 +266,9 @@ class GraVAC(DeclaredPolicy):
         if chosen == DENSE:
             self._rule.enter(Level.DENSE)
             self._verdict = f"GraVAC stays dense: {in_short(why)}"
-            return f"settled; {why}"
-        self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
-        self._verdict = f"GraVAC settled on CF {chosen:g}: {in_short(why)}"
+        else:
+            self._rule.enter(Level.FLOOR if self._candidate is None else Level.CANDIDATE)
+            self._verdict = f"GraVAC settled on CF {chosen:g}: {in_short(why)}"
         return f"settled; {why}"
 
     def _step_choice(self) -> str:

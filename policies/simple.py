@@ -198,7 +198,7 @@ class Warmup(DeclaredPolicy):
         plan = self._then.plan()
         if self._stages.step > self.steps * self.stages:
             return plan
-        # The other policy does not know which CF was sent before.
+        # The other policy's first plan gives no reason.
         return replace(plan, reason="warm-up is over")
 
     def observe(self, report: StepReport) -> None:

@@ -123,8 +123,8 @@ def _saves(value: Any) -> bool:
 class Stateful:
     """An object that declares its state: as fields of a dataclass, or in `_fields`.
 
-        _came_from: float | None = saved(None)
-        _fields = declare(_came_from=float | None)
+        _before: float | None = saved(None)
+        _fields = declare(_before=float | None)
 
     An attribute `_name` is saved as "name". Attributes that are not declared are not saved. The
     type is one that `read` knows, or that of an object with a state, which is loaded in place:

@@ -7,8 +7,8 @@ local step, and is the same at every CF. The exposed time is the network wait of
 least, if nothing hid it. It grows with the bytes sent. A report gives all three, so one CF that was
 run is enough to predict the others.
 
-All times are those of a quiet machine. Other processes come and go, and they make work and coding
-longer, at whatever CF is in use then. So the work is that of the fastest of many steps. Coding
+Work and coding are those of a quiet machine. Other processes come and go, and make both longer, at
+whatever CF is in use then. So the work is that of the fastest of many steps. Coding
 counts in proportion to it: in a step whose work takes twice as long, coding does so too.
 
 A prediction promises no more than the link allows: a step cannot send its bytes faster than the
@@ -34,7 +34,8 @@ WORKS, QUIET = 128, 0.1
 """Of so many last steps, at whatever CF, the work is that of the fastest but this share."""
 
 LOADED = 1.5
-"""In a step whose work takes so many times as long, backward may hide far more of an exchange."""
+"""In a step whose work takes so many times as long, backward may hide far more of an exchange. A
+wait that is shorter in such a step does not count."""
 
 CODINGS = 32
 """Coding is the median of so many last steps of one kind."""
@@ -98,9 +99,7 @@ class StepTime(Stateful):
     changes: int = saved(0)  # how often the network has become another one
     _faster: bool = saved(False)  # one of these changes made it faster: `link` is no bound
     _works: list[float] = saved([])  # of the last steps
-    _quiet: float = saved(0.0)  # work on a quiet machine
     _codings: dict[float, list[tuple[float, float]]] = saved({})  # coding and work, by `_kind`
-    _coding: dict[float, tuple[float, float]] = saved({})  # medians of these
     _pauses: int = saved(0)  # steps in a row that took far longer than their median
     # Exposed times by CF, of the CFs that were run:
     _last: dict[float, float] = saved({})  # the median, on whatever network that was
@@ -112,13 +111,19 @@ class StepTime(Stateful):
     _before: float | None = saved(None)  # exposed time of the CF in use, when it was in use before
     _steps: int = saved(1)  # of each rank, for each exchange
 
+    def __post_init__(self) -> None:
+        self._quiet = 0.0  # work on a quiet machine
+        self._coding: dict[
+            float, tuple[float, float]
+        ] = {}  # medians of coding and work, by `_kind`
+
     def observe(self, report: StepReport) -> None:
         """Take in the times of one step; a report without all of them is skipped."""
         cf, seconds, exposed = report.timed_cf, report.seconds, report.wait_seconds
-        compress, coding = report.compress_seconds, report.coding_seconds
-        if not all(map(isfinite, (cf, seconds, exposed, compress, coding))):
+        coding = report.coding_seconds
+        if not all(map(isfinite, (cf, seconds, exposed, coding))):
             return
-        if seconds <= 0 or exposed < 0 or not 0 <= compress <= coding:
+        if seconds <= 0 or exposed < 0 or coding < 0:
             return
         self._pauses = self._pauses + 1 if seconds > PAUSE * report.median_seconds else 0
         if self._pauses == 1:
@@ -154,8 +159,8 @@ class StepTime(Stateful):
         return None if exposed is None else self._step(exposed, self.coding(cf))
 
     def bound(self) -> float | None:
-        """Seconds of a compressed step with nothing on the wire and the fastest compression seen;
-        None before the first step."""
+        """Seconds of a compressed step with nothing on the wire and the kind of compression that
+        takes least; None before the first step."""
         if not self._works:
             return None
         coded = filter(self._codes, self._coding)
@@ -210,18 +215,18 @@ class StepTime(Stateful):
         return max(predicted, shown * needed - hidden)
 
     def _by_link(self, known: Mapping[float, float], wanted: float) -> float:
-        """Seconds that a step with `wanted` bytes waits at most, by what steps with more or with
-        fewer bytes have waited. Fewer save at least the link's time for the others, as backward
-        hides no less. More take at most SLOWER times the link's time for the others, unless the
-        network has changed. inf: the link is not known, or no step tells."""
+        """Seconds that a step with `wanted` bytes waits at most, by the waits of other steps. Bytes
+        that it does not send save at least the link's time for them, as backward hides no less.
+        Bytes that it sends more take at most SLOWER times that, unless the network has changed.
+        inf: the link is not known, or faster by now, or no step tells."""
         seconds_a_byte = self.link()[1]
-        if not 0 < seconds_a_byte < inf:
+        if self._faster or not 0 < seconds_a_byte < inf:
             return inf
         slower = inf if self.changes else SLOWER
-        more = {time: wanted - self.nbytes(cf) for cf, time in known.items()}
+        more = [(time, wanted - self.nbytes(cf)) for cf, time in known.items()]
         bounds = (
             time + seconds_a_byte * each * (slower if each > 0 else 1.0)
-            for time, each in more.items()
+            for time, each in more
             if each
         )
         return max(0.0, min(bounds, default=inf))
@@ -255,11 +260,17 @@ class StepTime(Stateful):
         """Take in the work and the coding of a step. What a CF needs is made in its first step; the
         median leaves that out from the second step on."""
         self._works = [*self._works, work][-WORKS:]
-        self._quiet = sorted(self._works)[int(QUIET * len(self._works))]
         kind = self._kind(cf)
-        last = self._codings[kind] = [*self._codings.get(kind, ()), (coding, work)][-CODINGS:]
-        codings, works = zip(*last, strict=True)
-        self._coding[kind] = median_low(codings), median_low(works)
+        self._codings[kind] = [*self._codings.get(kind, ()), (coding, work)][-CODINGS:]
+        self._derive((kind,))
+
+    def _derive(self, kinds: Iterable[float]) -> None:
+        """What follows from the last steps: the work on a quiet machine, and of these kinds the
+        medians of coding and work."""
+        self._quiet = sorted(self._works)[int(QUIET * len(self._works))] if self._works else 0.0
+        for kind in kinds:
+            codings, works = zip(*self._codings[kind], strict=True)
+            self._coding[kind] = median_low(codings), median_low(works)
 
     def _work_of_one(self, seconds: float, exposed: float, coding: float) -> float:
         """Seconds of one local step's work, from the times of a report."""
@@ -349,9 +360,8 @@ class StepTime(Stateful):
     def _check_loaded(self) -> None:
         in_use = self._cf is None or (self._cf in self._typical and bool(self._works))
         enough = len(self._recent) >= min(self._same, MANY)
-        timed = (
-            self._typical.keys() <= self._last.keys()
-            and self._coding.keys() == self._codings.keys()
-        )
+        timed = self._typical.keys() <= self._last.keys() and all(self._codings.values())
         whole = in_use and enough and timed and self._steps >= 1
         require(whole, "the times of steps contradict each other")
+        self._coding = {}
+        self._derive(self._codings)

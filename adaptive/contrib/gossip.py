@@ -211,6 +211,12 @@ class Gossip(Synchronisation):
                 f"{policy.name!r} with gain {policy.gain!r}"
             )
 
+        if policy.measures:
+            raise ValueError(
+                f"policy must measure nothing of its own with gossip, which hands it no gradients; "
+                f"got {policy.name!r} with measures={policy.measures}"
+            )
+
     def messages(self, ranks: int) -> float:
         return self.topology_of(ranks).messages
 
@@ -239,8 +245,7 @@ class Gossip(Synchronisation):
         """The consensus step size at this CF; 1 if the algorithm has none."""
         if self.consensus_step is not None:
             return self.consensus_step
-        name = "" if isinstance(self.algorithm, GossipRule) else self.algorithm
-        return min(1.0, STEP_SIZES.get(name, cf) / cf)
+        return min(1.0, STEP_SIZES.get(str(self.algorithm), cf) / cf)
 
     def __repr__(self) -> str:
         of: Any = self.topology
@@ -284,13 +289,13 @@ class _Chunk(Chunk):
 class GossipSync(Synchroniser):
     """Gossip of one model, whose parameters are alike on all ranks when it begins.
 
-    choice: with one of the five algorithms. The last backward of a round has its exchange even if
-    its step is left out: then no rank waits for this one."""
+    choice: of an algorithm; with a rule see `RuledGossipSync`. The last backward of a round has its
+    exchange even if its step is left out: then no rank waits for this one."""
 
     def __init__(self, averager: Averager, choice: Gossip) -> None:
         super().__init__(averager)
         self.algorithm = choice.algorithm
-        self.at_once = isinstance(self.algorithm, GossipRule) or self.algorithm in AT_ONCE
+        self.at_once = self.algorithm in AT_ONCE
         self.parameters = list(averager.parameters.values())
         topology = choice.topology_of(averager.exchange.world_size)
         assert topology is not None
@@ -436,7 +441,7 @@ class GossipSync(Synchroniser):
             chunk.move(chunk.offset, 1.0)
 
     def _end_step(self, cf: float) -> None:
-        """DeepSqueeze and CHOCO-SGD mix at once, with the step size of the step's CF."""
+        """Algorithms of AT_ONCE mix at once, with the step size of the step's CF; so do rules."""
         if self.at_once:
             for chunk in self._chunks:
                 self._receive(chunk)
@@ -579,6 +584,10 @@ class _RuledChunk(_Chunk):
 
 class RuledGossipSync(GossipSync):
     """Gossip by a user's rule. The offset is the weighted sum of what was sent."""
+
+    def __init__(self, averager: Averager, choice: Gossip) -> None:
+        super().__init__(averager, choice)
+        self.at_once = True
 
     @property
     def rule(self) -> GossipRule:

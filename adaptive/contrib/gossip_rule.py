@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from adaptive.memory.rule import Kept
+from policies.checks import settings_of
 
 
 class GossipRule(ABC):
@@ -39,5 +40,4 @@ class GossipRule(ABC):
 
     def __repr__(self) -> str:
         """Its class and its settings: what must be alike on all ranks."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
-        return f"{type(self).__name__}({settings})"
+        return settings_of(self)

@@ -63,8 +63,8 @@ class Topology:
         """ValueError unless every rank's parameters reach all others."""
         if self.ranks > 1 and self.spectral_gap < NO_GAP:
             raise ValueError(
-                "topology must bring all ranks together: this matrix has a spectral gap of 0 (some "
-                "ranks are never reached, or only by turns)"
+                "topology must bring all ranks together: its spectral gap is 0 (some ranks are "
+                "never reached, or only by turns)"
             )
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def check_matrices(given: Any) -> Tensor:
     if any(each.shape != matrices[0].shape for each in matrices):
         sizes = ", ".join(str(tuple(each.shape)) for each in matrices)
         raise ValueError(f"topology must be matrices of one size, got {sizes}")
-    return torch.stack(matrices) if matrices else torch.empty(0, 0, 0)
+    return torch.stack(matrices)
 
 
 def check_matrix(given: Any) -> Tensor:

@@ -117,6 +117,7 @@ class MeansPolicy(Stateful, Policy):
             measurements=report.means,
             steady_gain={cf: gain for cf, gain in gains.items() if isfinite(gain)},
             layer_norms={},
+            layer_measurements={},
             measured=[],
             signal={},
             signal_total=nan,

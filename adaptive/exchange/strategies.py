@@ -36,6 +36,7 @@ from compressors.kernels.blocks import Flag, either, fill_if, uninitialized
 from compressors.rounds import RoundsCompressor
 from compressors.sharded import Sharded, in_shards
 from policies import DENSE
+from policies.checks import settings_of
 
 FP32 = 4
 """Bytes of an element that travels uncompressed in a compressed step."""
@@ -168,9 +169,7 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         """Its class and its settings: what must be alike on all ranks."""
-        known = sorted(vars(self).items())
-        settings = ", ".join(f"{name}={value!r}" for name, value in known if name[:1] != "_")
-        return f"{type(self).__name__}({settings})"
+        return settings_of(self)
 
 
 class Wrapped(Strategy):

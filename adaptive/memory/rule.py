@@ -14,6 +14,7 @@ from adaptive.memory.error_feedback import Residual
 from adaptive.model.parameters import ModelParameter
 from compressors.kernels.blocks import Flag, fill_if
 from policies import DENSE
+from policies.checks import settings_of
 
 Kept = Mapping[str, Tensor]
 """What is kept of some parameters, by name: "residual", and what `MemoryRule.keeps` names. Flat, as
@@ -70,9 +71,7 @@ class MemoryRule(ABC):
 
     def __repr__(self) -> str:
         """Its class and its settings: what must be alike on all ranks."""
-        known = sorted(vars(self).items())
-        settings = ", ".join(f"{name}={value!r}" for name, value in known if name[:1] != "_")
-        return f"{type(self).__name__}({settings})"
+        return settings_of(self)
 
 
 class RuledMemory(Residual):

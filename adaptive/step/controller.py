@@ -29,7 +29,7 @@ from adaptive.settings.sizes import Sizes
 from adaptive.statistics.samples import WIDTH
 from adaptive.statistics.vector import Statistics, Tally
 from adaptive.timeline.recorder import Recorder
-from adaptive.timeline.records import Event
+from adaptive.timeline.records import CFS, Event
 from adaptive.timeline.summary import Summary
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
@@ -145,6 +145,11 @@ class Controller(saved.Stateful):
         if (plan.layers or plan.by_layer) and not self.policy.layerwise:
             raise ValueError(
                 f"policy {self.policy.name!r} plans for layers, and must say layerwise = True"
+            )
+        if plan.measure and not self.policy.measures:
+            raise ValueError(
+                f"policy {self.policy.name!r} plans to measure, and must say how many numbers: "
+                f"measures = 1, say"
             )
         if plan.local_steps not in (0, *self.numbers):
             raise ValueError(
@@ -303,7 +308,8 @@ class Controller(saved.Stateful):
         step, reason = self._last_switch
         if self.too_small:
             return TOO_SMALL
-        summary, verdict = self.summary(), self.policy.verdict()
+        summary = self.summary()
+        verdict = summary.verdict
         cf, why = named(self.cf, summary.rungs), in_short(reason, verdict)
         cf += ", gain assumed" if self.cf in summary.rungs else ""
         cf += f", exchanged every {self.local_steps} steps" if self.local_steps > 1 else ""
@@ -316,8 +322,7 @@ class Controller(saved.Stateful):
         lines += [verdict] if verdict else []
         status = {k: v for k, v in self.policy.status().items() if not isnan(v)}
         numbers = [
-            f"{k} {named(v, summary.rungs) if k in ('candidate', 'floor') else f'{v:.4g}'}"
-            for k, v in status.items()
+            f"{k} {named(v, summary.rungs) if k in CFS else f'{v:.4g}'}" for k, v in status.items()
         ]
         if detail and numbers:
             lines += [f"numbers of the rule: {', '.join(numbers)}"]

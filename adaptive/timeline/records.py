@@ -120,9 +120,11 @@ class Event:
     reason: str
 
 
+CFS = ("candidate", "floor")
+"""Names of a policy's numbers that are CFs."""
+
 _MOVED = {
-    "candidate": "cf/candidate",
-    "floor": "cf/floor",
+    **{name: f"cf/{name}" for name in CFS},
     "gain_candidate": "gain/candidate",
     "gain_floor": "gain/floor",
 }

@@ -378,3 +378,22 @@ def test_the_chosen_cf_is_judged_on_its_window_too():
     run.run(1)
     assert 0.9 * before < run.policy.gain_at(160.0) < before
     assert run.policy.gain_at(40.0) is None  # what is not measured any more is forgotten
+
+
+def test_a_hooks_coding_is_not_taken_for_the_sparsifiers():
+    seen = CandidateStatistics("gradient", 0.5, 1, lambda cf: 1e6 / cf, {8.0: 0.9})
+    for step in range(60):
+        cf, coding = (8.0, 0.05) if step < 20 else (40.0, 0.005)
+        seen.observe(
+            StepReport(
+                step,
+                cf,
+                timed_cf=cf,
+                seconds=0.1 + coding,
+                median_seconds=0.1 + coding,
+                exchange_seconds=0.0,
+                compress_seconds=coding,
+            )
+        )
+    assert seen.t_sys(8.0) == pytest.approx(1 / 0.15)
+    assert seen.t_sys(40.0) == pytest.approx(1 / 0.105)

@@ -40,6 +40,18 @@ def test_a_steady_exchange_grows_with_the_bytes(exposed: float, steps: int, cf: 
     assert seconds == pytest.approx(WORK + exposed * 10 / cf)
 
 
+@pytest.mark.parametrize("waits", [(0.0, 0.0, 0.5), (0.1, 0.1, 0.5)])
+def test_what_is_predicted_does_not_depend_on_the_order_of_cfs(waits: tuple[float, ...]) -> None:
+    """Two of them wait as long as each other."""
+    found = []
+    for order in ((0, 1, 2), (1, 0, 2)):
+        model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 1e-6))
+        for i in order:
+            _run(model, (100.0, 50.0, 10.0)[i], [waits[i]] * 6)
+        found.append(model.exposed(14.0))
+    assert found[0] == found[1]
+
+
 @given(
     exposed=st.floats(0.001, 10.0),
     steps=st.integers(2, 32),
