@@ -47,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         markdown = re.sub(r"\]\(docs/", "](", markdown)
     markdown = markdown.replace("](../README.md", "](index.md")
-    markdown = re.sub(r"\]\((?:\.\./)?examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
+    top = "../" * page.file.src_uri.count("/")
+    markdown = re.sub(r"\]\((?:\.\./)*examples/(\w+)\.py\)", rf"]({top}examples/\1.md)", markdown)
     return re.sub(r"\[([^]]*)\]\((?:\.\./Makefile|compatibility_tests\.txt)\)", r"\1", markdown)
 
 
