@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive import contrib
-from adaptive.exchange.choice import ExchangeName, ParameterServer
+from adaptive.exchange.choice import ExchangeName, ParameterServer, measure_link
 from adaptive.exchange.options import ExchangeOptions
 from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
@@ -23,7 +24,8 @@ from adaptive.memory.options import Memory, MemoryName, memory_from
 from adaptive.model.replicas import DDPReplica, Replica
 from adaptive.model.wrappers import Unwrapped, unwrap
 from adaptive.network.agreement import agree, wait_for_all
-from adaptive.network.link import LinkSpec, Network, network_from
+from adaptive.network.collectives import Exchange
+from adaptive.network.link import LinkCost, LinkSpec, Network, network_from
 from adaptive.session import checkpoint as forms
 from adaptive.session.session import Session
 from adaptive.settings.config import (
@@ -38,7 +40,8 @@ from adaptive.settings.config import (
     require,
     with_ladder,
 )
-from adaptive.settings.synchronisation import EveryStep, Synchronisation
+from adaptive.settings.sizes import latency_of
+from adaptive.settings.synchronisation import LATE, EveryStep, LocalSteps, Synchronisation
 from adaptive.timeline.recorder import SafeTimeline, Sink
 from adaptive.timeline.summary import Summary
 from compressors import Compressor
@@ -48,6 +51,15 @@ from policies.words import named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+log = logging.getLogger("adaptive")
+
+STAYS = (
+    "sync='auto': a message takes {} ms on this network. The ranks exchange in every step all the "
+    "same, since they cannot step by themselves: that takes DDP, and optimizers of torch's other "
+    "than SGD, handed over to attach(). sync=Delayed(2) or LocalSteps(4) would hide the latency"
+)
 
 
 class AdaptiveCompressor:
@@ -74,7 +86,9 @@ class AdaptiveCompressor:
     sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 steps by
         itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
-        gradients or of what the optimizers' steps have done (see `memory`).
+        gradients or of what the optimizers' steps have done (see `memory`). "auto": as
+        `LocalSteps("auto")` where a message takes 10 ms or more, and beside other optimizers than
+        SGD; else as None.
     memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
         correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer
         has done is fed back and sent, with any optimizers that `attach` is handed. "none": it is
@@ -114,7 +128,7 @@ class AdaptiveCompressor:
         cf_range: tuple[float, float] | None = None,
         *,
         policy: PolicyName | Policy | None = None,
-        sync: Synchronisation | None = None,
+        sync: Literal["auto"] | Synchronisation | None = None,
         memory: MemoryName | str | Memory | None = None,
         exchange: ExchangeName | str | Strategy | ParameterServer | TwoLevel = "auto",
         granularity: GranularityName | None = None,
@@ -131,34 +145,43 @@ class AdaptiveCompressor:
         cf_range = checks.cf_range(usual["cf_range"] if cf_range is None else cf_range)
         memory = usual["memory"] if memory is None else memory
         granularity = usual["granularity"] if granularity is None else granularity
-        accepted = "LocalSteps(...), Delayed(...), Gossip(...) or None"
-        require(isinstance(sync, Synchronisation | None), "sync", sync, accepted)
-        sync, remembered = sync or EveryStep(), memory_from(memory)
-        compressor = make_base(base, remembered.kind)
-        remembered = sync.memory_of(remembered)
-        sync = sync.for_base(compressor)
-        ways = ExchangeOptions.of(exchange, compressor)
-        if made is None:
-            chosen = "gravac" if hooks else default_policy(compressor)
-            made = make_policy(sync.default_policy or chosen)
-        compressor = with_ladder(compressor, made, ways.way, remembered.kind, cf_range[0])
-        if hooks is not None:
-            with_hooks = contrib.load("with_hooks")
-            compressor = with_hooks(compressor, hooks, cf_range, made, sync, ways.server)
-        self._settings = Settings(
-            base=compressor,
-            granularity=checks.one_of("granularity", granularity, GRANULARITIES),
-            dense_below=checks.whole("dense_below", dense_below, least=0),
-            exchange=ways,
-            cf_range=cf_range,
-            policy=made,
-            may_stay_dense=unnamed,
-            sync=sync,
-            memory=MemoryChoice(compressor, remembered),
-            timeline=SafeTimeline(timeline),
-            network=network_from(network),
-            debug=debug_interval(debug),
-        )
+        accepted = "'auto', LocalSteps(...), Delayed(...), Gossip(...) or None"
+        by_name = isinstance(sync, str) and sync == "auto"
+        known = by_name or isinstance(sync, Synchronisation | None)
+        require(known, "sync", sync, accepted)
+        timelines = SafeTimeline(timeline)
+
+        def settings(sync: Synchronisation) -> Settings:
+            remembered = memory_from(memory)
+            compressor = make_base(base, remembered.kind)
+            remembered = sync.memory_of(remembered)
+            sync = sync.for_base(compressor)
+            ways, policy = ExchangeOptions.of(exchange, compressor), made
+            if policy is None:
+                chosen = "gravac" if hooks else default_policy(compressor)
+                policy = make_policy(sync.default_policy or chosen)
+            compressor = with_ladder(compressor, policy, ways.way, remembered.kind, cf_range[0])
+            if hooks is not None:
+                with_hooks = contrib.load("with_hooks")
+                compressor = with_hooks(compressor, hooks, cf_range, policy, sync, ways.server)
+            return Settings(
+                base=compressor,
+                granularity=checks.one_of("granularity", granularity, GRANULARITIES),
+                dense_below=checks.whole("dense_below", dense_below, least=0),
+                exchange=ways,
+                cf_range=cf_range,
+                policy=policy,
+                may_stay_dense=unnamed,
+                sync=sync,
+                memory=MemoryChoice(compressor, remembered),
+                timeline=timelines,
+                network=network_from(network),
+                debug=debug_interval(debug),
+            )
+
+        usual_sync = sync if isinstance(sync, Synchronisation) else EveryStep()
+        self._settings = settings(usual_sync)
+        self._if_late = settings(LocalSteps("auto")) if by_name else None
         self._session: Session | None = None
         self._framework_form = "rank"  # of a state, as the script's framework needs it
 
@@ -249,6 +272,8 @@ class AdaptiveCompressor:
         with on_device_of(inside.model):
             wait_for_all(replica.everyone, "attach() must be called on every rank")
             agree(check_arguments, replica.everyone)
+            if self._if_late is not None and self._is_late(replica, optimizers):
+                self._settings = self._if_late
             session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
             try:
                 replica.start(session.exchanging())
@@ -258,6 +283,24 @@ class AdaptiveCompressor:
         self._session = session
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
+
+    def _is_late(self, replica: Replica, optimizers: Sequence[Optimizer]) -> bool:
+        """A message takes so long that ranks should step by themselves, if their optimizers can (a
+        collective)."""
+        network, exchange, measured = self._settings.network, Exchange(replica.group), LinkCost()
+        if network.spec is None and network.clock is time.perf_counter:
+            devices = (p.device for _, p in replica.parameters())
+            device = next(devices, torch.device("cpu"))
+            measured = measure_link(exchange, network.clock, device)
+        latency = latency_of(network, measured)
+        if latency < LATE:
+            return False
+        serves = replica.everyone is replica.group
+        if serves and self._settings.memory.takes_updates(optimizers):
+            return True
+        if exchange.first:
+            log.warning("%s", STAYS.format(round(1000 * latency)))
+        return False
 
     def detach(self) -> None:
         """Take the compressor off for good, on every rank (a collective with an optimizer).

@@ -22,7 +22,7 @@ from adaptive import (
     Schedule,
     Timeline,
 )
-from adaptive.settings.synchronisation import Synchronisation
+from adaptive.settings.synchronisation import EveryStep, Synchronisation
 from policies import DENSE
 from runs.config import TrainConfig
 from runs.expression import PLAIN, made_from, policy_from
@@ -127,6 +127,8 @@ def compressor_arguments(config: TrainConfig) -> dict[str, Any]:
 
 def synchronisation(config: TrainConfig) -> Synchronisation:
     """How the workers keep their models together. ValueError if it cannot be read."""
+    if config.sync == "auto":
+        return EveryStep()  # a clock need not know more of it
     made: Synchronisation = made_from(config.sync or "EveryStep()", "sync")
     return made
 

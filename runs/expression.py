@@ -90,14 +90,15 @@ def policy_from(text: str) -> Policy:
 def made_from(text: str, option: str) -> Any:
     """The object of `OBJECTS` that is written there for an option, or a mere name as it is.
     ValueError says what is wrong with it."""
-    if is_name(text.replace("+", "")) and option != "sync":
+    if is_name(text.replace("+", "")) and (option != "sync" or text == "auto"):
         return text
     try:
         call = _parsed(text, f"{OBJECTS[option][0]}(...)")
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
         if name.removeprefix("adaptive.") not in OBJECTS[option]:
             accepted = " or ".join(f"{each}(...)" for each in OBJECTS[option])
-            raise ValueError(f"must be {accepted}{'' if option == 'sync' else ', or a name'}")
+            others = " or auto" if option == "sync" else ", or a name"
+            raise ValueError(f"must be {accepted}{others}")
         return _value(call, text)
     except (RecursionError, MemoryError):
         raise ValueError(f"{option} {_shown(text)}: is nested too deep") from None

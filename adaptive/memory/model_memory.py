@@ -85,9 +85,8 @@ class MemoryChoice:
             return NoMemory(maybe_unused)
         if self.kind == "residual":
             return Residual(maybe_unused)
-        by_itself = bool(optimizers) and all(map(_steps_by_itself, optimizers))
         plain = len(optimizers) == 1 and is_sgd(optimizer)
-        if by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain)):
+        if self.takes_updates(optimizers):
             lag = self._update_lag_at
             by_updates = UpdateHandover(optimizers, parameters, ranks, lag)
             return UpdateMemory(maybe_unused, by_updates)
@@ -108,6 +107,12 @@ class MemoryChoice:
             f"optimizer=optimizer); got {type(optimizer).__name__ if optimizer else None}"
             f"{' without momentum' * plain}"
         )
+
+    def takes_updates(self, optimizers: Sequence[Optimizer]) -> bool:
+        """With these optimizers updates are exchanged, not gradients, if something is fed back."""
+        by_itself = bool(optimizers) and all(map(_steps_by_itself, optimizers))
+        plain = len(optimizers) == 1 and is_sgd(next(iter(optimizers)))
+        return by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain))
 
     def lag_at(self, cf: float) -> float:
         """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""

@@ -123,6 +123,10 @@ class StepClock(ABC):
         """Seconds of compressing and decoding at a CF, which `step` counts too."""
         return 0.0
 
+    def latency(self, hops: int) -> float:
+        """Seconds of so many messages without their bytes."""
+        return 0.0
+
     @abstractmethod
     def exposed(
         self,

@@ -15,7 +15,7 @@ from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.parameters import ModelParameter, ModelParameters
 from adaptive.network.collectives import reduce_wire_bytes
-from adaptive.network.link import LinkCost, LinkSpec
+from adaptive.network.link import LinkCost, LinkSpec, Network, StepClock
 from adaptive.network.pace import network_in_words
 from adaptive.settings.config import Settings
 from adaptive.timeline.records import Header
@@ -159,7 +159,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         unknown=frozenset(base.rungs.keys() - base.known_gains.keys()),
         wire_bytes=sizes.wire_bytes,
         link=lambda: link_of(settings.network.spec, sizes.choice.link),
-        latency=lambda: getattr(settings.network.spec, "latency", sizes.choice.link.alpha),
+        latency=lambda: latency_of(settings.network, sizes.choice.link),
         layers=sizes.layers(),
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
@@ -198,6 +198,15 @@ def link_of(spec: LinkSpec | None, measured: LinkCost) -> tuple[float, float]:
     if spec is not None:
         return spec.latency, 8 / spec.bits_per_second
     return 0.0, 1 / (FASTER * measured.beta)
+
+
+def latency_of(network: Network, measured: LinkCost) -> float:
+    """Seconds of a message without its bytes: of an emulated or modelled link, or of the one
+    that was measured."""
+    if network.spec is not None:
+        return network.spec.latency
+    clock = network.clock
+    return clock.latency(1) if isinstance(clock, StepClock) else measured.alpha
 
 
 def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:

@@ -28,6 +28,12 @@ CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
 
+LATE = 0.01
+"""Seconds of a message from which `sync="auto"` lets ranks step by themselves, if the policy finds
+that worth while. It is half a round trip. On a busy machine 0.1 ms was measured where there is no
+latency, and 20.4 ms where there are 20 (docs/research/delay.md)."""
+
+
 class Synchronisation:
     """A way in which ranks keep their models together. All ranks must have the same.
 
