@@ -87,7 +87,7 @@ class AdaptiveCompressor:
         itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
         gradients or of what the optimizers' steps have done (see `memory`). "auto": as
-        `LocalSteps("auto")` where a message takes 10 ms or more, and beside other optimizers than
+        `LocalSteps("auto")` where a message takes 40 ms or more, and beside other optimizers than
         SGD; else as None.
     memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
         correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer

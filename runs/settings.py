@@ -131,7 +131,7 @@ class Compressing:
     sync: Annotated[str | None, metavar("SYNC")] = None
     """How the workers keep their models together, as Python writes it: "LocalSteps(8)",
     "Delayed(2)", "Gossip('ring')" (an exchange in every step). auto: local steps if a message takes
-    10 ms or more."""
+    40 ms or more."""
     memory: str | None = None
     """What becomes of what is not sent: auto, residual, momentum, updates or none; with settings
     "Momentum(lag=0.5, masking=True)", "Residual(clip_norm=1, dtype=torch.bfloat16)" (auto)."""

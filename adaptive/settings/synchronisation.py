@@ -28,10 +28,10 @@ CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
 
-LATE = 0.01
+LATE = 0.04
 """Seconds of a message from which `sync="auto"` lets ranks step by themselves, if the policy finds
-that worth while. It is half a round trip. On a busy machine 0.1 ms was measured where there is no
-latency, and 20.4 ms where there are 20 (docs/research/delay.md)."""
+that worth while. It is half a round trip. At 20 ms the default is faster, at 100 ms it is not
+(docs/research/delay.md)."""
 
 
 class Synchronisation:

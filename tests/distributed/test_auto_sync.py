@@ -14,7 +14,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, same, small_net
 
 STEPS = 60
-PROMPT = ("10mbit", "100mbit", "1gbit", "1gbit,9ms")
+PROMPT = ("10mbit", "100mbit", "1gbit", "1gbit,20ms")
 
 
 def _trained(rank: int, link: str, optimizer: Any, **sync: Any) -> dict[str, Any]:
