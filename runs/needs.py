@@ -88,7 +88,8 @@ def of_papers(module: str, name: str) -> dict[str, Any]:
 
 def left_out() -> str:
     """The end of an error about an unknown task or model: where there are others."""
-    return "" if has("runs.papers") else f"; those of papers are in {REPOSITORY}"
+    others = "tasks of images and words, and their models (resnet8, vgg11, lstm-small, ...), are in"
+    return "" if has("runs.papers") else f"; {others} {REPOSITORY}"
 
 
 def check_beside(script: str) -> None:
