@@ -282,6 +282,7 @@ class Policy(ABC):
     layerwise: bool = False  # plans may give single layers their own CFs
     chooses_local_steps: bool = False  # plans may set the number of local steps
     measures: int = 0  # how many numbers `measure` returns
+    promise: str = "with no promise of dense's quality"  # of a run's quality, ends the headline
 
     @abstractmethod
     def start(self, context: Context) -> None:

@@ -228,4 +228,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
         caveat=settings.sync.caveat,
+        promise=policy.promise,
     )

@@ -32,7 +32,7 @@ class Header:
     wire_bytes: by supported CF, the bytes of a step without statistics. link: see `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
     during an exchange; None: half of them. updates, keeps_momentum: see `Context`. caveat: see
-    `Synchronisation`.
+    `Synchronisation`. promise: see `Policy`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
 
@@ -59,6 +59,7 @@ class Header:
     expression: str = ""
     gain: GainKind = "gradient"
     caveat: str = ""
+    promise: str = ""
     version: int = VERSION
 
 
