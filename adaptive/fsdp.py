@@ -60,6 +60,10 @@ class ShardBucket:
         """The how many-th of this backward."""
         return self.number
 
+    def is_last(self) -> bool:
+        """FSDP waits for each before it makes the next: none waits for another."""
+        return True
+
     def buffer(self) -> Tensor:
         """The gradients of this rank's shards, one after the other."""
         return self.flat

@@ -292,6 +292,7 @@ class Policy(ABC):
     chooses_local_steps: bool = False  # plans may set the number of local steps
     chooses_delay: bool = False  # plans may set the delay
     measures: int = 0  # how many numbers `measure` returns
+    promise: str = "with no promise of dense's quality"  # of a run's quality, ends the headline
 
     @abstractmethod
     def start(self, context: Context) -> None:

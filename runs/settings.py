@@ -19,6 +19,7 @@ from runs.option_types import (
     Pair,
     Positive,
     Rate,
+    Switch,
     TwoBelowOne,
     Whole,
     at_least,
@@ -54,7 +55,7 @@ class Training:
     task: str = "text"
     """Text (bytes, no download), words, cifar10, cifar100 or fashion-mnist."""
     model: str | None = None
-    """Text: lstm, gpt, gpt-10m; images: resnet8, resnet20, ..., resnet101, vgg16; words:
+    """Text: lstm, gpt, gpt-10m, gpt-121m; images: resnet8, resnet20, ..., resnet101, vgg16; words:
     lstm-small, lstm-medium, lstm-large, lstm-2x1500 (the task's first)."""
     data: Annotated[str | None, metavar("DIR")] = None
     """Text file or folder, or the folder of the image data set in its standard format; for words a
@@ -69,6 +70,9 @@ class Training:
     """Of weights, order, augmentation."""
     threads: Count = 1
     """CPU threads a worker."""
+    autocast: Switch = False
+    """Forward and backward compute in bfloat16 where autocast does; parameters, gradients and what
+    is exchanged stay float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ classes themselves.
 """
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import nan, sqrt
 from statistics import median
@@ -98,7 +99,12 @@ class Trainer:
     def loss(self) -> torch.Tensor:
         """The loss of this rank's batch in the present step."""
         batch = self.task.batch(self.step, self.rank, self.world_size)
-        return self.task.loss(self.model, batch)
+        with self._autocast():
+            return self.task.loss(self.model, batch)
+
+    def _autocast(self) -> torch.autocast:
+        kind = torch.device(self._config.device).type
+        return torch.autocast(kind, torch.bfloat16, enabled=self._config.autocast)
 
     def descend(self, loss: torch.Tensor) -> None:
         """Backward, with the exchange in it, and the optimizer's step."""
@@ -124,9 +130,12 @@ class Trainer:
             optimizer.step()
         self.model.zero_grad()
 
-    def measured(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def measured(self) -> Iterator[None]:
         """A context in which the model is the one whose quality counts, the mean of all ranks'."""
-        return nullcontext() if self.compressor is None else self.compressor.averaged()
+        averaged = nullcontext() if self.compressor is None else self.compressor.averaged()
+        with averaged, self._autocast():
+            yield
 
     def summary(self) -> Summary:
         """What was sent so far."""

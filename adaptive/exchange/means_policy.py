@@ -146,6 +146,10 @@ class MeansPolicy(Stateful, Policy):
     def gain_at(self, cf: float) -> float | None:
         return self.own.gain_at(cf)
 
+    @property
+    def promise(self) -> str:  # type: ignore[override]
+        return self.own.promise
+
     def verdict(self) -> str:
         return self.own.verdict()
 

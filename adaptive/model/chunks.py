@@ -16,7 +16,7 @@ from compressors.kernels.blocks import CACHE_BLOCK, block_size, is_host, reused
 CHUNK = 25 * 2**20
 """Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
 
-DEVICE_CHUNK = 200 * 2**20
+DEVICE_CHUNK = 256 * 2**20
 """The same on a device, where the number of launches counts more than what a cache holds."""
 
 
@@ -152,6 +152,11 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
                 start, within = stop, []
     if within:
         yield Block(start, stop, within)
+
+
+def joined_nbytes(device: torch.device) -> int:
+    """Of DDP's buckets so many bytes at least are exchanged as one; 0: each by itself."""
+    return 0 if is_host(device) else DEVICE_CHUNK
 
 
 def chunked(parameters: Iterable[ModelParameter]) -> list[Chunk]:

@@ -13,6 +13,7 @@ from adaptive.bucket.bucket import Granularity, StepCFs
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
+from adaptive.model.chunks import CHUNK, joined_nbytes
 from adaptive.model.parameters import ModelParameter, ModelParameters
 from adaptive.network.collectives import reduce_wire_bytes
 from adaptive.network.link import LinkCost, LinkSpec, Network, StepClock
@@ -25,9 +26,6 @@ from policies.base import DeclaredPolicy
 
 FASTER = 2.0
 """How much faster a measured link may be than it was measured."""
-
-BUCKET = 25 * 2**20
-"""Bytes of gradients in one of DDP's buckets, by default."""
 
 
 @dataclass
@@ -89,7 +87,8 @@ class Sizes:
         nbytes = self.payload_nbytes(cfs.send)
         for layer, cf in cfs.layers.items():
             nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)
-        return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / BUCKET))
+        of_bucket = joined_nbytes(self.parameters.device) or CHUNK
+        return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / of_bucket))
 
     def wire_bytes(self, cf: float, down_cf: float | None = None) -> float:
         """Bytes a rank puts on the wire in a step at `cf`, of what may be compressed. down_cf: that
@@ -242,4 +241,5 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,
         caveat=settings.sync.caveat,
+        promise=policy.promise,
     )

@@ -308,6 +308,7 @@ class Controller(saved.Stateful):
             deepcopy(self._totals),
             cf=self.cf,
             verdict=self.policy.verdict(),
+            promise=self.policy.promise,
             element_bytes=self.sizes.element_nbytes(),
             network=self.dense_timer.network,
             rungs=base.rung_names,

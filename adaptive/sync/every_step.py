@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from adaptive.memory.handover import loss_scale
 from adaptive.memory.step_watch import Groups, sample
+from adaptive.model.chunks import joined_nbytes
 from adaptive.model.parameters import ModelParameter, is_left_to_ddp, local, shaped
 from adaptive.network.collectives import drain
+from adaptive.network.link import new_future
 from adaptive.step.averager import Averager
 from adaptive.sync.base import Synchroniser
 from compressors.kernels import kernels_for
@@ -41,7 +43,11 @@ class AsDDP(Synchroniser):
 
 
 class EveryStepSync(Synchroniser):
-    """The mean of gradients takes the gradients' place."""
+    """The mean of gradients takes the gradients' place.
+
+    On a device several of DDP's buckets are compressed and exchanged as one piece: an exchange
+    costs the host as many launches whatever its size. Steps that are not compressed take DDP's
+    buckets as they come."""
 
     _stood: tuple[Tensor, int, Tensor] | None = None
     """A parameter after a backward that no optimizer has stepped by yet, its number of writes, and
@@ -50,47 +56,94 @@ class EveryStepSync(Synchroniser):
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
-        # Of the backward under way, buckets whose mean DDP may keep from some parameters.
+        # Of the backward under way, pieces whose mean DDP may keep from some parameters.
         self._withheld: list[tuple[list[ModelParameter], Future[Tensor]]] = []
+        # Buckets that wait to be exchanged as one piece, and the futures that DDP has of them.
+        self._piece: list[dist.GradBucket] = []
+        self._promised: list[Future[Tensor]] = []
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
             self._notice_moves()
-            self._withheld.clear()
+            self._forget()
             self.averager.begin(self.alike)
         return self._mean(bucket)
 
     def _mean(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The ranks' mean of a bucket's gradients, in units of the scaled loss as they came. The
-        memory is in units of the loss itself."""
-        averager, stopwatch = self.averager, self.averager.controller.stopwatch
-        entered, now = stopwatch.timestamps(), averager.exchange_now
-        buffer, of, stream = bucket.buffer(), bucket.parameters(), averager.pipeline.stream
-        scale_now = loss_scale(averager.scaler, buffer.device)
-        work, scale = buffer, None
-        parameters: list[ModelParameter] = []
-        if is_left_to_ddp(buffer, of):
-            done = averager.mean_as_ddp(bucket)
-        else:
-            if (scale := scale_now) is not None:  # in float32: small gradients do not underflow
-                work = (buffer if buffer.dtype == torch.float64 else buffer.float()).div_(scale)
-            parameters += map(averager.parameters.find, of)
-            done = averager.mean(bucket, work, parameters, scale)
-        stopwatch.hook_left(entered, drain(averager.pipeline.waits))
+        """A future of the ranks' mean of a bucket's gradients."""
+        averager, buffer = self.averager, bucket.buffer()
+        stopwatch, now = averager.controller.stopwatch, averager.exchange_now
+        entered = stopwatch.timestamps()
 
         def finish(future: Future[Tensor]) -> Tensor:
             with averager.noting_failure(now):
-                mean = future.value()
-                if scale is not None:
-                    mean = buffer.copy_(mean.mul_(scale))
-                stopwatch.bucket_done(drain(averager.pipeline.decoded))
-                stream.keep(work, scale_now)
-                return mean
+                return future.value()
+
+        if is_left_to_ddp(buffer, bucket.parameters()):
+            done = averager.mean_as_ddp(bucket).then(finish)
+        else:
+            done = self._join(bucket)
+        if self._piece and bucket.is_last():
+            self._exchange()
+        stopwatch.hook_left(entered, drain(averager.pipeline.waits))
+        return done
+
+    def _join(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """A future of the mean of a bucket, which may wait for those that follow."""
+        buffer, piece = bucket.buffer(), self._piece
+        if piece and piece[0].buffer().dtype != buffer.dtype:
+            self._exchange()
+        piece.append(bucket)
+        least = joined_nbytes(buffer.device) if self.averager.compresses else 0
+        full = sum(each.buffer().nbytes for each in piece) >= least or bucket.is_last()
+        if full and len(piece) == 1:
+            return self._exchange()
+        self._promised.append(new_future(buffer.device))
+        done = self._promised[-1]
+        if full:
+            self._exchange()
+        return done
+
+    def _exchange(self) -> Future[Tensor]:
+        """Make the ranks' mean of the piece, in units of the scaled loss as its gradients came. The
+        memory is in units of the loss itself."""
+        averager, stopwatch = self.averager, self.averager.controller.stopwatch
+        buckets, promised = [*self._piece], [*self._promised]
+        self._piece.clear()
+        self._promised.clear()
+        now, stream = averager.exchange_now, averager.pipeline.stream
+        buffers = [bucket.buffer() for bucket in buckets]
+        flat = torch.cat(buffers) if promised else buffers[0]
+        scale = loss_scale(averager.scaler, flat.device)
+        work = flat
+        if scale is not None:  # in float32: small gradients do not underflow
+            work = (flat if flat.dtype == torch.float64 else flat.float()).div_(scale)
+        of = [averager.parameters.find(p) for bucket in buckets for p in bucket.parameters()]
+        done = averager.mean(buckets[-1], work, of, scale)
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            try:
+                with averager.noting_failure(now):
+                    mean = future.value()
+                    if scale is not None:
+                        mean = flat.copy_(mean.mul_(scale))
+                    if promised:
+                        pieces = mean.split([buffer.numel() for buffer in buffers])
+                        torch._foreach_copy_(buffers, list(pieces))
+                    stopwatch.bucket_done(drain(averager.pipeline.decoded))
+                    stream.keep(flat, work, scale)
+            except BaseException as error:
+                for each in promised:
+                    each.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+                raise
+            for each, buffer in zip(promised, buffers, strict=False):  # of one bucket there is none
+                each.set_result(buffer)
+            return mean
 
         finished = done.then(finish)
         moves = "velocity" in averager.memory.now.keeps
-        if moves and parameters and averager.parameters.maybe_unused():
-            self._withheld.append((parameters, finished))
+        if moves and averager.parameters.maybe_unused():
+            self._withheld.append((of, finished))
         return finished
 
     @torch.no_grad()
@@ -98,7 +151,8 @@ class EveryStepSync(Synchroniser):
         """DDP has brought the means into `p.grad`, but for parameters that no rank has used. SGD
         moves these, too, if the script has set their gradients to zero."""
         for parameters, finished in self._withheld:
-            pieces = finished.value().split([parameter.numel for parameter in parameters])
+            # DDP has waited for the buckets of a piece; the piece itself may be a moment later.
+            pieces = finished.wait().split([parameter.numel for parameter in parameters])
             grads, means = [], []
             for parameter, piece in zip(parameters, pieces, strict=True):
                 grad = parameter.tensor.grad
@@ -168,7 +222,13 @@ class EveryStepSync(Synchroniser):
 
     def abandon(self) -> None:
         self._stood = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is left of a backward that has raised."""
         self._withheld.clear()
+        self._piece.clear()
+        self._promised.clear()
 
     def start_over(self) -> bool:
         self._stood = None

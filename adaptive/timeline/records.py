@@ -33,7 +33,7 @@ class Header:
     `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
     during an exchange; None: half of them. delays, updates, keeps_momentum: see `Context`.
-    caveat: see `Synchronisation`.
+    caveat: see `Synchronisation`. promise: see `Policy`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
 
@@ -62,6 +62,7 @@ class Header:
     expression: str = ""
     gain: GainKind = "gradient"
     caveat: str = ""
+    promise: str = ""
     version: int = VERSION
 
 

@@ -3,11 +3,12 @@
     python -m runs.bench.links --text WIKITEXT --images CIFAR
 
 The quality is plain DDP's after all of its steps. Whoever has not reached it by then gets three
-times as many. A fixed method needs the same steps to a quality on any link. So its steps are
-counted once, without links, and multiplied by what its step takes on each link. The default adapts
-to a link: it runs there in full, exploring included. All is done by `python -m runs compare` in
-folders below --log-dir; the same command goes on where it was stopped. Nothing else should run
-meanwhile.
+times as many, but for the large models (`--tasks "GPT-121M, AdamW" "ResNet-50, SGD"`).
+
+A fixed method needs the same steps to a quality on any link. So its steps are counted once, without
+links, and multiplied by what its step takes on each link. The default adapts to a link: it runs
+there in full, exploring included. All is done by `python -m runs compare` in folders below
+--log-dir; the same command goes on where it was stopped. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ DILOCO = "diloco:sync=LocalSteps({}, outer_lr=0.7, outer_momentum=0.9, overlap=0
 
 class Fixed(NamedTuple):
     """A method that does not adapt. label: as `compare` names it. steps: in which its step is
-    timed. dense: the first of these, in which PyTorch's PowerSGD still sends all; not counted."""
+    timed. dense: the first of these, at whose beginning PyTorch's PowerSGD still sends all; not
+    counted."""
 
     label: str
     steps: int
@@ -51,23 +53,35 @@ FIXED: Mapping[str, Fixed] = {
     "DiLoCo, every 10": Fixed(DILOCO.format(10), 42),
 }
 
+AT_SIZE: Mapping[str, Fixed] = {
+    "plain DDP": Fixed("ddp", 4),
+    "bf16 hook": Fixed("ddp:ddp_hook=bf16", 4),
+    "PowerSGD hook": Fixed("ddp:ddp_hook=powersgd", 20, dense=10),
+    "DiLoCo, every 10": Fixed(DILOCO.format(10), 42),
+    "CF 100": Fixed("fixed:cf=100", 12),
+}
+"""Of large models, whose dense step takes most of a minute."""
+
 AT_REST = 0.5
 """The share of the default's run, at its end, over which its step is timed: longer than it measures
 gains at a time."""
 SMOOTH = 3
 LONGER = 3
 """So many times its steps has a run that did not reach dense's quality."""
-EVALUATIONS = 30
 
 
 class Task(NamedTuple):
     """A training task. data: the argument with the folder of its data. options: of `compare`.
-    schedule: further options of a whole run. steps: of a whole run."""
+    schedule: further options of a whole run. steps, evaluations: of a whole run. methods: what the
+    default is compared with. longer: see LONGER; 1: nobody trains longer."""
 
     data: str
     options: tuple[str, ...]
     schedule: tuple[str, ...]
     steps: int
+    evaluations: int = 30
+    methods: Mapping[str, Fixed] = FIXED
+    longer: int = LONGER
 
 
 TASKS: Mapping[str, Task] = {
@@ -80,7 +94,29 @@ TASKS: Mapping[str, Task] = {
     "VGG-11, SGD": Task(
         "images", ("--task", "cifar10", "--model", "vgg11", "--batch-size", "8"), (), 300
     ),
+    "GPT-121M, AdamW": Task(
+        "text",
+        (
+            *("--model", "gpt-121m", "--batch-size", "8", "--autocast", "on"),
+            *("--optimizer", "adamw", "--clip-grad", "1"),
+        ),
+        ("--lr", "3e-4", "--warmup", "20"),
+        150,
+        evaluations=10,
+        methods=AT_SIZE,
+        longer=1,
+    ),
+    "ResNet-50, SGD": Task(
+        "images",
+        ("--task", "cifar10", "--model", "resnet50", "--batch-size", "16", "--autocast", "on"),
+        (),
+        100,
+        evaluations=10,
+        methods=AT_SIZE,
+        longer=1,
+    ),
 }
+USUAL = ("GPT, AdamW", "VGG-11, SGD")
 
 
 @dataclass(frozen=True)
@@ -108,12 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rate in asked.rates
     ]
     rows = [_row(cell, asked) for cell in cells]
-    names = [*FIXED, "default"]
+    methods = (name for cell in cells for name in TASKS[cell.task].methods)
+    names = [*dict.fromkeys(methods), "default"]
+    blank = (nan, nan)
     head = f"| task | workers | link | {' | '.join(names)} |\n|{' --- |' * (3 + len(names))}"
     for what, place in (("seconds a step at rest", 0), ("seconds to dense's quality", 1)):
         print(f"\n{what}\n\n{head}")
         for cell, row in zip(cells, rows, strict=True):
-            print(f"| {cell.name} | {' | '.join(_text(row[name][place]) for name in names)} |")
+            found = (_text(row.get(name, blank)[place]) for name in names)
+            print(f"| {cell.name} | {' | '.join(found)} |")
     return 0
 
 
@@ -122,7 +161,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--text", required=True, help="folder of WikiText-2")
     parser.add_argument("--images", required=True, help="folder of CIFAR-10")
-    parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
+    parser.add_argument("--tasks", nargs="+", default=USUAL, choices=[*TASKS])
     parser.add_argument(
         "--workers", nargs="+", default=["2", "4"], help="4/2: four, two of them behind each link"
     )
@@ -134,26 +173,29 @@ def _arguments() -> argparse.ArgumentParser:
 def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """(seconds a step, seconds to the quality that plain DDP has at its end) by contender."""
     task = TASKS[cell.task]
+    methods = task.methods
     common = ("--data", getattr(asked, task.data), *task.options)
     folder = asked.log_dir / f"{cell.task.partition(',')[0]}-{cell.workers}"
     here = folder / f"{cell.rate}{f'-{cell.per_node}' * (cell.per_node > 1)}"
-    labels = [fixed.label for fixed in FIXED.values()]
+    labels = [fixed.label for fixed in methods.values()]
     runs = _compare(folder / "quality", cell, _whole(task, common), labels, shaped=False)
     goal = runs["ddp"].quality
-    if slow := [label for label in labels if not isfinite(runs[label].steps_to(goal))]:
-        longer = _whole(task, common, LONGER)
+    slow = [label for label in labels if not isfinite(runs[label].steps_to(goal))]
+    if slow and task.longer > 1:
+        longer = _whole(task, common, task.longer)
         runs |= _compare(folder / "longer", cell, longer, slow, shaped=False)
-    timed = [fixed.timed(n) for fixed in FIXED.values() for n in (fixed.dense, fixed.steps) if n]
+    timed = [fixed.timed(n) for fixed in methods.values() for n in (fixed.dense, fixed.steps) if n]
     short = ("--steps", "8", "--eval-every", "1000")
     rest = _compare(here / "rest", cell, (*common, *short), timed)
     found = {}
-    for name, fixed in FIXED.items():
+    for name, fixed in methods.items():
         seconds = _seconds(fixed, rest)
         found[name] = seconds, runs[fixed.label].steps_to(goal) * seconds
     run = _compare(here / "default", cell, _whole(task, common), [DEFAULT])[DEFAULT]
     seconds = median(run.step_seconds[-round(AT_REST * len(run.step_seconds)) :])
-    if not isfinite(run.steps_to(goal)):
-        run = _compare(here / "longer", cell, _whole(task, common, LONGER), [DEFAULT])[DEFAULT]
+    if task.longer > 1 and not isfinite(run.steps_to(goal)):
+        longer = _whole(task, common, task.longer)
+        run = _compare(here / "longer", cell, longer, [DEFAULT])[DEFAULT]
     steps = run.steps_to(goal)
     return {**found, "default": (seconds, run.seconds_by(int(steps)) if isfinite(steps) else steps)}
 
@@ -161,7 +203,7 @@ def _row(cell: Cell, asked: argparse.Namespace) -> dict[str, tuple[float, float]
 def _whole(task: Task, common: Sequence[str], times: int = 1) -> tuple[str, ...]:
     """The options of a run of so many times the task's steps."""
     steps = times * task.steps
-    whole = ("--steps", str(steps), "--eval-every", str(steps // EVALUATIONS))
+    whole = ("--steps", str(steps), "--eval-every", str(steps // task.evaluations))
     return (*common, *task.schedule, *whole)
 
 

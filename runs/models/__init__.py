@@ -17,6 +17,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lstm": ByteLSTM,  # 0.99 million parameters
     "gpt": ByteGPT,  # 1.0 million
     "gpt-10m": partial(ByteGPT, width=384, layers=6, heads=6),  # 10.9 million
+    "gpt-121m": partial(ByteGPT, width=768, layers=17, heads=12),  # 120.9 million
     **of_papers("models", "MODELS"),
 }
 

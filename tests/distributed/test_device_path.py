@@ -23,6 +23,8 @@ from adaptive import (
     Residual,
 )
 from adaptive.memory import optimizer_sync
+from adaptive.model.chunks import DEVICE_CHUNK
+from adaptive.sync import every_step
 from adaptive.sync.anchor import Anchor
 from compressors.kernels import blocks
 from policies import Plan
@@ -97,6 +99,7 @@ def test_nothing_is_lost_where_parameters_go_unused(cfs: list[float], momentum: 
 
 def _train(rank: int, on_device: bool, options: dict[str, Any], sgd: dict[str, Any]) -> Any:
     blocks.force_device_path = on_device
+    every_step.joined_nbytes = lambda device: DEVICE_CHUNK  # on both: what is selected as one
     model = DDP(small_net(), bucket_cap_mb=0.004, **options.get("ddp", {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **sgd)
     policy = ByStep([10.0, 3.0, 1.0, 50.0], (20.0,))

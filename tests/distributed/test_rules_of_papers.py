@@ -494,6 +494,7 @@ def _paired(rank: int) -> dict[str, Any]:
             if not stops and step == 3:
                 states = model.module.state_dict(), made.state_dict(), compressor.state_dict()
                 saved = deepcopy([*states])
+                found["saved"] = {name for name, held in states[2]["sync"].items() if held}
             made.zero_grad()
             loss_of(model, step, rank).backward()
             made.step()
@@ -505,6 +506,7 @@ def test_noloco_is_its_papers() -> None:
     for result, own in zip(run_ranks(PAIRED, _paired, limit=150), _noloco(), strict=True):
         assert torch.equal(result["whole"], result["resumed"])
         assert "sync: kept has lost 0.bias: momentum" in result["damaged"]
+        assert result["saved"] == {"backwards", "mixed", "kept"}  # no offset, used up in each round
         assert float((result["whole"] - own).abs().max()) < ATOL
 
 

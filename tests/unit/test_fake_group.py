@@ -46,12 +46,14 @@ def _operations(
     hidden: int = 256,
     started: list[str] | None = None,
     cf: float = 100.0,
+    cap: float = 25.0,
 ) -> list[Counter[str]]:
     """Of the hook's calls in each of the last three of seven steps, by name; with the kernels of
-    Triton that are `started`."""
+    Triton that are `started`. cap: MiB of one of DDP's buckets."""
     started = [] if started is None else started
     torch.manual_seed(0)
-    model = DDP(nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden)))
+    layers = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
+    model = DDP(layers, bucket_cap_mb=cap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     policy = Fixed(cf=cf if base.startswith("topk") else 4)
     compressor = AdaptiveCompressor(base, (2, 1000), policy=policy, exchange=exchange)
@@ -101,6 +103,14 @@ def test_as_many_operations_for_a_larger_model_and_none_that_waits(
     assert small.total() > 0
     assert large.total() <= 1.05 * small.total()  # what does not fill up a byte is padded
     assert not READING & large.keys()
+
+
+@pytest.mark.parametrize("base", ["topk+int4", "int8"])
+def test_on_a_device_several_buckets_take_no_more_than_one(base: str) -> None:
+    one, several = (_operations(base, "all_gather", 256, 0.9, cap=cap)[-1] for cap in (25, 0.05))
+    more = several - one
+    assert more["cat"] == 1  # into one piece, whose mean is copied back
+    assert more.total() <= 5
 
 
 MOST = {

@@ -9,6 +9,7 @@ PARAMETERS = {  # of the default shapes; the image models' by hand from the pape
     "lstm": 986_624,
     "gpt": 1_020_320,
     "gpt-10m": 10_868_736,
+    "gpt-121m": 120_937_728,
     "resnet8": 78_042,
     "resnet20": 272_474,
     "resnet18": 11_173_962,
@@ -26,6 +27,7 @@ NARROW = {
     "lstm": {"hidden": 24},
     "gpt": {"width": 20},
     "gpt-10m": {"width": 24},
+    "gpt-121m": {"width": 24},
     "resnet18": {"width": 8},
     **{name: {"hidden": 24} for name in WORD_MODELS},
 }
@@ -51,7 +53,7 @@ def test_image_models_take_both_sizes(name, shape):
     assert model(torch.randn(2, *shape)).shape == (2, 7)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gpt", "gpt-10m", *WORD_MODELS])
+@pytest.mark.parametrize("name", ["lstm", "gpt", "gpt-10m", "gpt-121m", *WORD_MODELS])
 def test_language_models_see_only_the_past(name):
     model = narrow(name, vocab=50).eval()
     symbols = torch.randint(50, (2, 12))
