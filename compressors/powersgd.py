@@ -69,28 +69,24 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def layout(cf: float, numel: int, shape: tuple[int, ...] = ()) -> Layout:
-    """How a tensor of `numel` elements and a parameter's `shape` is sent at `cf`.
+def layout(cf: float, numel: int, shape: tuple[int, ...] = (), rank: int | None = None) -> Layout:
+    """How a tensor of `numel` elements and a parameter's `shape` is sent at `cf`, or at a `rank`.
 
     The matrix is n = shape[0] by m = all the other dimensions (Vogels and others 2019, section 3),
-    nearly square if `shape` is () (not known). rank = max(1, floor(n m / (cf (n + m)))). CF 1, and
-    what would not become smaller, travels uncompressed."""
+    nearly square if `shape` is () (not known). None: max(1, floor(n m / (cf (n + m)))). CF 1,
+    and what would not become smaller, travels uncompressed."""
     cf = check_cf(cf)
     if shape and prod(shape) != numel:
         raise ValueError(f"key.shape must have the tensor's {numel} elements, got {shape}")
     rows = shape[0] if shape else isqrt(numel)
     cols = numel // max(rows, 1)
     size, sides = rows * cols, rows + cols
-    rank = floor(size / (cf * max(sides, 1)) * (1 + 1e-12))  # 1e-12: as in `kept`
+    if rank is None:
+        rank = floor(size / (cf * max(sides, 1)) * (1 + 1e-12))  # 1e-12: as in `kept`
     rank = min(max(rank, 1), rows, cols)
     if cf == 1 or sides * rank >= size:
         return Layout(0, 0, 0, numel)
     return Layout(rows, cols, rank, numel - size)
-
-
-def layout_of(spec: Spec) -> Layout:
-    """How a tensor is sent."""
-    return layout(spec.cf, spec.numel, spec.key.shape)
 
 
 class _Part(NamedTuple):
@@ -109,13 +105,15 @@ class _Part(NamedTuple):
 
 
 class PowerSGD(RoundsCompressor):
-    """PowerSGD sends P and Q of rank floor(n m / (cf (n + m))) in two all-reduces for a bucket.
+    """PowerSGD sends P and Q of rank floor(n m / (cf (n + m))), or of the given one, in two
+    all-reduces for a bucket.
 
     The first all-reduce carries the P of all tensors and what travels uncompressed (see `layout`),
     the second one all Q. Each parameter's Q of the last step is where the next step starts ("warm
     start", Vogels and others 2019, section 4.2): a lower rank uses its first columns, and beyond
     the highest rank so far random columns are added.
 
+    rank: of every matrix, at any CF above 1; None: by the CF.
     seed: the same on all ranks; of the random columns.
 
     parts: P^T (r x n, orthonormal rows), Q^T (r x m), uncompressed elements; all flat.
@@ -124,7 +122,10 @@ class PowerSGD(RoundsCompressor):
     name = "powersgd"
     keeps_zeros = False
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, rank: int | None = None, seed: int = 0) -> None:
+        if rank is not None and not (isinstance(rank, int) and rank >= 1):
+            raise ValueError(f"rank={rank!r}: must be an integer >= 1, or None")
+        self.rank = rank
         self.seed = seed
         self._last: dict[str, Tensor] = {}  # Q^T of the last step by parameter
 
@@ -181,7 +182,7 @@ class PowerSGD(RoundsCompressor):
     def smaller(self, payload: Payload, factor: float) -> Payload:
         """P and Q truncated to their first columns: what the rounds give at that rank."""
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
-        then, now = layout_of(payload.spec), layout_of(spec)
+        then, now = self._layout(payload.spec), self._layout(spec)
         p, q, rest = payload.parts
         if now.rank == then.rank:
             return replace(payload, spec=spec)
@@ -197,7 +198,7 @@ class PowerSGD(RoundsCompressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
-        out, plan = out.detach(), layout_of(payload.spec)
+        out, plan = out.detach(), self._layout(payload.spec)
         p, q, rest = (part.to(out.dtype) for part in payload.parts)
         p, q = p.view(plan.rank, plan.rows), q.view(plan.rank, plan.cols)
         plan.matrix(out).addmm_(p.t(), q, alpha=scale)
@@ -206,7 +207,7 @@ class PowerSGD(RoundsCompressor):
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
-        plan = layout_of(payloads[0].spec)
+        plan = self._layout(payloads[0].spec)
         if len(payloads) > 1 or scale != 1 or plan.rank != 1 or plan.rest:
             super().mean_of(out, payloads, scale, as_zeros)
             return
@@ -215,10 +216,10 @@ class PowerSGD(RoundsCompressor):
         torch.mul(p[:, None], q, out=plan.matrix(out.detach()))
 
     def floats(self, spec: Spec) -> float:
-        return float(sum(layout_of(spec).sizes))
+        return float(sum(self._layout(spec).sizes))
 
     def nearest(self, spec: Spec) -> float:
-        return layout_of(spec).cf
+        return self._layout(spec).cf
 
     def state_dict(self) -> dict[str, Any]:
         """q: the transposed mean Q (rank x columns) by parameter name."""
@@ -234,8 +235,12 @@ class PowerSGD(RoundsCompressor):
                 raise ValueError(f"state of {name!r} must be a finite matrix (rank x columns)")
         self._last = {name: rows.clone() for name, rows in last.items()}
 
+    def _layout(self, spec: Spec) -> Layout:
+        """How a tensor is sent."""
+        return layout(spec.cf, spec.numel, spec.key.shape, self.rank)
+
     def _part(self, tensor: Tensor, spec: Spec) -> _Part:
-        flat, plan = tensor.detach(), layout_of(spec)
+        flat, plan = tensor.detach(), self._layout(spec)
         start = self._start(spec.key.name, plan.rank, plan.cols, flat)
         return _Part(spec, plan, start, plan.matrix(flat), plan.tail(flat))
 

@@ -141,7 +141,7 @@ def debug_interval(debug: Any) -> int:
 def require(condition: bool, argument: str, value: object, accepted: str) -> None:
     """TypeError that names an argument, its value and what is accepted, unless it is that."""
     if not condition:
-        raise TypeError(f"{argument} must be {accepted}, got {value!r}")
+        raise TypeError(f"{argument} must be {accepted}, got {value!r:.80}")
 
 
 @dataclass

@@ -43,6 +43,21 @@ def test_rank_from_cf_and_shape(shape, cf, rank):
     assert layout(cf, prod(shape), shape).rank == rank
 
 
+@pytest.mark.parametrize("cf", [1.5, 10.0, 1e6])
+def test_a_rank_that_is_given_is_that_of_every_matrix_at_any_cf(cf):
+    powersgd, matrix = PowerSGD(rank=2), low_rank(2, 8)
+    for _ in range(3):
+        (own,), mean = one([powersgd], [matrix], cf)
+    assert [part.numel() for part in own.parts] == [2 * 40, 2 * 60, 0]
+    torch.testing.assert_close(mean, matrix)
+    assert powersgd.nearest(Spec.shaped((40, 60), cf)) == 2400 / (2 * 100)
+    assert powersgd.nearest(Spec.shaped((40, 60), 1.0)) == 1  # dense is dense
+    assert powersgd.nearest(Spec.shaped((100,), cf)) == 1
+    for rank in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="rank="):
+            PowerSGD(rank=rank)
+
+
 @pytest.mark.parametrize("cf", [1.0, 1.5, 3.0, 10.0, 100.0, 1e6])
 def test_sizes_and_supported_cf(cf):
     powersgd = PowerSGD()
