@@ -1,4 +1,4 @@
-"""What tells beforehand how much quality a CF loses in equal steps? (docs/research/defaults.md)
+"""What tells beforehand how much quality a CF loses in equal steps? An hour and a half.
 
     python -m docs.studies.predictors --images CIFAR --text WIKITEXT [--log FILE]
 
