@@ -99,7 +99,7 @@ class BucketMemory:
         if addend is not None:
             target.add_(addend)
 
-    def take_off(self, unit: Unit, payload: Payload) -> None:
+    def subtract_sent(self, unit: Unit, payload: Payload) -> None:
         """Subtract what this rank has sent for a unit from what the memory holds. Where some of it
         was skipped, or the residual has fewer bits, by way of the bucket, whose gradients are no
         longer needed."""

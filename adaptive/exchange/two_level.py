@@ -395,7 +395,7 @@ class _InParts(_InTwo):
 
     def __init__(self, inner: Strategy, nodes: NodeExchange, shards: int, shard: int) -> None:
         super().__init__(inner, nodes)
-        self.parts, self.part = shards, shard
+        self.node_shards, self.node_shard = shards, shard
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self._nodes.in_parts(outgoing)

@@ -27,7 +27,7 @@ class Voted(Strategy):
     """The ranks vote on indices, and send their values at all of them, coded as `values` says."""
 
     name = "voted_indices"
-    takes_sums = True
+    takes_error_fed = True
     votes = True
     calls = 110
 

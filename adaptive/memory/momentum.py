@@ -62,7 +62,7 @@ class MomentumMemory(Residual):
             residual.add_(grad, alpha=rule.gain - 1)
         return grad
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
+    def flush_into(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
         if self._of.rests:
             return
         velocity, rule = self._move(parameter, grad, 1.0, nonfinite)
@@ -71,7 +71,7 @@ class MomentumMemory(Residual):
         elif velocity is not None:
             grad.copy_(velocity)
             fill_if(nonfinite, grad, 0.0)
-        super().fold(parameter, grad, nonfinite)
+        super().flush_into(parameter, grad, nonfinite)
 
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]

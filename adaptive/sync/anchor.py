@@ -346,7 +346,7 @@ class _Remembering(Wrapped):
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         units, sent = outgoing.units, self._sent.zero_()
         # What is known now the next flight can leave out, while this one is under way.
-        known = not (self.takes_sums or self.sharded or self.votes or self.parts > 1)
+        known = not (self.takes_error_fed or self.sharded or self.votes or self.node_shards > 1)
         if known:
             for unit, payload in zip(units, outgoing.payloads, strict=True):
                 self._add(unit, payload.as_zeros(outgoing.bucket.nonfinite))
