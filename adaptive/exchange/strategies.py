@@ -196,32 +196,42 @@ class Wrapped(Strategy):
 
 
 class Gathered(Strategy):
-    """All-gather: every rank sends its payloads to every other rank."""
+    """All-gather: every rank sends its payloads to every other rank: (N-1) payloads a rank."""
 
     name = "all_gather"
     calls = 40
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return gathered(exchange, outgoing)
+        wire = outgoing.pack()
+        outgoing.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
+        rows = yield exchange.all_gather(wire)
+        return outgoing.received(rows)
 
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
         return gather_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
 
 
 class Summed(Strategy):
-    """All-reduce: payloads are summed on the wire (`Compressor.sums`)."""
+    """All-reduce: the sum of the payloads is the payload of the sum (`Compressor.sums`), and NaN if
+    one of the payloads is NaN. A rank sends 2(N-1)/N payloads."""
 
     name = "all_reduce"
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return summed(exchange, outgoing)
+        wire = outgoing.pack()
+        dtype = outgoing.units[0].compressor.sum_dtype if outgoing.units else None
+        total = yield exchange.all_reduce(wire.view(dtype or outgoing.dtype))
+        sums = list(unpack(outgoing.units, total.view(torch.uint8)[None]))
+        nonfinite = any_nonfinite([*chain(*sums)])
+        return Received(sums, nonfinite, 1 / exchange.world_size, outgoing.payloads)
 
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
         return reduce_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
 
 
 class InRounds(Summed):
-    """The compressor itself exchanges error-fed gradients, in rounds of all-reduces (PowerSGD)."""
+    """The exchange of a compressor that works in rounds (PowerSGD). In each round the compressor
+    hands out a tensor, and gets the sum of all ranks' tensors. A nonfinite bucket sends NaN."""
 
     takes_error_fed = True
 
@@ -229,14 +239,47 @@ class InRounds(Summed):
         self.compressor = compressor
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return in_rounds(exchange, outgoing, self.compressor)
+        compressor = self.compressor
+        if not outgoing.units:
+            for _ in range(compressor.rounds_count):
+                yield exchange.all_reduce(outgoing.bucket.work.new_empty(0))
+            return Received((), False)
+        own: list[Payload] = []
+
+        def report(payloads: Sequence[Payload]) -> None:
+            own.extend(payloads)
+            outgoing.report(payloads)
+
+        rounds = compressor.rounds(
+            [payload.parts[0] for payload in outgoing.payloads],
+            [unit.spec for unit in outgoing.units],
+            exchange.world_size,
+            report,
+        )
+        handed_out = next(rounds)
+        fill_if(outgoing.bucket.nonfinite, handed_out, nan)
+        for _ in range(compressor.rounds_count - 1):
+            total = yield exchange.all_reduce(handed_out)
+            handed_out = rounds.send(total)
+        total = yield exchange.all_reduce(handed_out)
+        try:
+            rounds.send(total)  # on a thread of the process group, which must not issue collectives
+        except StopIteration as stop:
+            means: list[Payload] = stop.value
+        else:
+            raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
+        return Received([[mean] for mean in means], any_nonfinite(means), 1.0, own)
 
     def collectives(self, ranks: int) -> int:
         return self.compressor.rounds_count
 
 
 class ShardedMeans(Summed):
-    """Each rank averages one shard of a bucket, compresses the mean, and sends it to all ranks.
+    """The sharded exchange: an all-to-all brings the payloads of each shard of a bucket to the
+    shard's owner. The owner compresses the mean of the payloads, keeps the compression error, and
+    sends the compressed mean to all ranks by an all-gather. From Tang and others, "DoubleSqueeze"
+    (ICML 2019), with each rank as the server of one shard. A rank sends (N-1)/N payloads of
+    gradients and (N-1)/N payloads of means.
 
     back: how means are compressed and sent back."""
 
@@ -248,18 +291,62 @@ class ShardedMeans(Summed):
         self.back = back
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return sharded(exchange, outgoing, self.back)
+        work, back = outgoing.bucket.work, replace(self.back)  # a policy may change `self.back`
+        n, rank = exchange.world_size, exchange.rank
+        # Unit names of buckets that DDP has not settled never come again: nothing is kept by them.
+        memory = back.memory if outgoing.bucket.settled else None
+        wire = pack(outgoing, outgoing.units, outgoing.payloads)
+        rows = yield exchange.all_to_all(wire, shard_sizes(outgoing.units, work.numel(), n))
+
+        own_units = _owned(outgoing.units, work.numel(), n, rank)
+        received = unpack(own_units, rows)
+        mean_units = [_downward(unit, back) for unit in outgoing.units]
+        mean_sizes = shard_sizes(mean_units, work.numel(), n)
+        own_mean_units = [_downward(unit, back) for unit in own_units]
+        numels = [unit.numel for unit in own_units]
+        shard = outgoing.bucket.buffer("mean of a shard", sum(numels))
+        means = list(zip(own_units, shard.split(numels), strict=True))
+        mean_payloads: list[Payload] = []
+        nonfinite: Flag = False
+        kept_before: list[Tensor | None] = []
+        for (unit, mean), mean_unit, payloads in zip(means, own_mean_units, received, strict=True):
+            kept = None if memory is None else memory.get(unit.key.name)
+            kept_before.append(kept)
+            flag = any_nonfinite(payloads)  # some rank's gradient was not finite
+            unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
+            nonfinite = either(nonfinite, flag)
+            if kept is not None and kept.numel() == mean.numel():
+                mean.add_(kept)
+            # Another seed than that of this rank's payload: both may be rounded at random.
+            key = unit.key._replace(rank=unit.key.rank + len(payloads))
+            payload, levels = _compress_mean(replace(mean_unit, key=key), mean, back.measured)
+            mean_payloads.append(payload)
+            if levels:
+                outgoing.report_means(energies_of(levels))
+        nonfinite = either(nonfinite, all_finite(shard) ^ True)
+        mean_payloads = [payload.as_nonfinite(nonfinite) for payload in mean_payloads]
+        # An all-gather needs rows of equal size.
+        wire = pack(outgoing, own_mean_units, mean_payloads, max(mean_sizes))
+        for unit, (_, mean), payload in zip(own_mean_units, means, mean_payloads, strict=True):
+            unit.compressor.add_to(mean, payload, -1.0)
+        if memory is not None:
+            for (unit, mean), kept in zip(means, kept_before, strict=True):
+                unchanged = torch.zeros_like(mean) if kept is None else kept
+                flag = torch.as_tensor(nonfinite, device=mean.device)
+                memory[unit.key.name] = torch.where(flag, unchanged, mean)
+            means = []
+        if not back.measured:
+            outgoing.report(mean_payloads)
+        rows = yield exchange.all_gather(wire, means=True)
+
+        all_means = [[payload] for payload in _means(mean_units, rows, work.numel(), n)]
+        nonfinite = any_nonfinite([*chain(*all_means)])
+        fill_if(nonfinite, shard, 0.0)
+        by = [unit.compressor for unit in mean_units]
+        return Received(all_means, nonfinite, 1.0, outgoing.payloads, means, by)
 
     def collectives(self, ranks: int) -> int:
         return 2
-
-
-def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The all-gather exchange. Bytes that a rank sends: (N-1) payloads."""
-    wire = out.pack()
-    out.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
-    rows = yield exchange.all_gather(wire)
-    return out.received(rows)
 
 
 def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
@@ -268,17 +355,6 @@ def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
     first = next(payloads, [])  # a rank makes all payloads of a bucket NaN, or none
     nonfinite = any_nonfinite(first) if first else False
     return Received(chain([first] if first else [], payloads), nonfinite, 1 / ranks)
-
-
-def summed(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The all-reduce exchange: the sum of the payloads is the payload of the sum, and NaN if one of
-    the payloads is NaN. Bytes that a rank sends: 2(N-1)/N payloads."""
-    wire = out.pack()
-    dtype = out.units[0].compressor.sum_dtype if out.units else None
-    total = yield exchange.all_reduce(wire.view(dtype or out.dtype))
-    sums = list(unpack(out.units, total.view(torch.uint8)[None]))
-    nonfinite = any_nonfinite([*chain(*sums)])
-    return Received(sums, nonfinite, 1 / exchange.world_size, out.payloads)
 
 
 @dataclass
@@ -295,67 +371,6 @@ class Means:
     cf: float | None = None
     measured: tuple[float, ...] = ()
     memory: dict[str, Tensor] | None = None
-
-
-def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
-    """The sharded exchange: an all-to-all brings the payloads of each shard to the shard's owner.
-    The owner compresses the mean of the payloads, keeps the compression error, and sends the
-    compressed mean to all ranks by an all-gather. From Tang and others, "DoubleSqueeze" (ICML
-    2019), with each rank as the server of one shard. Bytes that a rank sends: (N-1)/N payloads of
-    gradients and (N-1)/N payloads of means.
-    """
-    work, back = out.bucket.work, replace(back)  # a copy: the policy may change `back` meanwhile
-    n, rank = exchange.world_size, exchange.rank
-    # Unit names of buckets that DDP has not settled never come again: nothing is kept by them.
-    server = back.memory if out.bucket.settled else None
-    wire = pack(out, out.units, out.payloads)
-    rows = yield exchange.all_to_all(wire, shard_sizes(out.units, work.numel(), n))
-
-    mine = _owned(out.units, work.numel(), n, rank)
-    received = unpack(mine, rows)
-    down = [_downward(unit, back) for unit in out.units]
-    down_sizes = shard_sizes(down, work.numel(), n)
-    mine_down = [_downward(unit, back) for unit in mine]
-    numels = [unit.numel for unit in mine]
-    shard = out.bucket.buffer("mean of a shard", sum(numels))
-    means = list(zip(mine, shard.split(numels), strict=True))
-    second: list[Payload] = []
-    nonfinite: Flag = False
-    before: list[Tensor | None] = []
-    for (unit, mean), below, payloads in zip(means, mine_down, received, strict=True):
-        kept = None if server is None else server.get(unit.key.name)
-        before.append(kept)
-        flag = any_nonfinite(payloads)  # some rank's gradient was not finite
-        unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
-        nonfinite = either(nonfinite, flag)
-        if kept is not None and kept.numel() == mean.numel():
-            mean.add_(kept)
-        # Another seed than that of this rank's payload: both may be rounded at random.
-        key = unit.key._replace(rank=unit.key.rank + len(payloads))
-        payload, levels = _compress_mean(replace(below, key=key), mean, back.measured)
-        second.append(payload)
-        if levels:
-            out.report_means(energies_of(levels))
-    nonfinite = either(nonfinite, all_finite(shard) ^ True)
-    second = [payload.as_nonfinite(nonfinite) for payload in second]
-    wire = pack(out, mine_down, second, max(down_sizes))  # the collective wants equal sizes
-    for unit, (_, mean), payload in zip(mine_down, means, second, strict=True):
-        unit.compressor.add_to(mean, payload, -1.0)
-    if server is not None:
-        for (unit, mean), kept in zip(means, before, strict=True):
-            unchanged = torch.zeros_like(mean) if kept is None else kept
-            flag = torch.as_tensor(nonfinite, device=mean.device)
-            server[unit.key.name] = torch.where(flag, unchanged, mean)
-        means = []
-    if not back.measured:
-        out.report(second)
-    rows = yield exchange.all_gather(wire, means=True)
-
-    everyones = [[payload] for payload in _means(down, rows, work.numel(), n)]
-    nonfinite = any_nonfinite([*chain(*everyones)])
-    fill_if(nonfinite, shard, 0.0)
-    by = [unit.compressor for unit in down]
-    return Received(everyones, nonfinite, 1.0, out.payloads, means, by)
 
 
 def _all_in_one(units: Sequence[Unit]) -> Sharded | None:
@@ -409,40 +424,6 @@ def _compress_mean(
         return with_energies(by, by.compress(mean, below.spec), mean), levels
     payload = levels[measured.index(below.cf)]
     return replace(payload, spec=payload.spec.at(below.cf)), levels
-
-
-def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:
-    """The exchange of a compressor that works in rounds. In each round the compressor hands out a
-    tensor, and gets the sum of all ranks' tensors. A rank with a nonfinite bucket sends NaN."""
-    if not out.units:
-        for _ in range(compressor.rounds_count):
-            yield exchange.all_reduce(out.bucket.work.new_empty(0))
-        return Received((), False)
-    own: list[Payload] = []
-
-    def report(payloads: Sequence[Payload]) -> None:
-        own.extend(payloads)
-        out.report(payloads)
-
-    rounds = compressor.rounds(
-        [payload.parts[0] for payload in out.payloads],
-        [unit.spec for unit in out.units],
-        exchange.world_size,
-        report,
-    )
-    handed_out = next(rounds)
-    fill_if(out.bucket.nonfinite, handed_out, nan)
-    for _ in range(compressor.rounds_count - 1):
-        total = yield exchange.all_reduce(handed_out)
-        handed_out = rounds.send(total)
-    total = yield exchange.all_reduce(handed_out)
-    try:
-        rounds.send(total)  # on a thread of the process group, which must not issue collectives
-    except StopIteration as stop:
-        means: list[Payload] = stop.value
-    else:
-        raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
-    return Received([[mean] for mean in means], any_nonfinite(means), 1.0, own)
 
 
 def payload_sizes(units: Sequence[Unit]) -> list[int]:
