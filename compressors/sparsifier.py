@@ -290,7 +290,7 @@ class Sparsifier(Compressor):
         numel, k = payload.numel, payload.spec.num_kept
         return choose_format(numel, k).encode(payload.parts[0], numel, k, self.exact_count)
 
-    def in_full(self) -> Sparsifier:
+    def uncoded(self) -> Sparsifier:
         """A sparsifier that keeps the same elements, and writes any number of values in full."""
         other = self.coded("fp32")
         other.exact_count = False

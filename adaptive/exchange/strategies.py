@@ -406,7 +406,7 @@ def _downward(unit: Unit, back: Means) -> Unit:
     """The unit with the CF and the compressor of the mean that is sent back to all ranks."""
     if back.cf is None or unit.compressor is EXACT:
         return unit
-    by = unit.by(back.cf)
+    by = unit.compressor_at(back.cf)
     cf = by.nearest(unit.spec.at(back.cf))
     if cf == DENSE:
         by = EXACT if unit.shards == 1 else in_shards(EXACT, unit.shards)

@@ -122,8 +122,8 @@ class NoMemory:
             return [False] * len(parameters)
         return [energy == 0.0 for energy in grad_energies]
 
-    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
-        """What the next step depends on: parameters for which it is equal move alike."""
+    def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
+        """All state that `open` depends on: parameters with equal keys are updated as one."""
         return (parameter.filled,)
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:

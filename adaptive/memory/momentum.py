@@ -85,9 +85,9 @@ class MomentumMemory(Residual):
     def is_empty(self, parameter: ModelParameter) -> bool:
         return self._of.rests
 
-    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
+    def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
         begun = (parameter.started, parameter.stepped, self._of.has_buffer(parameter))
-        return (*super().moves(parameter), *begun, parameter.lag, self._of.rule(parameter))
+        return (*super().update_key(parameter), *begun, parameter.lag, self._of.rule(parameter))
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
         rule, lag = self._of.rule(parameter), self._lag(cf)

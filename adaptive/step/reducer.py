@@ -139,8 +139,8 @@ class Reducer:
         buffers = reused(self._buffers[index], buffer.device)
         bucket = self._open(step, buffer, parameters, buffers, energy)  # 1
         shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
-        granularity = self.granularity.in_full if strategy.votes else self.granularity
-        cut = granularity.in_shards if strategy.sharded else granularity.cut
+        granularity = self.granularity.uncoded if strategy.votes else self.granularity
+        cut = granularity.cut_sharded if strategy.sharded else granularity.cut
         units = cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
         record_gradient_norms(units, bucket.work, step.tally)
@@ -160,7 +160,9 @@ class Reducer:
                 step.tally.lose(added, _lost_share(made))
                 return
             for unit, a, payload in zip(units, error_fed, made, strict=True):
-                unmeasured = unit.compressor is EXACT or unit.skipped or bucket.nonfinite is True
+                unmeasured = (
+                    unit.compressor is EXACT or unit.all_skipped or bucket.nonfinite is True
+                )
                 if not unmeasured:
                     levels = compress_levels(unit, a, sent=payload)
                     record_levels(unit, levels, bucket.work, step.tally)
@@ -288,7 +290,7 @@ class Reducer:
             unchanged = either(bucket.nonfinite, part.skipped)
             self.memory.flush_into(part.parameter, part.grad, unchanged)
         for unit, sample in zip(units, samples, strict=True):
-            if not unit.skipped:
+            if not unit.all_skipped:
                 levels = compress_levels(unit, measured[unit.start : unit.stop])
                 record_levels(unit, levels, measured, step.tally, sample)
 
@@ -305,7 +307,7 @@ def _payload(
     if strategy.takes_error_fed and compressor is not EXACT:
         a = target if addend is None else target.add_(addend)
         return Payload((a,), unit.spec.at(1.0))
-    if unit.skipped or nonfinite is True:
+    if unit.all_skipped or nonfinite is True:
         sent = compressor.compress(target, unit.spec)
     else:
         levels = compress_levels(unit, target, addend)
@@ -344,7 +346,7 @@ def _decode(
         own = sent.as_zeros(nonfinite)
         memory.subtract_sent(unit, own)
         memory.clear_velocity(unit, own, nonfinite)
-        mean = bucket.of(unit)
+        mean = bucket.slice_of(unit)
         if received.compressors is not None:
             compressor = received.compressors[i]
         if to is None:

@@ -93,7 +93,7 @@ def test_bytes_that_nobody_sent_stay_within_bounds(compressor, data, numel, cf):
         compressor.add_to(out, payload)
         compressor.add_to(out, compressor.smaller(payload, 3.0), -1.0)
         packed = raw[size - compressor.index_nbytes(Spec((numel,), cf)) :]
-        voted = compressor.in_full()  # as voting does
+        voted = compressor.uncoded()  # as voting does
         voted.add_to(out, voted.at_proposed(out, packed[None], Spec.of(out, cf, KEY)), -1.0)
         again = torch.empty_like(raw)
         payload.write(again)
