@@ -1,7 +1,7 @@
-"""The moments that this rank's optimizers keep, from one dense step to the next.
+"""The moments of this rank's optimizers, from one dense step to the next.
 
-While updates are exchanged they are of this rank's own gradients. Momentum then has a share of its
-lag, and the residual has the rest. Before a dense step they become those of the mean gradient."""
+While updates are exchanged, moments are those of local gradients. Momentum then has a share of its
+lag, and the residual has the rest. Before a dense step they become moments of the mean gradient."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from policies import state as saved
 
 @dataclass(eq=False)
 class MomentState(saved.Stateful):
-    """What has become of the optimizers' moments since the last dense step.
+    """The state of the optimizers' moments since the last dense step.
 
-    differ: they are each rank's own, and residuals may hold updates. own: second moments are of
-    this rank's own gradients, with all of their noise. gradients: residuals hold
-    gradients, if anything. had_full_lag: momentum has had all of its lag. share: of its lag that
-    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon. unknown: some
-    optimizer is yet to be looked at (see inspection.py). by_gradients: one was found that cannot
-    step by itself on each rank, so that gradients are exchanged in all steps."""
+    ranks_differ: ranks have different moments, and residuals may hold updates. local_squares:
+    second moments are those of local gradients, with all of their noise. residuals_hold_gradients:
+    residuals hold gradients, not updates, if they are not empty. had_full_lag: momentum had its
+    full lag in some step. share: the share of its lag that momentum had in the last step, in
+    [0, 1]. muon_steps: steps of Muon. uninspected: some optimizer has not been inspected yet
+    (inspection.py). gradients_only: some optimizer cannot step with local gradients, so that all
+    steps exchange gradients."""
 
-    differ: bool = saved.saved(False)
-    own: bool = saved.saved(False)
-    gradients: bool = saved.saved(False)
+    ranks_differ: bool = saved.saved(False)
+    local_squares: bool = saved.saved(False)
+    residuals_hold_gradients: bool = saved.saved(False)
     had_full_lag: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
-    unknown: bool = saved.saved(False)
-    by_gradients: bool = saved.saved(False)
+    uninspected: bool = saved.saved(False)
+    gradients_only: bool = saved.saved(False)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -130,9 +131,9 @@ class OwnMoments:
 
     def begin_own_steps(self, share: float) -> None:
         """From here on moments are this rank's, and momentum has this share of its lag."""
-        self.state.differ = True
-        if not self.state.own:
-            self.state.own = True
+        self.state.ranks_differ = True
+        if not self.state.local_squares:
+            self.state.local_squares = True
             for run in self._all_runs():
                 # A second moment of the mean has the signal's, and 1 / N of the noise's.
                 part = mean_share(run, self._ranks, self.state.share)
@@ -143,7 +144,7 @@ class OwnMoments:
     def before_sync(self) -> None:
         """From here on second moments are as the mean gradient's, and momentum has all its lag, and
         takes what waits in residuals. The ranks have yet to agree on them."""
-        were_own, self.state.own = self.state.own, False
+        were_own, self.state.local_squares = self.state.local_squares, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
             scale_second_moments(run.tensors, of_mean)
@@ -170,7 +171,7 @@ class OwnMoments:
                 beta1 = run.group["betas"][0]
                 if not beta1:
                     continue
-                of_mean = mean_share(run, self._ranks, before) if self.state.own else 1.0
+                of_mean = mean_share(run, self._ranks, before) if self.state.local_squares else 1.0
                 if share < before:
                     waiting = undelivered(run, before, of_mean).mul_(before - share)
                     for parameter, piece in chunk.within(waiting, run.start):

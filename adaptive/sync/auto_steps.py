@@ -55,7 +55,7 @@ class AutoStepsSync(OwnStepSync):
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
-        self.handover.always = True  # what waits moves the ranks' own parameters
+        self.handover.always_updates = True  # what waits moves the ranks' own parameters
         self._overlap = choice.overlap
         self._steps, self._backwards = 1, 0
         self._open = False
@@ -134,7 +134,7 @@ class AutoStepsSync(OwnStepSync):
     def _part(self) -> Anchor:
         """In a round of several steps, from its first step on: the anchor is where all ranks stand,
         and the residual moves this rank's own parameters."""
-        self.handover.part()
+        self.handover.begin_local_steps()
         if self._anchor is not None:
             return self._anchor
         self._anchor = anchor = Anchor(self.averager, self._chunks)

@@ -59,7 +59,7 @@ class OwnStepSync(EveryStepSync):
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
         # A server's own memory cannot hold what waits of updates and of gradients by turns.
-        self.handover.always |= averager.choice.means.memory is not None
+        self.handover.always_updates |= averager.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
         # Squared norms of the buckets of the backward under way, which a device adds up at its end.
         self._energies: list[Tensor] = []
@@ -83,7 +83,7 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
             self._nonfinite = False
             self._energies.clear()
-            if self.handover.unknown:
+            if self.handover.uninspected:
                 self._look()
             self.averager.begin(self.alike)
             if self.averager.controller.agreed.changed < 0:
@@ -99,9 +99,9 @@ class OwnStepSync(EveryStepSync):
     def _look(self) -> None:
         """Agree on what optimizers that are not torch's turned out to keep (a collective)."""
         averager = self.averager
-        if why := self.handover.look(averager.exchange):
+        if why := self.handover.agree_on_inspection(averager.exchange):
             self._by_gradients(why)
-        elif not self.handover.unknown:
+        elif not self.handover.uninspected:
             told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
             if told and averager.exchange.first and averager.watch.is_new(told):
                 log.warning("%s", told)
@@ -138,7 +138,7 @@ class OwnStepSync(EveryStepSync):
                 averager.parameters.find(p)  # raises if it is none of the model's
             self._buckets.add(seen)
         left = self.handover.without_optimizer(of)
-        if not (sums or left or self.handover.gradients_wait):
+        if not (sums or left or self.handover.residuals_hold_gradients):
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
         pieces = buffer.split([p.numel for p in parameters])
@@ -146,8 +146,8 @@ class OwnStepSync(EveryStepSync):
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
                 averager.requested.sums.add(parameter, own, self._nonfinite)
-        if self.handover.gradients_wait:
-            self.handover.add_waiting(parameters, pieces, scale)
+        if self.handover.residuals_hold_gradients:
+            self.handover.add_residuals(parameters, pieces, scale)
         return self._mean_of(buffer, [pieces[i] for i in left]) if left else done_with(buffer)
 
     def _add_energy(self, energy: Tensor) -> None:
@@ -216,7 +216,7 @@ class OwnStepSync(EveryStepSync):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen
-            self.handover.steps.over = False
+            self.handover.steps.was_exchanged = False
         averager, old = self.averager, self.handover.replaced_by(optimizer)
         told = TAKES_ITS_PLACE.format(new=type(optimizer).__name__, old=old)
         if old and averager.exchange.first and averager.watch.is_new(told):
