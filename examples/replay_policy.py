@@ -32,9 +32,11 @@ def context_of(header: Header) -> Context:
         uncoded=frozenset(header.uncoded),
         wire_bytes=lambda cf: header.wire_bytes.get(cf, header.dense_bytes / cf),
         link=lambda: header.link,
+        latency=lambda: header.latency,
         layers=header.layers,
         local_steps=header.local_steps,
         overlap=header.overlap,
+        delays=header.delays,
         updates=header.updates,
         keeps_momentum=header.keeps_momentum,
     )

@@ -52,6 +52,9 @@ class Context:
     local_steps: tuple[int, ...] = (1,)
     # Local steps that may pass while an exchange is under way (policies/step_time.py).
     overlap: int | None = 0
+    # Steps after which the mean of a step may take its place, ascending. With one number the policy
+    # has no choice. 0: before the next step begins.
+    delays: tuple[int, ...] = (0,)
     # Updates of parameters are fed back and sent, not gradients. No optimizer scales them later.
     updates: bool = False
     # Of updates: some optimizer keeps its momentum beside the residual, which acts as momentum too.
@@ -61,6 +64,9 @@ class Context:
     # The link as it was when the run began: its latency in seconds, and seconds for each byte of
     # wire_bytes. 0: not known.
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    # Seconds that a message takes besides its bytes, as it was when the run began. It is measured
+    # too long on a busy machine. 0: not known.
+    latency: Callable[[], float] = lambda: 0.0
     # Shape, by name and in the model's order, of each layer (parameter) that may have its own CF.
     # Empty if the layers are not known or must all have the same CF.
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -104,6 +110,9 @@ class Plan:
     # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: as many as
     # before.
     local_steps: int = 0
+    # Steps after which the mean of what is sent takes its place, one of `Context.delays`. What is
+    # under way comes no sooner than it would have. None: as many as before.
+    delay: int | None = None
     # Measure no gains of the shadow ladder in this step, and in a dense one no norm of gradients.
     skip_gains: bool = False
     # Measure what `send` and `probe` keep of each layer, too (`StepReport.layer_measurements`).
@@ -281,7 +290,9 @@ class Policy(ABC):
     shadow: bool = False  # the policy needs the steady-state gains of its candidates
     layerwise: bool = False  # plans may give single layers their own CFs
     chooses_local_steps: bool = False  # plans may set the number of local steps
+    chooses_delay: bool = False  # plans may set the delay
     measures: int = 0  # how many numbers `measure` returns
+    promise: str = "with no promise of dense's quality"  # of a run's quality, ends the headline
 
     @abstractmethod
     def start(self, context: Context) -> None:

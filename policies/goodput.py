@@ -331,6 +331,11 @@ class Goodput(DeclaredPolicy):
         if self._signal is not None:
             self._signal.rescale()  # what the ranks exchange now is of another number of steps
 
+    @property
+    def promise(self) -> str:  # type: ignore[override]
+        kept = "aiming at dense's quality in equal steps"
+        return kept if self.goal == "quality" else super().promise
+
     def verdict(self) -> str:
         sends_dense = self._send == DENSE and self._since >= self.cooldown
         return "dense is right: no CF promises more progress a second" if sends_dense else ""

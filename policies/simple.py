@@ -152,6 +152,7 @@ class Warmup(DeclaredPolicy):
         then = self.then or Fixed()
         self.shadow, self.layerwise = then.shadow, then.layerwise
         self.chooses_local_steps, self.measures = then.chooses_local_steps, then.measures
+        self.chooses_delay = then.chooses_delay
 
     @classmethod
     def paper(cls, steps: int = 100, **settings: Any) -> Warmup:

@@ -96,8 +96,8 @@ class StepTime(Stateful):
     uncoded: Collection[float] = ()
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
-    changes: int = saved(0)  # how often the network has become another one
-    _faster: bool = saved(False)  # one of these changes made it faster: `link` is no bound
+    changed: bool = saved(False)  # the network has become another one
+    _faster: bool = saved(False)  # a change made it faster: `link` is no bound
     _works: list[float] = saved([])  # of the last steps
     _codings: dict[float, list[tuple[float, float]]] = saved({})  # coding and work, by `_kind`
     _pauses: int = saved(0)  # steps in a row that took far longer than their median
@@ -222,7 +222,7 @@ class StepTime(Stateful):
         seconds_a_byte = self.link()[1]
         if self._faster or not 0 < seconds_a_byte < inf:
             return inf
-        slower = inf if self.changes else SLOWER
+        slower = inf if self.changed else SLOWER
         more = [(time, wanted - self.nbytes(cf)) for cf, time in known.items()]
         bounds = (
             time + seconds_a_byte * each * (slower if each > 0 else 1.0)
@@ -241,7 +241,7 @@ class StepTime(Stateful):
         It is the smallest of the ascending `cfs` that is no more than a stride away. It is `goal`
         where no other CF lies between, and on a link that is known and has not changed."""
         between = [cf for cf in cfs if goal <= cf < here]
-        if not between or (0 < self.link()[1] < inf and not self.changes):
+        if not between or (0 < self.link()[1] < inf and not self.changed):
             return goal
         most = min((here, *self.timed()))
 
@@ -310,7 +310,7 @@ class StepTime(Stateful):
             self._typical, self._same = {}, RECENT - 2
             self._doubted, self._before = False, None
             self._faster = self._faster or moved < 0
-            self.changes += 1
+            self.changed = True
         elif not self._doubted and self._is_doubtful(cf):
             self._typical = {}
             self._doubted = True

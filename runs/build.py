@@ -14,7 +14,6 @@ from torch import nn, optim
 
 from adaptive import (
     AdaptiveCompressor,
-    Delayed,
     Fixed,
     Ladder,
     LinkSpec,
@@ -140,10 +139,11 @@ def modelled_clock(config: TrainConfig, numel: int) -> ModelledClock | None:
     link = None if config.network is None else LinkSpec.parse(config.network)
     scale = 1.0 if config.model_mb is None else config.model_mb * 1e6 / (4 * numel)
     sync = synchronisation(config)
-    delay = sync.steps if isinstance(sync, Delayed) else 0
     server = None if config.server is None else ServerSpec.parse(config.server, config.workers)
     coded = {cf: 1e-9 * ns * numel * scale for cf, ns in config.coding_by_cf}
-    return ModelledClock(config.fixed_clock, link, scale, sync.overlap, delay, server, coded)
+    return ModelledClock(
+        config.fixed_clock, link, scale, sync.overlap, sync.delays[0], server, coded
+    )
 
 
 def _check_pieces(config: TrainConfig, policy: Policy) -> None:

@@ -64,8 +64,10 @@ class Printed(Metric):
     def __init__(self, text: str) -> None:
         before, after = text.split("{}")
         self.name = (before.strip(" :=,([") or after.strip(" :=,)]")).strip()
-        spaced = [r"\s+".join(map(re.escape, part.split(" "))) for part in (before, after)]
-        self._pattern = re.compile(_NUMBER.join(spaced))
+        known = before.rstrip(" :=") or before
+        spaced = [r"\s+".join(map(re.escape, part.split(" "))) for part in (known, after)]
+        between = r"[\s:=]*" if known else ""  # "val loss {}" finds "val loss: 2.5", too
+        self._pattern = re.compile((between + _NUMBER).join(spaced))
 
     def listen(self, hear: Hear) -> Callable[[], None]:
         return _every_line(lambda line: self._look(line, hear))

@@ -58,7 +58,7 @@ def check_ours() -> None:
         if origin is not None and not origin.samefile(beside / name / "__init__.py"):
             raise UsageError(
                 f"{origin} is in the way: it would be imported in place of this library's package "
-                f"{name!r}; accepted: another folder to start in, or another name for that file"
+                f"{name!r}; accepted: another folder to start in, or another name for it"
             )
 
 
@@ -88,7 +88,8 @@ def of_papers(module: str, name: str) -> dict[str, Any]:
 
 def left_out() -> str:
     """The end of an error about an unknown task or model: where there are others."""
-    return "" if has("runs.papers") else f"; those of papers are in {REPOSITORY}"
+    others = "tasks of images and words, and their models (resnet8, vgg11, lstm-small, ...), are in"
+    return "" if has("runs.papers") else f"; {others} {REPOSITORY}"
 
 
 def check_beside(script: str) -> None:
@@ -113,7 +114,11 @@ def _importable(name: str) -> bool:
 
 
 def _origin(name: str) -> Path | None:
-    """The file that is imported by this name, if there is one."""
+    """What is imported by this name, if it is there: a file, or a folder that has no
+    `__init__.py`."""
     module = sys.modules.get(name)
     spec = find_spec(name) if module is None else module.__spec__
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+    if spec is None:
+        return None
+    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+    return None if origin is None else Path(origin)

@@ -19,6 +19,7 @@ from runs.option_types import (
     Pair,
     Positive,
     Rate,
+    Switch,
     TwoBelowOne,
     Whole,
     at_least,
@@ -69,7 +70,7 @@ class Training:
     """Of weights, order, augmentation."""
     threads: Count = 1
     """CPU threads a worker."""
-    autocast: bool = False
+    autocast: Switch = False
     """Forward and backward compute in bfloat16 where autocast does; parameters, gradients and what
     is exchanged stay float32."""
 

@@ -547,11 +547,17 @@ class GossipSync(Synchroniser):
         state: dict[str, Any] = {"backwards": self._backwards, "mixed": self._mixed}
         state |= {"offset": {}, "kept": {}}
         for chunk in self._chunks:
-            for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
-                if flat is not None:
-                    pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
-                    state[what] |= {p.name: piece.clone() for p, piece in pieces}
+            for what, flat in self._lasting(chunk).items():
+                pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
+                state[what] |= {p.name: piece.clone() for p, piece in pieces}
         return state
+
+    def _lasting(self, chunk: _Chunk) -> dict[str, Tensor]:
+        """What the next round needs of a chunk. An offset that is not a sum over rounds has been
+        used up where the step itself mixes."""
+        used_up = self.at_once and self.algorithm not in ADDING
+        of = {"offset": None if used_up else chunk.offset, "kept": chunk.kept}
+        return {what: flat for what, flat in of.items() if flat is not None}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError unless it is a state of gossip of these parameters."""
@@ -560,7 +566,7 @@ class GossipSync(Synchroniser):
         check_like("sync", state, like, complete=True)
         require(0 <= state["backwards"] < self._every, "'sync' is not in a round of so many steps")
         for what in ("offset", "kept"):
-            keeps = what == "offset" or any(chunk.kept is not None for chunk in self._chunks)
+            keeps = any(what in self._lasting(chunk) for chunk in self._chunks)
             require(state[what].keys() == (flat.keys() if keeps else set()), "'sync' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -568,10 +574,9 @@ class GossipSync(Synchroniser):
         self._open = False
         self._backwards, self._mixed = state["backwards"], state["mixed"]
         for chunk in self._chunks:
-            for what, flat in (("offset", chunk.offset), ("kept", chunk.kept)):
-                if flat is not None:
-                    for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
-                        piece.copy_(state[what][p.name])
+            for what, flat in self._lasting(chunk).items():
+                for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
+                    piece.copy_(state[what][p.name])
 
 
 @dataclass(eq=False)

@@ -43,7 +43,8 @@ class MeansPolicy(Stateful, Policy):
     _planned: list[float] = saved([])  # CFs of means, of steps that are not observed yet
 
     def __post_init__(self) -> None:
-        for name in ("name", "gain", "shadow", "layerwise", "chooses_local_steps", "measures"):
+        names = ("name", "gain", "shadow", "layerwise", "measures")
+        for name in (*names, "chooses_local_steps", "chooses_delay"):
             setattr(self, name, getattr(self.own, name))
         self._recorded: Mapping[str, float] = {}
 
@@ -144,6 +145,10 @@ class MeansPolicy(Stateful, Policy):
 
     def gain_at(self, cf: float) -> float | None:
         return self.own.gain_at(cf)
+
+    @property
+    def promise(self) -> str:  # type: ignore[override]
+        return self.own.promise
 
     def verdict(self) -> str:
         return self.own.verdict()

@@ -8,9 +8,12 @@ model, or of ours.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Timer
 from zlib import crc32
 
 import torch
@@ -20,8 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from policies import Plan
 
+log = logging.getLogger("adaptive")
+
 PATIENCE = timedelta(minutes=5)
 """For ranks that come later than others."""
+
+SAY = 20.0
+"""Seconds of waiting after which a rank says for what."""
 
 PYTHON_REDUCER = (
     "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
@@ -37,12 +45,20 @@ def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
     an abort, or by a wait for as long as the group may."""
     if dist.get_backend(group) != "gloo":
         return
+    since = time.monotonic()
+    waits = f"{wanted}: rank {dist.get_rank()} has waited {SAY:g} s for others that have not yet"
+    saying = Timer(SAY, log.warning, (waits,))
+    saying.daemon = True
+    saying.start()
     try:
         dist.monitored_barrier(group, PATIENCE, wait_all_ranks=True)
     except RuntimeError as error:
+        waited = time.monotonic() - since  # less than it may, if another rank ends meanwhile
         raise RuntimeError(
-            f"{wanted}: some have not done so within {PATIENCE.total_seconds():g} s ({error})"
+            f"{wanted}: some have not done so within {waited:.0f} s ({error})"
         ) from error
+    finally:
+        saying.cancel()
 
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:

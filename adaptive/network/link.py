@@ -93,7 +93,8 @@ class StepClock(ABC):
     a step takes, computed from its CF and the bytes that it has sent.
 
     now: seconds. compute: seconds of forward, backward and optimizer in a step. network: the link
-        in words, such as "modelled 10 Mbit/s link"; "" if there is no link.
+        in words, such as "modelled 10 Mbit/s link"; "" if there is no link. delay: steps after
+        which the mean of a step takes its place.
     Bytes are those of a rank in a step. statistics: how many of them no CF changes. down: how many
         bring means back. hops: messages that wait for one another, each of which takes the latency.
     """
@@ -101,6 +102,7 @@ class StepClock(ABC):
     now: float = 0.0
     compute: float
     network: str = ""
+    delay: int = 0
 
     def __call__(self) -> float:
         return self.now

@@ -229,9 +229,10 @@ class Stopwatch:
         sent = running.wire, running.statistics, running.steps, running.down
         return clock() + clock.step(*sent, running.cf, running.hops)
 
-    def start(self, cf: float, steps: int = 1) -> dict[str, float]:
+    def start(self, cf: float, steps: int = 1, delay: int = 0) -> dict[str, float]:
         """Begin a step at `cf` where the last one ended; the next exchange comes after so many
-        `steps`. Returns the seconds of the last readable step, by their names in `Statistics`."""
+        `steps`, and its mean `delay` steps later. Returns the seconds of the last readable step, by
+        their names in `Statistics`."""
         self._running = StepTiming(self._now, cf, steps)
         timed = self._over[0] if len(self._over) == self._over.maxlen else None
         self.timed = (timed.cf, timed.wire, timed.steps) if timed else (nan, nan, 1)
@@ -241,6 +242,7 @@ class Stopwatch:
             self._times, self._times_of = {}, timed.steps
         seconds = timed.split(self.timestamps.between)
         if isinstance(self.clock, StepClock):
+            self.clock.delay = delay
             seconds["compute_seconds"] = self.clock.compute * timed.steps
             seconds["compress_seconds"] = self.clock.coding(timed.cf)
             seconds["exchange_seconds"] = self.clock.exposed(

@@ -252,6 +252,7 @@ class Session:
             lambda: self._memory.now,
             self.device,
             settings.sync.numbers,
+            settings.sync.delays,
             DenseTimer(
                 self._sizes.wire_bytes,
                 self.exchange.world_size,
@@ -259,9 +260,9 @@ class Session:
                 settings.network.spec,
                 lambda: self._choice.link,
             ),
-            settings.sync.extra_lag,
         )
         controller.take_steps(settings.sync.numbers[0])
+        controller.delay = settings.sync.delays[0]
         may_stay_dense = settings.may_stay_dense and not settings.sync.lets_ranks_differ
         if may_stay_dense and not settings.debug:
             self._stay_dense_if_small(controller)

@@ -223,6 +223,11 @@ class Settings:
                 f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
                 f"does not choose it as 'goodput' does"
             )
+        if len(sync.delays) > 1 and not self.policy.chooses_delay:
+            raise ValueError(
+                f"{told}: steps must be one whole number with policy {self.policy.name!r}, which "
+                f"does not choose it"
+            )
         for policy in _policies_in(self.policy):
             sync.check_policy(policy, _compresses(base))  # if not, a dense one takes its place
 

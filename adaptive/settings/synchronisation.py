@@ -55,8 +55,6 @@ class Synchronisation:
     """The default policy; "": the compressor's default."""
     overlap: int | None = None
     """Local steps that pass while an exchange is under way; None: half of them."""
-    extra_lag: int = 0
-    """Decisions lag one step at least, and with this way at least this many more."""
 
     def memory_of(self, memory: Memory) -> Memory:
         """The memory to use when the script asks for `memory`. ValueError if it is not accepted."""
@@ -69,6 +67,11 @@ class Synchronisation:
     def numbers(self) -> tuple[int, ...]:
         """The numbers of local steps between two exchanges that a policy may choose from."""
         return (1,)
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """The delays that a policy may choose from (`Context.delays`)."""
+        return (0,)
 
     def check_optimizers(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
@@ -191,20 +194,23 @@ class Delayed(Synchronisation):
     compute, which hides latency (docs/research/delay.md). This takes 2 * steps + 2 copies of the
     parameters. It works with any optimizer of torch's.
 
-    steps: a whole number >= 1."""
+    steps: a whole number >= 1. Several, ascending, as (1, 2, 4): the policy chooses among them, if
+        it is one that does."""
 
-    steps: int
+    steps: int | tuple[int, ...]
     memories: ClassVar[tuple[str, ...]] = ("auto", "residual", "none")
     one_collective: ClassVar[bool] = True
     keeps_unsent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.whole("steps", self.steps, least=1)
+        for each in self.delays:
+            checks.whole("steps", each, least=1)
+        if not self.delays or list(self.delays) != sorted({*self.delays}):
+            raise ValueError(f"steps={self.steps!r}: several must be ascending")
 
     @property
-    def extra_lag(self) -> int:  # type: ignore[override]
-        # Statistics are sent after means. Waiting for them sooner would wait for means under way.
-        return self.steps - 1
+    def delays(self) -> tuple[int, ...]:
+        return self.steps if isinstance(self.steps, tuple) else (self.steps,)
 
 
 def check_all_moved(

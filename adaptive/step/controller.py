@@ -67,8 +67,10 @@ class Controller(saved.Stateful):
 
     lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
     memory_empty: that of every rank is. numbers: the numbers of local steps that a policy may
-    plan. local_steps: the number between two exchanges now. skipped: backward passes since the last
-    exchange. lag: decisions always lag one step; with a delay this many more. agreed: the
+    plan. local_steps: the number between two exchanges now. delays: those that a policy may plan.
+    delay: the one of the exchange that begins. skipped: backward passes since the last exchange.
+    lag: decisions always lag one step; with means under way this many more, or they would wait for
+    statistics that are sent after these. agreed: the
     statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
     that no rank can have sent. too_small: statistics would cost more than compression of this model
     can bring, so every step is dense.
@@ -86,6 +88,7 @@ class Controller(saved.Stateful):
     memory: Callable[[], NoMemory]
     device: torch.device
     numbers: tuple[int, ...]
+    delays: tuple[int, ...]
     dense_timer: DenseTimer
     lag: int = 0
     step: int = saved.saved(0)
@@ -97,6 +100,7 @@ class Controller(saved.Stateful):
     too_small: bool = False
     memory_empty: bool = saved.saved(True)
     local_steps: int = saved.saved(1)
+    delay: int = saved.saved(0)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
     invalid: bool = False
@@ -123,6 +127,7 @@ class Controller(saved.Stateful):
             self.recorder.event(Event(self.step, self.cf, plan.send, plan.reason))
         self.plan, self.cf = plan, plan.send
         self.local_steps = plan.local_steps or self.local_steps
+        self.delay = self.delay if plan.delay is None else plan.delay
         compressed = {cf for cf in (plan.send, *plan.probe) if not self.is_dense(cf)}
         self.cfs = StepCFs(plan.send, tuple(sorted(compressed)), plan.layers)
         self.tally = self._open_tally(plan)
@@ -156,14 +161,20 @@ class Controller(saved.Stateful):
                 f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
+        if plan.delay not in (None, *self.delays):
+            raise ValueError(
+                f"policy {self.policy.name!r} plans a delay of {plan.delay!r}: it must be one of "
+                f"{', '.join(map(str, self.delays))}, or None"
+            )
         if why := self.memory().handover.dense_because:
-            return replace(plan, send=DENSE, probe=(), layers={}, local_steps=0, reason=why)
+            dense = replace(plan, send=DENSE, probe=(), layers={}, reason=why)
+            return replace(dense, local_steps=0, delay=None)
         return plan
 
     def _open_tally(self, plan: Plan) -> Tally:
         """The statistics of the step that begins, with what is known of the one before."""
         requested = self.requested
-        known = {"lr": self.lr(), **self.stopwatch.start(plan.send, self.local_steps)}
+        known = {"lr": self.lr(), **self.stopwatch.start(plan.send, self.local_steps, self.delay)}
         tally = self._new_tally(plan, known)
         if tally.sharded:
             tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
@@ -297,6 +308,7 @@ class Controller(saved.Stateful):
             deepcopy(self._totals),
             cf=self.cf,
             verdict=self.policy.verdict(),
+            promise=self.policy.promise,
             element_bytes=self.sizes.element_nbytes(),
             network=self.dense_timer.network,
             rungs=base.rung_names,
@@ -345,6 +357,8 @@ class Controller(saved.Stateful):
         fits = self.local_steps in self.numbers and self.skipped >= 0
         told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
         saved.require(fits, f"{told}, and 'skipped' not negative")
+        told = f"'delay' must be one of {self.delays}, got {self.delay}"
+        saved.require(self.delay in self.delays, told)
         self._pending, self.agreed, self.invalid = deque(), Statistics(), False
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)

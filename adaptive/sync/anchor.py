@@ -120,8 +120,8 @@ class Anchor:
     # -- a flight --
 
     def begin(self, due: int, reducer: Reducer, updates: bool = False) -> None:
-        """A flight begins, as the plan of this step says. `send` sends it, chunk by chunk. reducer:
-        exchanges it. updates: see `Step`."""
+        """A flight begins, as the plan of this step says. `send` sends it, chunk by chunk. due: not
+        before those that are under way. reducer: exchanges it. updates: see `Step`."""
         averager, controller = self._averager, self._averager.controller
         on_mean, on_local = averager.listeners()
         step = controller.step, controller.cfs, controller.tally
@@ -129,6 +129,7 @@ class Anchor:
         self._step = Step(*step, None, on_local, updates)
         self._strategy = averager.strategy
         self._begun += 1
+        due = max(due, self.flights[-1].due) if self.flights else due
         self.flights.append(Flight(due, averager.compresses, on_mean is not None))
 
     @property

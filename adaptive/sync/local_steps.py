@@ -6,7 +6,8 @@ before the step after it, or before a later one that is fixed beforehand, so tha
 repeated. Other backwards send nothing. Autograd always gets the rank's own gradient.
 
 `LocalSteps(H)` takes H steps, and its exchange lands before the next one starts. `Delayed(D)` takes
-one step, and D exchanges are under way.
+one step, and D exchanges are under way. Of several D the policy plans one for each flight: those
+that are under way keep the steps before which they land.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ NO_STEP = (
 class LocalStepsSync(Synchroniser):
     """The flights of one model: one every few backwards.
 
-    every: own steps between two flights. delay: further steps until a flight lands. outer_lr,
-    outer_momentum: see `Anchor`.
+    every: own steps between two flights. delay: further steps until a flight lands, or where the
+    policy plans them the most. outer_lr, outer_momentum: see `Anchor`.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class LocalStepsSync(Synchroniser):
                 self._moved.look(averager.exchange)
                 self._land_late()
                 averager.begin(self.alike, of_gradients=False)
-                self._anchor.begin(self._count + 1 + self._delay, averager.reducer)
+                planned = averager.controller.delay
+                delay = planned - 1 if planned else self._delay
+                averager.controller.lag = delay // self._every
+                self._anchor.begin(self._count + 1 + delay, averager.reducer)
             entered = stopwatch.timestamps()
             if self._anchor.boarding:
                 self._anchor.send()

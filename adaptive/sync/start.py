@@ -20,7 +20,7 @@ def start(averager: Averager) -> Synchroniser:
     if own is not None:
         return own
     if isinstance(choice, Delayed):
-        return LocalStepsSync(averager, 1, choice.steps - 1)
+        return LocalStepsSync(averager, 1, choice.delays[-1] - 1)
     if isinstance(choice, LocalSteps) and isinstance(choice.steps, int):
         delay = overlapped(choice.overlap, choice.steps)
         return LocalStepsSync(averager, choice.steps, delay, choice.outer_lr, choice.outer_momentum)

@@ -29,10 +29,11 @@ class Header:
     their own.
     dense_bytes: bytes that a rank puts on the wire in a dense step, in the parameters' precision.
     supported: by CF that the policy may send, the nearest CF that the compressor can do.
-    wire_bytes: by supported CF, the bytes of a step without statistics. link: see `Context`.
+    wire_bytes: by supported CF, the bytes of a step without statistics. link, latency: see
+    `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
-    during an exchange; None: half of them. updates, keeps_momentum: see `Context`. caveat: see
-    `Synchronisation`.
+    during an exchange; None: half of them. delays, updates, keeps_momentum: see `Context`.
+    caveat: see `Synchronisation`. promise: see `Policy`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
 
@@ -47,18 +48,21 @@ class Header:
     supported: Mapping[float, float]
     wire_bytes: Mapping[float, float]
     link: tuple[float, float] = (0.0, 0.0)
+    latency: float = 0.0
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     assumed: Mapping[float, float] = field(default_factory=dict)
     rungs: Mapping[float, str] = field(default_factory=dict)
     uncoded: tuple[float, ...] = ()
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
+    delays: tuple[int, ...] = (0,)
     updates: bool = False
     keeps_momentum: bool = False
     network: str = ""
     expression: str = ""
     gain: GainKind = "gradient"
     caveat: str = ""
+    promise: str = ""
     version: int = VERSION
 
 

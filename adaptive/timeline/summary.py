@@ -11,7 +11,7 @@ from math import isfinite, nan
 
 from adaptive.network.collectives import Traffic
 from adaptive.network.pace import Pace
-from adaptive.timeline.records import StepRecord
+from adaptive.timeline.records import Header, StepRecord
 from policies import DENSE
 from policies.state import Stateful, require
 from policies.words import (
@@ -43,7 +43,8 @@ class Summary(Stateful):
     pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
     network: an emulated or modelled link in words; "" for the real network. sync: what the way to
     synchronise tells of itself, a line; "" if it has nothing to tell. caveat: see
-    `Synchronisation`. rungs: names of the compressors at CFs whose gains are assumed, not measured.
+    `Synchronisation`. promise: see `Policy`. rungs: names of the compressors at CFs whose gains are
+    assumed, not measured.
     """
 
     steps: int = field(default=0, metadata=_SAVED)
@@ -63,6 +64,7 @@ class Summary(Stateful):
     network: str = ""
     sync: str = ""
     caveat: str = ""
+    promise: str = ""
     rungs: dict[float, str] = field(default_factory=dict)
 
     @property
@@ -86,6 +88,7 @@ class Summary(Stateful):
             verdict=self.verdict,
             network=self.network,
             caveat=self.caveat,
+            promise=self.promise,
         )
 
     @property
@@ -174,6 +177,7 @@ def headline(
     network: str = "",
     quality: str = "",
     caveat: str = "",
+    promise: str = "",
 ) -> str:
     """One sentence in plain words: was compression worth it.
 
@@ -187,7 +191,8 @@ def headline(
     conclusion. network: a link in words, such as "emulated 10 Mbit/s link"; "" for the real
     network. quality: the run's quality compared with a dense run's, in words; "" if unknown.
     caveat: a word for a run whose step times do not show its quality: without `quality` no speed-up
-    is claimed. See `Synchronisation`.
+    is claimed. See `Synchronisation`. promise: of the run's quality, told where compressed steps
+    are compared with dense ones and `quality` is unknown. See `Policy`.
     """
     where = f"on this {network or 'network'}"
     sent, than_dense = bytes_in_words(saved_share), bytes_in_words(saved_share, "dense")
@@ -198,6 +203,7 @@ def headline(
     instead = f"{texts[0]} a step instead of a {how} {texts[1]}" if texts else here
     times = max(pace.speedup, 1 / pace.speedup) if pace.speedup > 0 else nan
     factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
+    kept = f"{sent}, {promise}" if promise and not quality else sent
     if caveat and not quality:
         told = f"{caveat}: {bytes_in_words(saved_share, 'a dense all-reduce')}"
         told += f", {here} {where}" if timed else ""
@@ -212,29 +218,32 @@ def headline(
     elif not isfinite(dense):
         told = f"{than_dense}, {here}; dense was not timed {where}"
     elif pace.is_faster:
-        told = f"{factor}x faster than dense {where} ({instead}), {sent}"
+        told = f"{factor}x faster than dense {where} ({instead}), {kept}"
     elif not pace.is_measured:  # a modelled dense step is the shortest possible
         least = f", dense a modelled {seconds_in_words(dense)} or more"
-        told = f"dense may be as fast {where} ({here}{least}), {sent}"
+        told = f"dense may be as fast {where} ({here}{least}), {kept}"
     elif pace.is_slower:
-        told = f"{factor}x slower than dense {where} ({instead}), {sent}"
+        told = f"{factor}x slower than dense {where} ({instead}), {kept}"
     else:
-        told = f"about as fast as dense {where} ({here}), {sent}"
+        told = f"about as fast as dense {where} ({here}), {kept}"
     return f"{told}, {quality}" if quality else told
 
 
-def headline_of(record: StepRecord, network: str = "", caveat: str = "", quality: str = "") -> str:
-    """The headline of a run so far, from its last record; "" if the record has no bytes. network,
-    caveat: see `Header`. quality: see `headline`."""
+def headline_of(
+    record: StepRecord, header: Header | None, network: str = "", quality: str = ""
+) -> str:
+    """The headline of a run so far, from its last record; "" if the record has no bytes. network:
+    where the header names none. quality: see `headline`."""
     if not (record.sent > 0 and record.dense > 0):
         return ""
+    told = {} if header is None else {"caveat": header.caveat, "promise": header.promise}
     return headline(
         record.pace,
         1 - record.sent / record.dense,
         cf=record.report.cf,
         dense_share=record.dense_steps / (record.report.step + 1),
         verdict=record.verdict,
-        network=network,
+        network=network if header is None else header.network or network,
         quality=quality,
-        caveat=caveat,
+        **told,
     )

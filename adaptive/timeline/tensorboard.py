@@ -59,11 +59,11 @@ class TensorBoardTimeline(ThinnedTimeline):
             partial(SummaryWriter, str(log_dir), flush_secs=10) if self._own else lambda: log_dir
         )
         self._writer: Any = None
-        self._network, self._caveat, self._headline_due = "", "", 0.0
-        self._rungs: Mapping[float, str] = {}
+        self._header: Header | None = None
+        self._headline_due = 0.0
 
     def start(self, header: Header) -> None:
-        self._network, self._caveat, self._rungs = header.network, header.caveat, header.rungs
+        self._header = header
 
     def step(self, record: StepRecord) -> None:
         super().step(record)
@@ -72,9 +72,10 @@ class TensorBoardTimeline(ThinnedTimeline):
             self._write_headline()
 
     def event(self, event: Event) -> None:
-        text = f"{named(event.cf, self._rungs)}: {event.reason}"
+        names = {} if self._header is None else self._header.rungs
+        text = f"{named(event.cf, names)}: {event.reason}"
         cfs = event.cf_before, event.cf
-        rungs = {f"{cf:g}": self._rungs[cf] for cf in cfs if cf in self._rungs}
+        rungs = {f"{cf:g}": names[cf] for cf in cfs if cf in names}
         switch = {"cf_before": cfs[0], "cf": cfs[1], "reason": event.reason, "rungs": rungs}
         self._write_texts({"policy/switch": text, SWITCHES: json.dumps(switch)}, event.step)
         self._write_headline()
@@ -108,7 +109,7 @@ class TensorBoardTimeline(ThinnedTimeline):
     def _write_headline(self) -> None:
         """Write the headline of the run so far, if there is one."""
         last = self._last
-        if last is not None and (text := headline_of(last, self._network, self._caveat)):
+        if last is not None and (text := headline_of(last, self._header)):
             self._write_texts({"policy/headline": text, HEADLINE: text}, last.report.step)
 
     def _write_texts(self, texts: Mapping[str, str], step: int) -> None:

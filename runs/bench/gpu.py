@@ -163,16 +163,14 @@ def _finish(device: torch.device) -> None:
 class Contender:
     """A way to train GPT-2. cf: that is sent; None: DDP without a hook. measures: as the default
     policy does in every step. ranks: of more than one the others are made by torch's fake process
-    group, so that the payloads of so many are decoded. bucket_mb: DDP's largest bucket. hook:
-    PyTorch's own, in the library's place (a lambda, since DDP refuses the bf16 hook by its name
-    where there is no GPU)."""
+    group, so that the payloads of so many are decoded. hook: PyTorch's own, in the library's place
+    (a lambda, since DDP refuses the bf16 hook by its name where there is no GPU)."""
 
     name: str
     optimizer: str = "fused AdamW"
     cf: float | None = None
     measures: bool = False
     ranks: int = 1
-    bucket_mb: int = 25
     hook: Callable[[Any, Any], Any] | None = None
 
 
@@ -187,9 +185,7 @@ CONTENDERS = (
     Contender("dense", cf=1.0),
     *(Contender("CF 100", optimizer, CF) for optimizer in OPTIMIZERS),
     Contender("CF 100, measuring as by default", "AdamW", CF, measures=True),
-    Contender("CF 100, buckets of 200 MB", "SGD", CF, bucket_mb=200),
     Contender("int8", cf=4.0),
-    Contender("int8, buckets of 200 MB", cf=4.0, bucket_mb=200),
     Contender("int4", cf=8.0),
     Contender("CF 100, 2 ranks", cf=CF, ranks=2),
     Contender("CF 100, 8 ranks", cf=CF, ranks=RANKS),
@@ -291,7 +287,7 @@ def _gpt_step(
         gpt = ByteGPT(sizes.vocab, sizes.length, sizes.width, sizes.layers, sizes.heads)
     gpt.head.weight = gpt.symbols.weight  # 124 M parameters, not 163
     nn.init.normal_(gpt.head.weight, std=0.02)
-    model = DDP(gpt, gradient_as_bucket_view=True, bucket_cap_mb=of.bucket_mb)
+    model = DDP(gpt, gradient_as_bucket_view=True)
     if of.hook is not None:
         model.register_comm_hook(None, of.hook)
     optimizer = OPTIMIZERS[of.optimizer](model.parameters())

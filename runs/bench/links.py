@@ -96,7 +96,7 @@ TASKS: Mapping[str, Task] = {
     "GPT-121M, AdamW": Task(
         "text",
         (
-            *("--model", "gpt-121m", "--batch-size", "8", "--autocast"),
+            *("--model", "gpt-121m", "--batch-size", "8", "--autocast", "on"),
             *("--optimizer", "adamw", "--clip-grad", "1"),
         ),
         ("--lr", "3e-4", "--warmup", "20"),
@@ -107,7 +107,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "ResNet-50, SGD": Task(
         "images",
-        ("--task", "cifar10", "--model", "resnet50", "--batch-size", "16", "--autocast"),
+        ("--task", "cifar10", "--model", "resnet50", "--batch-size", "16", "--autocast", "on"),
         (),
         100,
         evaluations=10,

@@ -19,7 +19,7 @@ from itertools import product
 from math import nan
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from runs.bench.timing import Row
 from runs.expression import policy_from
 from runs.modelled_clock import ModelledClock, imagined_bytes
 from runs.parser import UsageError
+from runs.report.verdict import allowed
 from runs.simulate.group import SimulatedGroup
 from runs.simulate.ranks import run_ranks
 from runs.tasks import make_task
@@ -60,9 +61,6 @@ CONTENDERS: Mapping[str, str] = {
     "CF 100": "Fixed(100)",
 }
 """Policies by name. Those of `Fixed` are the same on every link."""
-
-LEAST = {"accuracy %": 1.0, "perplexity": 0.01, "loss": 0.01}
-"""What a run may lose at least: points of accuracy, else a share of dense's quality."""
 
 
 class Job(NamedTuple):
@@ -200,14 +198,6 @@ def modelled_clock(link: str, numel: int) -> ModelledClock:
 # -- the rows --------------------------------------------------------------------------------------
 
 
-def allowed(recipe: Recipe, dense: Sequence[float]) -> float:
-    """How much worse than dense a mean over seeds may be: a standard deviation over seeds, or
-    `LEAST`, whichever is more."""
-    share = LEAST[recipe.measure]
-    least = share if recipe.measure == "accuracy %" else share * fmean(dense)
-    return max(least, stdev(dense) if len(dense) > 1 else 0.0)
-
-
 def rows(found: Mapping[Job, Outcome], recipes: Sequence[Recipe]) -> list[Row]:
     """Two rows for each recipe, contender, number of workers and link: the quality lost, divided by
     what is allowed, and the bytes. Only the default is held to goals."""
@@ -218,7 +208,7 @@ def rows(found: Mapping[Job, Outcome], recipes: Sequence[Recipe]) -> list[Row]:
             if (job.recipe, job.workers) == (recipe.name, workers):
                 of.setdefault((job.contender, job.link), []).append(outcome)
         dense = [each.quality for each in of.pop((DENSE, ""))]
-        limit, base = allowed(recipe, dense), fmean(dense)
+        limit, base = allowed(dense, recipe.measure == "accuracy %"), fmean(dense)
         for (contender, link), runs in of.items():
             quality = fmean(run.quality for run in runs)
             lost = base - quality if recipe.measure == "accuracy %" else quality - base

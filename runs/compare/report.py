@@ -46,7 +46,7 @@ def make_report(comparison: Comparison) -> tuple[dict[str, Any], list[Renderable
     known = shown(everything, rows)
     notes = [*reading(known, rows), *_notes(comparison, first, rows, dense)]
     if missing:
-        notes.append(f"{missing} runs are not finished and not in the table")
+        notes.append(f"not finished, and not in the table: {missing} of the runs")
     try:
         if rows:
             clock = "measured" if first.fixed_clock is None else "modelled"

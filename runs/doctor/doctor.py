@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import exp, hypot, inf, log, sqrt
+from math import ceil, exp, hypot, inf, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
@@ -102,12 +102,14 @@ class Verdict:
     """What the doctor has found, the same on every rank.
 
     cf, name: what to compress by, 1 and "dense" if nothing is worth it; best and best_name: the
-    best of what was rehearsed, and expected by CF: seconds of a step at it. rehearsed: the CFs that
-    were. speedup: of `best` over dense, in all likelihood from `low` to `high`. progress: of a
-    step at each CF rehearsed, of a dense step's. compute, waits: the parts of a dense step that are
-    work, and waiting for the network. link: seconds a message and bytes a second, measured by
-    itself, or as dense steps have shown it if that is faster. noise: by how much steps of one kind
-    differ, as a share. rungs: CFs that send every element.
+    best of what was rehearsed, and expected by CF: seconds of a step at it. path: what a run with
+    default settings sends, which keep dense's quality by the bound on the CF
+    (policies/lateness.py): (first step, CF, its name), for a constant learning rate. rehearsed: the
+    CFs that were. speedup: of `best` over dense, in all likelihood from `low` to `high`. progress:
+    of a step at each CF rehearsed, of a dense step's. compute, waits: the parts of a dense step
+    that are work, and waiting for the network. link: seconds a message and bytes a second, measured
+    by itself, or as dense steps have shown it if that is faster. noise: by how much steps of one
+    kind differ, as a share.
     """
 
     cf: float
@@ -124,8 +126,8 @@ class Verdict:
     waits: float
     ranks: int
     link: LinkCost
+    path: tuple[tuple[int, float, str], ...]
     noise: float = 0.0
-    rungs: tuple[float, ...] = ()
 
     @property
     def dense_seconds(self) -> float:
@@ -138,20 +140,29 @@ class Verdict:
         return self.expected[self.cf]
 
     def with_default(self, steps: int) -> float:
-        """Expected speed-up over dense of a run of so many steps with default settings, which keep
-        dense's quality by the bound on the CF (policies/lateness.py). The learning rate is taken
-        for constant."""
-        whole = {cf for cf in self.expected if cf == DENSE or cf in self.rungs}
-        smallest = min(self.expected.keys() - whole, default=DENSE)
-        seconds = 0.0
-        for step in range(1, steps + 1):
-            most = max(smallest, SHARE * step)
-            seconds += min(
-                each
-                for cf, each in self.expected.items()
-                if cf <= self.cf and (cf in whole or cf <= most)
-            )
+        """Expected speed-up over dense of a run of so many steps with default settings."""
+        ends = [*(first for first, _, _ in self.path[1:]), inf]
+        seconds = sum(
+            max(0, min(end, steps + 1) - first) * self.expected[cf]
+            for (first, cf, _), end in zip(self.path, ends, strict=True)
+        )
         return steps * self.dense_seconds / seconds
+
+    def _kept(self) -> str:
+        """What to expect at dense's quality, and how."""
+        steps = RUNS[1]
+        low, high = (
+            each * self.with_default(steps) / self.speedup for each in (self.low, self.high)
+        )
+        sent = [
+            f"{name} from step {first} on" if first > 1 else name
+            for first, _, name in self.path
+            if first <= steps
+        ]
+        way = ", then ".join(sent) if len(sent) <= 2 else f"{sent[0]} at first, {sent[-1]}"
+        run = f"a run of {steps:,} steps with default settings, which send {way}"
+        expected = f"expect {self.with_default(steps):.2f}x [{low:.2f}, {high:.2f}]"
+        return f"{expected} at dense's quality, in {run}"
 
     def __str__(self) -> str:
         interval = f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]"
@@ -159,10 +170,8 @@ class Verdict:
             first = f"dense is right: {self.best_name} would bring {interval}"
             if self.speedup >= WORTH:
                 first += f", with {self.progress[self.best]:.2f} {PROGRESS}"
-        elif not self.name.startswith("CF"):
-            first = f"{self.name}: {interval}"
         else:
-            first = f"expect {interval} at {self.name}"
+            first = self._kept()
         rate = f"{self.link.beta * 8 / 1e6:.4g} Mbit/s" if self.link.beta < inf else "fast"
         told = {False: "", True: ""}
         for cf, seconds in self.expected.items():
@@ -175,11 +184,11 @@ class Verdict:
         )
         is_faster = self.expected[self.best] > WORTH * self.expected[fastest]
         between = f"; expected after these{told[False][1:]}" if told[False] else ""
-        runs = ", ".join(f"{self.with_default(steps):.3g}x in {steps:,} steps" for steps in RUNS)
-        at_dense_quality = (
-            f"  a run with default settings, which aim at dense's quality and so compress less at "
-            f"first: {runs}"
+        runs = " and ".join(f"{self.with_default(n):.3g}x in {n:,} steps" for n in RUNS[::2])
+        others = (
+            f'  in other runs {runs}; with goal="time", for a schedule made longer, {interval} at '
         )
+        others += f"{self.name} all along"
         busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
             [
@@ -188,7 +197,7 @@ class Verdict:
                 f"{self.waits:.3g} waiting for the network",
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
                 *([faster] if is_faster else []),
-                *([] if self.cf in (DENSE, *self.rungs) else [at_dense_quality]),
+                *([] if self.cf == DENSE or len(self.path) == 1 else [others]),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
                 *([busy] if self.noise > BUSY else []),
@@ -322,9 +331,32 @@ def conclude(
         waits=times.waits,
         ranks=ranks,
         link=replace(link, beta=max(link.beta, times.nbytes(DENSE) / (times.span or inf))),
+        path=tuple((n, cf, name(cf)) for n, cf in _path(best, expected, times.rungs, progress)),
         noise=max(_spread(dense), _spread(at_best)),
-        rungs=tuple(times.rungs),
     )
+
+
+def _path(
+    best: float,
+    expected: Mapping[float, float],
+    rungs: Collection[float],
+    progress: Callable[[float], float],
+) -> Iterator[tuple[int, float]]:
+    """The CFs that a run with default settings sends, each with its first step: of those that the
+    steps done allow the one that promises most progress a second, until `best` is allowed."""
+    whole = {DENSE, *rungs}
+    smallest = min(expected.keys() - whole)
+    last = 0.0
+    for cf in sorted({smallest, *(each for each in expected if each not in whole)}):
+        step = 1 if cf == smallest else ceil(cf / SHARE)
+        allowed = [each for each in expected if each in whole or each <= cf]
+        sent = max(allowed, key=lambda each: (progress(each) / max(expected[each], 1e-9), -each))
+        sent = best if best in allowed else sent
+        if sent != last:
+            yield step, sent
+        if sent == best:
+            return
+        last = sent
 
 
 class _Trial(Goodput):

@@ -14,6 +14,8 @@ from policies.words import percent
 from runs.report.rows import Row
 from runs.report.run import Run
 
+EQUAL = "in equal steps"
+
 
 def headlines(rows: Sequence[Row]) -> dict[str, str]:
     """Whether compression was worth it, by label: with the quality of the dense row of the same
@@ -42,9 +44,9 @@ def verdict(row: Row, dense: Row) -> str:
     """The headline of runs with a dense twin of each seed."""
     run = row.run
     ours, theirs = (one.of(lambda each: each.quality).values for one in (row, dense))
-    quality = beside(ours, theirs, run.quality_name, run.higher_is_better)
-    if quality and run.trained != dense.run.trained:
-        quality += f" after {run.trained} steps instead of {dense.run.trained}"
+    after = f"after {run.trained} steps instead of {dense.run.trained}"
+    after = EQUAL if run.trained == dense.run.trained else after
+    quality = beside(ours, theirs, run.quality_name, run.higher_is_better, after)
     return headline_of_runs(row.runs, pace_beside(row, dense), quality)
 
 
@@ -52,15 +54,13 @@ def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str
     """Whether compression was worth it, as their own records tell: means over the seeds; "" if
     these do not tell. pace: what a comparison with dense runs has found; None: the first run's own.
     quality: see `headline`."""
-    run, header = runs[0], runs[0].recorded.header
-    network = run.link if header is None else header.network or run.link
-    caveat = "" if header is None else header.caveat
+    run = runs[0]
     if not all(each.records for each in runs):  # plain DDP, perhaps with a hook
         ending = run.ending
         if not (ending.dense_bytes > 0 and isfinite(ending.bytes_sent)):
             return ""
         saved = 1 - ending.bytes_sent / ending.dense_bytes
-        return headline(pace or ending.pace, saved, network=network, quality=quality)
+        return headline(pace or ending.pace, saved, network=run.link, quality=quality)
     last = [each.records[-1] for each in runs]
     dense = all(one.verdict and one.report.cf == DENSE for one in last)
     record = replace(
@@ -71,7 +71,7 @@ def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str
         pace=pace or last[0].pace,
         verdict=last[0].verdict if dense else "",
     )
-    return headline_of(record, network, caveat, quality)
+    return headline_of(record, run.recorded.header, run.link, quality)
 
 
 def pace_beside(row: Row, dense: Row) -> Pace | None:
@@ -110,21 +110,31 @@ def _clock(run: Run) -> float | None:
     return None if run.config is None else run.config.fixed_clock
 
 
-def beside(ours: Sequence[float], dense: Sequence[float], name: str, higher: bool) -> str:
-    """How a quality compares with dense's: in per cent, of an accuracy in its own points. "" if
-    one of them is not known. A difference within the spread over seeds is none."""
+def beside(
+    ours: Sequence[float], dense: Sequence[float], name: str, higher: bool, after: str = EQUAL
+) -> str:
+    """How a quality compares with dense's: the same if they differ by what is `allowed`, else by
+    how much. "" if one of them is not known. after: how many steps, in words."""
     ours, dense = [[q for q in each if isfinite(q)] for each in (ours, dense)]
     if not ours or not dense:
         return ""
     a, b = mean(ours), mean(dense)
-    numbers = f"{a:.4g} against {b:.4g}"
-    few = min(len(ours), len(dense)) < 2
-    spread = 0.0 if few else sqrt((stdev(ours) ** 2 + stdev(dense) ** 2) / 2)
-    seeds = "one seed" if few else f"{min(len(ours), len(dense))} seeds"
-    alike = f"{a:.4g}" == f"{b:.4g}"
-    if alike or (spread and abs(a - b) <= spread):
-        within = "" if alike else ", within the spread"
-        return f"{name} as dense's ({numbers}, {seeds}{within})"
-    how = "better" if (a > b) == higher else "worse"
-    by = f"{abs(a - b):.2g} points" if higher or not b else percent(a / b - 1)
-    return f"{name} {by} {how} than dense's ({numbers}, {seeds})"
+    few = min(len(ours), len(dense))
+    seeds = "one seed" if few == 1 else f"{few} seeds"
+    points = name.endswith("%")
+    limit = allowed(dense, points)
+    numbers = f"{name} {a:.4g} against {b:.4g}, {seeds}"
+    if abs(a - b) <= limit:
+        spread = limit > allowed(dense[:1], points)
+        within = "the spread" if spread else "1 point" if points else "1%"
+        return f"the same quality {after} ({numbers}, within {within})"
+    by = f"{abs(a - b):.2g} points" if points or not b else percent(a / b - 1)
+    return f"{by} {'ahead of' if (a > b) == higher else 'behind'} dense {after} ({numbers})"
+
+
+def allowed(dense: Sequence[float], points: bool) -> float:
+    """How far a mean quality may be from dense's and still be the same: dense's standard deviation
+    over seeds, or 1 point (points: of a quality in per cent) or 1% of dense's, whichever is more.
+    This is the margin of what the default promises (docs/research/defaults.md)."""
+    least = 1.0 if points else 0.01 * abs(mean(dense))
+    return max(least, stdev(dense) if len(dense) > 1 else 0.0)

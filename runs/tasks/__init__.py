@@ -33,7 +33,14 @@ def make_task(task: str = DEFAULT_TASK, **arguments: Any) -> Task:
     """Build a task; `arguments` are those of `Task`. Raises ValueError naming the argument for an
     unknown task or model and for values out of range, DataNotFoundError when the data set is not
     there."""
-    return task_named(task)(**arguments)
+    kind, model = task_named(task), arguments.get("model")
+    if model is not None and model not in kind.models:
+        others = ", ".join(name for name, each in tasks().items() if model in each.models)
+        raise ValueError(
+            f"model={model!r} does not go with task {task!r}; accepted: {', '.join(kind.models)}"
+            + (f"; or a task that {model} goes with: {others}" if others else left_out())
+        )
+    return kind(**arguments)
 
 
 def task_named(task: str) -> type[Task]:

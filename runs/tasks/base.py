@@ -97,11 +97,6 @@ class Task(ABC):
         lr: float | None = None,
     ) -> None:
         self.model_name = self.models[0] if model is None else model
-        if self.model_name not in self.models:
-            raise ValueError(
-                f"model={model!r} is unknown to task {self.name!r}; "
-                f"accepted: {', '.join(self.models)}"
-            )
         self.batch_size = self.default_batch_size if batch_size is None else batch_size
         if self.batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be an integer >= 1")

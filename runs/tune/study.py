@@ -293,7 +293,7 @@ def _trained(
 def _done(study: optuna.Study) -> int:
     """Trials that count: those that were interrupted or lost run again."""
     failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-    counted = [t for t in failed if t.user_attrs.get(REASON, INTERRUPT) != INTERRUPT]
+    counted = [trial for trial in failed if _state(trial) != INTERRUPT]
     return len(study.get_trials(deepcopy=False, states=DONE)) + len(counted)
 
 
@@ -304,7 +304,7 @@ def findings(tuning: Tuning, study: optuna.Study, why: str) -> list[str]:
     """Lines, the answer first. why: there is nothing to tune."""
     trials = study.get_trials(deepcopy=False)
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    states = Counter(trial.state.name.lower() for trial in trials)
+    states = Counter(map(_state, trials))
     count = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
     if not complete:
         failed = [_outcome(tuning, t) for t in trials if t.state == TrialState.FAIL]
@@ -333,6 +333,14 @@ def findings(tuning: Tuning, study: optuna.Study, why: str) -> list[str]:
         text_of(table(heads, rows, left=(len(heads) - 1,), indent=2)),
         *more,
     ]
+
+
+def _state(trial: FrozenTrial) -> str:
+    """A trial's state in a word. One that was lost, with its process, gave no reason."""
+    failed = trial.state == TrialState.FAIL
+    if failed and trial.user_attrs.get(REASON, INTERRUPT) == INTERRUPT:
+        return INTERRUPT
+    return "failed" if failed else trial.state.name.lower()
 
 
 def _why_none(tuning: Tuning, trials: Sequence[FrozenTrial]) -> str:

@@ -14,20 +14,21 @@ from policies import Context, Plan, Policy, StepReport
 
 
 class Scripted(Policy):
-    """Sends the CFs of a list, over and over, with the local steps of another, and remembers the
-    reports."""
+    """Sends the CFs of a list, over and over, with the local steps and the delays of two others.
+    Remembers the reports."""
 
     name = "scripted"
-    chooses_local_steps = True
+    chooses_local_steps = chooses_delay = True
 
     def __init__(
         self,
         cfs: Sequence[float],
         probe: tuple[float, ...] = (),
         local_steps: Sequence[int] = (0,),
+        delays: Sequence[int | None] = (None,),
     ) -> None:
         self.cfs = list(cfs)
-        self.local_steps = local_steps
+        self.local_steps, self.delays = local_steps, delays
         self.probe = probe
         self.step = 0
         self.reports: list[StepReport] = []
@@ -39,7 +40,9 @@ class Scripted(Policy):
         send = self.cfs[self.step % len(self.cfs)]
         probe = tuple(cf for cf in self.probe if cf != send)
         local_steps = self.local_steps[self.step % len(self.local_steps)]
-        return Plan(send, probe, reason=f"step {self.step}", local_steps=local_steps)
+        delay = self.delays[self.step % len(self.delays)]
+        why = f"step {self.step}"
+        return Plan(send, probe, reason=why, local_steps=local_steps, delay=delay)
 
     def observe(self, report: StepReport) -> None:
         self.reports.append(report)

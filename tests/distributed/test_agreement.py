@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -234,10 +235,23 @@ def test_a_world_of_one_works_and_sends_nothing() -> None:
     assert result["factors"] == [1, 1, 1]
 
 
+class Said(logging.Handler):
+    """What the library says, line by line."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def _on_one_rank_alone(rank: int, what: str, over: str) -> str:
     """What rank 0 is told if it alone attaches, or asks for a gathered state. over: a file by which
     it says that it has been."""
-    agreement.PATIENCE = timedelta(seconds=1)
+    agreement.PATIENCE, agreement.SAY = timedelta(seconds=1), 0.2
+    said = Said(logging.WARNING)
+    logging.getLogger("adaptive").addHandler(said)
     model = DDP(small_net(torch.float32))
     compressor = AdaptiveCompressor(policy=Fixed(10))
     if what == "state":
@@ -250,7 +264,7 @@ def _on_one_rank_alone(rank: int, what: str, over: str) -> str:
             else:
                 compressor.attach(model)
         except RuntimeError as error:
-            told = str(error)
+            told = f"{said.lines[-1]}\n{error}"
         Path(over).touch()
     while not Path(over).exists():  # as a rank that does something else
         time.sleep(0.05)
@@ -261,7 +275,10 @@ def _on_one_rank_alone(rank: int, what: str, over: str) -> str:
     ("what", "wanted"),
     [
         ("attach", "attach() must be called on every rank"),
-        ("state", "a gathered state_dict() must be asked for on every rank"),
+        (
+            "state",
+            "a gathered state_dict() must be asked for on every rank, not on rank 0 alone",
+        ),
     ],
 )
 def test_what_one_rank_does_alone_is_told_in_a_sentence(
@@ -269,5 +286,7 @@ def test_what_one_rank_does_alone_is_told_in_a_sentence(
 ) -> None:
     # Afterwards the group is of no use, not even for a last barrier.
     told, _ = run_ranks(2, _on_one_rank_alone, what, str(tmp_path / "over"), lost=(1,))
+    waiting, told = told.split("\n", maxsplit=1)
+    assert waiting == f"adaptive: {wanted}: rank 0 has waited 0.2 s for others that have not yet"
     assert told.startswith(wanted)
     assert "rank 1" in told.lower() or "ranks 1" in told.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,32 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
+Delays = int | tuple[int, ...]
+"""Several: the policy plans them in turns, the largest first."""
+
+
+def _largest(delay: Delays) -> int:
+    return delay if isinstance(delay, int) else delay[-1]
+
+
+def _scripted(delay: Delays, cfs: list[float]) -> Policy:
+    return Scripted(cfs, delays=(None,) if isinstance(delay, int) else delay[::-1])
+
+
 class Training:
     """A model whose steps are delayed. moved: what its optimizer alone has taken off its
     parameters, if steps are measured."""
 
-    def __init__(self, rank: int, optimizer: str, delay: int, cfs: list[float], **options: Any):
+    def __init__(self, rank: int, optimizer: str, delay: Delays, cfs: list[float], **options: Any):
         self.rank, self.step = rank, 0
         self.model = DDP(small_net(), bucket_cap_mb=0.004)
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.compressor = AdaptiveCompressor(
-            policy=Scripted(cfs), cf_range=(1, 64), sync=Delayed(delay), debug=1, **options
+            policy=_scripted(delay, cfs),
+            cf_range=(1, 64),
+            sync=Delayed(delay),
+            debug=1,
+            **options,
         ).attach(self.model, optimizer=self.optimizer)
         self.began = flat_parameters(self.model)
         self.moved = self.held = torch.zeros_like(self.began)
@@ -139,7 +156,7 @@ def test_uncompressed_it_is_delayed_gradient_averaging() -> None:
 COLLECTIVES = {"all_reduce": 0, "all_gather_single": 1, "all_gather_object": 1}
 
 
-def _compressed(rank: int, delay: int, options: dict[str, Any]) -> dict[str, Any]:
+def _compressed(rank: int, delay: Delays, options: dict[str, Any]) -> dict[str, Any]:
     """What the ranks hold after some steps, and which collectives they have called."""
     called: list[Any] = []
 
@@ -176,10 +193,12 @@ def _compressed(rank: int, delay: int, options: dict[str, Any]) -> dict[str, Any
     ("ranks", "delay", "options"),
     quick(
         (2, 3, {}),
+        (2, (2, 4), {}),
         (4, 2, {"base": "int8"}),
         of=[
             (2, 1, {}),
             (2, 3, {}),
+            (2, (2, 4), {}),
             (4, 2, {"base": "int8"}),
             (4, 3, {"base": "topk+fp32"}),
             (2, 2, {"base": "qsgd"}),
@@ -187,7 +206,7 @@ def _compressed(rank: int, delay: int, options: dict[str, Any]) -> dict[str, Any
     ),
 )
 def test_nothing_is_lost_and_ranks_end_alike(
-    ranks: int, delay: int, options: dict[str, Any]
+    ranks: int, delay: Delays, options: dict[str, Any]
 ) -> None:
     """Sum sent + what waits = sum of what the optimizers did, while exchanges are under way; and
     once these are there, all ranks stand at the mean of that."""
@@ -201,7 +220,7 @@ def test_nothing_is_lost_and_ranks_end_alike(
             torch.testing.assert_close(each["united"], mean, rtol=0, atol=1e-12)
         assert each["called"] == found[0]["called"]
         assert 0 < each["gathered"] <= each["payload"]
-        assert (each["in_flight"] > 0) == (delay > 1)
+        assert (each["in_flight"] > 0) == (_largest(delay) > 1)
     waits = [each["anchor"] - each["under_way"] - each["own"] for each in found]
     sent = found[0]["began"] - found[0]["anchor"] + _mean(each["under_way"] for each in found)
     if kept:
@@ -224,16 +243,19 @@ def _summing() -> Policy:
 
 
 def _resumed(
-    rank: int, delay: int, stop: int, path: str, policy: Callable[[], Policy]
+    rank: int, delay: Delays, stop: int, path: str, policy: Callable[[], Policy]
 ) -> list[dict[str, Any]]:
     def run() -> Run:
         return Run(policy(), "topk", "auto", sync=Delayed(delay))
 
     straight, stopped, resumed = run(), run(), run()
-    straight.train(rank, 0, 20)
+    straight.train(rank, 0, stop)
+    if not isinstance(delay, int):  # its policy is told of all steps when the state is made
+        straight.state()
+    straight.train(rank, stop, 20)
     stopped.train(rank, 0, stop)
     state = stopped.state()
-    assert bool(state["compressor"]["sync"]["flights"]) == (delay > 1)
+    assert bool(state["compressor"]["sync"]["flights"]) == (_largest(delay) > 1)
     torch.save(state, f"{path}/{rank}")
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
     resumed.train(rank, stop, 20)
@@ -248,6 +270,13 @@ def _resumed(
 @pytest.mark.parametrize("delay", quick(3, of=[1, 2, 3]))
 def test_resuming_in_the_middle_equals_never_having_stopped(delay: int, tmp_path: Path) -> None:
     for straight, resumed in run_ranks(2, _resumed, delay, 11, str(tmp_path), _fixed):
+        assert same(straight, resumed)
+
+
+def test_resuming_keeps_the_steps_before_which_means_land(tmp_path: Path) -> None:
+    delays, cfs = (1, 2, 4), [8.0, 20.0, 12.0]
+    args = delays, 12, str(tmp_path), partial(_scripted, delays, cfs)
+    for straight, resumed in run_ranks(2, _resumed, *args):
         assert same(straight, resumed)
 
 
@@ -314,9 +343,9 @@ def _refused(rank: int) -> list[str]:
             AdaptiveCompressor(**{"policy": "fixed", "sync": Delayed(2), **options})
         except ValueError as error:
             told.append(str(error))
-    for steps in (0, 1.5):
+    for steps in (0, 1.5, (2, 1), (1, 2)):
         try:
-            Delayed(steps)
+            AdaptiveCompressor(policy="fixed", sync=Delayed(steps))
         except (TypeError, ValueError) as error:
             told.append(str(error))
     run = Training(rank, "sgd", 2, [8.0])
@@ -332,7 +361,8 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_does_not_go_with_a_delay_is_refused() -> None:
     names = ("memory must be", "memory must have", "memory must be", "exchange must be of one coll")
-    names += ("base must be sent in one", "steps=0", "steps=1.5")
+    names += ("base must be sent in one", "steps=0", "steps=1.5", "steps=(2, 1): several")
+    names += ("sync=Delayed(steps=(1, 2)): steps must be one whole number with policy 'fixed'",)
     names += ("state: ", "state: synchronisation is ")
     for told in run_ranks(2, _refused):
         for text, name in zip(told, names, strict=True):

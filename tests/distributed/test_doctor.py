@@ -22,6 +22,7 @@ from adaptive import AdaptiveCompressor
 from adaptive.exchange.two_level import VARIABLE
 from adaptive.network.link import LinkCost
 from policies import DENSE
+from policies.lateness import SHARE
 from runs.doctor.doctor import (
     DENSE_STEPS,
     DOUBT,
@@ -141,34 +142,42 @@ def test_an_interval_knows_how_noisy_the_machine_was(correlation: float, noise: 
     assert inside >= 0.85 * 300
 
 
+VERDICT = Verdict(
+    cf=40.0,
+    name="CF 40",
+    best=40.0,
+    best_name="CF 40",
+    expected={DENSE: 1.0, 2.0: 0.55, 10.0: 0.5, 40.0: 0.4},
+    rehearsed=(40.0,),
+    speedup=2.5,
+    low=2.2,
+    high=2.8,
+    progress={40.0: 0.9, 2.0: 0.99},
+    compute=0.1,
+    waits=0.9,
+    ranks=2,
+    link=LinkCost(1e-3, 1.25e7),
+    path=((1, 10.0, "CF 10"), (100, 40.0, "CF 40")),
+)
+
+
 def test_a_verdict_says_what_to_do() -> None:
-    compress = Verdict(
-        cf=40.0,
-        name="CF 40",
-        best=40.0,
-        best_name="CF 40",
-        expected={DENSE: 1.0, 2.0: 0.55, 40.0: 0.4},
-        rehearsed=(40.0,),
-        speedup=2.5,
-        low=2.2,
-        high=2.8,
-        progress={40.0: 0.9, 2.0: 0.99},
-        compute=0.1,
-        waits=0.9,
-        ranks=2,
-        link=LinkCost(1e-3, 1.25e7),
-    )
-    assert str(compress).startswith("expect 2.50x [2.20, 2.80] at CF 40\n")
-    assert compress.seconds == 0.4
-    assert str(compress).endswith("network 100 Mbit/s, 1 ms a message")
-    busy = str(replace(compress, noise=0.35)).splitlines()[-1]
+    seconds = (99 * 0.5 + 901 * 0.4) / 1000
+    low, high = 2.2 * 0.4 / seconds, 2.8 * 0.4 / seconds
+    kept = "at dense's quality, in a run of 1,000 steps with default settings, which send"
+    told = f"expect {1 / seconds:.2f}x [{low:.2f}, {high:.2f}] {kept} CF 10, then CF 40 from step"
+    assert str(VERDICT).splitlines()[0] == f"{told} 100 on"
+    assert VERDICT.seconds == 0.4
+    assert str(VERDICT).endswith("network 100 Mbit/s, 1 ms a message")
+    busy = str(replace(VERDICT, noise=0.35)).splitlines()[-1]
     assert busy == "  steps of one kind differ by 35%: the machine or the network is busy"
-    half = replace(compress, cf=2.0, name="bf16", best=2.0, best_name="bf16", speedup=1.8)
-    assert str(half).startswith("bf16: 1.80x [2.20, 2.80]\n")
+    half = {"cf": 2.0, "name": "bf16", "best": 2.0, "best_name": "bf16", "speedup": 1 / 0.55}
+    half = replace(VERDICT, **half, path=((1, 2.0, "bf16"),))
+    assert str(half).startswith(f"expect 1.82x [2.20, 2.80] {kept} bf16\n")
     dense = replace(half, cf=DENSE, name="dense", speedup=0.9, low=0.8, high=1.0)
     assert str(dense).startswith("dense is right: bf16 would bring 0.90x [0.80, 1.00]\n")
     assert dense.seconds == dense.dense_seconds == 1.0
-    assert "faster" not in str(compress)
+    assert "faster" not in str(VERDICT)
     why = "with 0.90 of a dense step's progress in each step: bf16 promises more (0.99)"
     assert f"  CF 40 is faster, {why}" in str(half).splitlines()
     slow = replace(dense, speedup=1.2, progress={2.0: 0.5, 40.0: 0.1})
@@ -178,39 +187,37 @@ def test_a_verdict_says_what_to_do() -> None:
 
 
 def test_a_run_with_default_settings_compresses_less_at_first() -> None:
-    verdict = Verdict(
-        cf=40.0,
-        name="CF 40",
-        best=40.0,
-        best_name="CF 40",
-        expected={DENSE: 1.0, 2.0: 0.6, 10.0: 0.2, 40.0: 0.1},
-        rehearsed=(40.0,),
-        speedup=10.0,
-        low=9.0,
-        high=11.0,
-        progress={40.0: 0.9},
-        compute=0.1,
-        waits=0.9,
-        ranks=2,
-        link=LinkCost(1e-3, 1.25e7),
-        rungs=(2.0,),
-    )
-    seconds = 99 * 0.2 + 901 * 0.1  # from the first step on CF 10, from step 100 on CF 40
-    assert verdict.with_default(1000) == pytest.approx(1000 / seconds)
-    speedups = [verdict.with_default(steps) for steps in (1, 150, 1000, 100_000)]
+    speedups = [VERDICT.with_default(steps) for steps in (1, 150, 1000, 100_000)]
     assert speedups == sorted(speedups)
-    assert speedups[0] == pytest.approx(1 / 0.2)
-    assert speedups[-1] == pytest.approx(10.0, rel=0.01)
-    told = f"{verdict.with_default(100):.3g}x in 100 steps, {speedups[2]:.3g}x in 1,000 steps"
-    assert (
-        f"a run with default settings, which aim at dense's quality and so {LESS}: {told}"
-        in str(verdict)
-    )
-    assert "default settings" not in str(replace(verdict, cf=DENSE, name="dense"))
-    assert "default settings" not in str(replace(verdict, cf=2.0, name="bf16"))
+    assert speedups[0] == pytest.approx(1 / 0.5)
+    assert speedups[2] == pytest.approx(1000 / (99 * 0.5 + 901 * 0.4))
+    assert speedups[-1] == pytest.approx(2.5, rel=0.01)
+    longer = 'goal="time", for a schedule made longer, 2.50x [2.20, 2.80] at CF 40 all along'
+    told = f"{VERDICT.with_default(100):.3g}x in 100 steps and {VERDICT.with_default(10000):.3g}x"
+    assert f"  in other runs {told} in 10,000 steps; with {longer}" in str(VERDICT).splitlines()
+    assert "other runs" not in str(replace(VERDICT, cf=DENSE, name="dense"))
+    more = {**VERDICT.expected, 80.0: 0.39, 640.0: 0.38}
+    far = replace(VERDICT, path=(*VERDICT.path, (1600, 640.0, "CF 640")), expected=more)
+    assert "640" not in str(far).splitlines()[0]  # a run of 1,000 steps does not come so far
+    third = replace(VERDICT, path=(*VERDICT.path, (200, 80.0, "CF 80")), expected=more)
+    assert str(third).splitlines()[0].endswith("which send CF 10 at first, CF 80 from step 200 on")
 
 
-LESS = "compress less at first"
+def test_the_advice_is_what_the_bound_allows_and_not_the_fastest() -> None:
+    """The link is so slow that CF 80 is by far the fastest: the default comes to it in steps."""
+    by_cf = {DENSE: [10.0] * 4, 10.0: [1.2] * 4, 80.0: [0.325] * 4}
+    times = StepTimes(by_cf, 9.8, 9.8, lambda cf: 1e6 / cf, RUNGS, {2.0})
+
+    def progress(cf: float) -> float:
+        return RUNGS.get(cf, cf ** (-1 / 10))
+
+    ladder = [10.0, 20.0, 40.0, 80.0, *RUNGS]
+    found = conclude(times, progress, ladder, "{:g}".format, 2, LinkCost())
+    assert [(step, cf) for step, cf, _ in found.path] == [(1, 8), (50, 20), (100, 40), (200, 80)]
+    assert found.best == 80
+    assert str(found).startswith(f"expect {found.with_default(1000):.2f}x [")
+    assert found.with_default(1000) < found.speedup
+
 
 SECONDS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=8)
 LADDER = (10.0, 20.0, 40.0, 80.0, 100.0, 160.0, 320.0, 640.0, 1000.0)
@@ -258,6 +265,13 @@ def test_a_verdict_never_contradicts_its_own_table(
     else:
         assert found.cf == found.best
         assert found.speedup >= WORTH
+    assert found.path[-1][1] == found.best
+    for step, cf, _ in found.path:  # each is allowed by the steps before it
+        assert cf <= max(10.0, SHARE * step + 1e-9) or cf in RUNGS
+        assert cf in found.expected
+    firsts = [step for step, _, _ in found.path]
+    assert firsts == sorted({*firsts})
+    assert firsts[0] == 1
 
 
 def test_a_rung_that_was_not_rehearsed_waits_for_its_bytes_and_codes_as_the_sparsifier() -> None:

@@ -93,7 +93,7 @@ def _train(
         "own": own,
         "mean": mean,
         "united": flat_parameters(model),
-        "offset": _flat(sync["offset"], model),
+        "offset": _flat(sync["offset"], model) if sync["offset"] else None,
         "kept": _flat(sync["kept"], model) if sync["kept"] else None,
         "sent": sent,
         "summary": summary,
@@ -181,7 +181,8 @@ def _check_invariants(
     if gossip in ("d-psgd", "deepsqueeze", "choco-sgd"):
         moved = torch.stack([each["start"] + each["moved"] for each in found]).mean(0)
         torch.testing.assert_close(own.mean(0), moved, rtol=0, atol=1e-12)
-    if gossip != "naive":
+    assert (found[0]["offset"] is None) == (gossip == "deepsqueeze")  # used up in each step
+    if gossip in ("d-psgd", "dcd-psgd", "choco-sgd"):
         assert offset.sum(0).abs().max() < 1e-12
     for each in found:
         torch.testing.assert_close(each["mean"], own.mean(0), rtol=0, atol=1e-12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Fixed, Gossip, LocalSteps
+from adaptive import AdaptiveCompressor, Delayed, Fixed, Gossip, LocalSteps, StepReport
 from compressors.kernels import blocks
+from examples.deco_sgd import DeCo
 from examples.demo_rule import DecoupledMomentum, FastComponents
 from examples.entropy_rank import EntropyRank
 from examples.layer_budget import LayerBudget
@@ -23,6 +25,7 @@ from examples.own_memory import Decayed
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
 from examples.streaming_diloco import Fragments
+from policies import Context
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, local_gradients, loss_of, small_net
 
@@ -168,6 +171,105 @@ def _layer_budget_by_parts(rank: int) -> tuple[Tensor, list[Mapping[str, float]]
     policy = _Remembering(**BUDGET)
     options = {"base": "topk+fp32", "cf_range": (2, 20), "policy": policy, "memory": "residual"}
     return flat_parameters(_train(rank, 11, **options)[0]), policy.choices
+
+
+# -- DeCo-SGD --
+
+LATE = (1, 2, 3, 4, 6, 8)
+
+
+def _deco(computing: float, latency: float, per_byte: float) -> tuple[float, int]:
+    known = {"wire_bytes": lambda cf: 4e6 / cf, "link": lambda: (0.0, per_byte)}
+    policy = DeCo(step_size=1.1)
+    policy.start(Context((10, 1000), 2, latency=lambda: latency, delays=LATE, **known))
+    return policy.choice(computing, 1)
+
+
+def test_deco_hides_the_network_with_the_least_noise() -> None:
+    """No pair of a CF and a delay that hides the network has less noise, and what is chosen hides
+    it, wherever something does. A step is in time if its exchange, which begins when the next
+    backward ends, is over when the one of its delay does."""
+    for computing, latency, rate in product((0.03, 0.2), (0.0, 0.1, 0.15), (1e6, 1e7, 1e9)):
+        cf, delay = _deco(computing, latency, 8 / rate)
+
+        def hides(cf: float, delay: int, scale: tuple[float, ...] = (computing, latency, rate)):
+            computing, latency, rate = scale
+            sending = 32e6 / cf / rate
+            return sending <= computing and latency + sending <= (delay - 1) * computing
+
+        pairs = [*product((1.0, *np.geomspace(10, 1000, 200)), LATE)]
+        noises = [
+            (x - 1) / (1 - 1 / (2 * x)) ** (d - 1) for x, d in pairs if hides(x * 0.999999, d)
+        ]
+        if not noises:
+            assert (cf, delay) == (1000, LATE[-1])
+            continue
+        assert hides(cf, delay)
+        # Its CFs are a tenth apart, which noise goes with.
+        assert (cf - 1) / (1 - 1 / (2 * cf)) ** (delay - 1) <= 1.12 * min(noises)
+
+
+class _Noting(DeCo):
+    """Notes what it plans, and takes the computing of its steps from a list."""
+
+    def __init__(self, computing: Sequence[float]) -> None:
+        super().__init__(interval=3)
+        self.given, self.planned = [*computing], list[tuple[float, int]]()
+
+    def plan(self) -> Any:
+        self.planned.append(self._chosen)
+        return super().plan()
+
+    def observe(self, report: StepReport) -> None:
+        seconds = self.given.pop(0)
+        super().observe(replace(report, seconds=seconds, exchange_seconds=0.0))
+
+
+DECO_STEPS = 24
+
+
+def _deco_by_parts(rank: int) -> tuple[Tensor, list[tuple[float, int]]]:
+    policy = _Noting([0.2] * 3 + [0.015] * 3 + [0.05] * 30)
+    options = {"base": "topk+fp32", "cf_range": (2, 20), "policy": policy, "memory": "residual"}
+    options |= {"granularity": "layer", "sync": Delayed((1, 2, 3, 4)), "network": "1mbit,40ms"}
+    return flat_parameters(_train(rank, DECO_STEPS, **options)[0]), policy.planned
+
+
+def _delayed(planned: Sequence[tuple[float, int]]) -> list[Tensor]:
+    """Delayed averaging with error feedback: what a rank has not sent of its own way is compressed,
+    tensor by tensor, and the mean takes its place so many steps later, as was planned for it."""
+    ranks = [small_net() for _ in range(RANKS)]
+    under_way: list[tuple[int, list[list[Tensor]]]] = []
+    anchor = [p.detach().clone() for p in ranks[0].parameters()]
+    for step in range(DECO_STEPS):
+        grads = [
+            torch.autograd.grad(loss_of(model, step, rank), [*model.parameters()])
+            for rank, model in enumerate(ranks)
+        ]
+        if step:  # the exchange of a step begins in the next backward
+            cf, late = planned[step - 1]
+            sent = []
+            for rank, model in enumerate(ranks):
+                own = []
+                for i, p in enumerate(model.parameters()):
+                    unsent = anchor[i] - p.detach()
+                    for _, of_ranks in under_way:
+                        unsent = unsent - of_ranks[rank][i]
+                    own.append(_largest(unsent.flatten(), cf).view_as(p))
+                sent.append(own)
+            due = max([step - 1 + late, *(when for when, _ in under_way)])
+            under_way.append((due, sent))
+        while under_way and under_way[0][0] <= step:
+            _, sent = under_way.pop(0)
+            for i, a in enumerate(anchor):
+                mean = (sent[0][i] + sent[1][i]) / RANKS
+                anchor[i] = a - mean
+                for model, own in zip(ranks, sent, strict=True):
+                    [*model.parameters()][i].data.add_(own[i] - mean)
+        for model, of in zip(ranks, grads, strict=True):
+            for p, grad in zip(model.parameters(), of, strict=True):
+                p.data.sub_(grad, alpha=LR)
+    return [flat_parameters(model) for model in ranks]
 
 
 # -- SparseLoCo --
@@ -392,6 +494,7 @@ def _paired(rank: int) -> dict[str, Any]:
             if not stops and step == 3:
                 states = model.module.state_dict(), made.state_dict(), compressor.state_dict()
                 saved = deepcopy([*states])
+                found["saved"] = {name for name, held in states[2]["sync"].items() if held}
             made.zero_grad()
             loss_of(model, step, rank).backward()
             made.step()
@@ -403,6 +506,7 @@ def test_noloco_is_its_papers() -> None:
     for result, own in zip(run_ranks(PAIRED, _paired, limit=150), _noloco(), strict=True):
         assert torch.equal(result["whole"], result["resumed"])
         assert "sync: kept has lost 0.bias: momentum" in result["damaged"]
+        assert result["saved"] == {"backwards", "mixed", "kept"}  # no offset, used up in each round
         assert float((result["whole"] - own).abs().max()) < ATOL
 
 
@@ -411,6 +515,7 @@ def _ranks(rank: int) -> dict[str, Any]:
     found["sparseloco"] = _sparse_loco_by_parts(rank)
     found["streaming"] = _streaming_by_parts(rank)
     found["edgc"] = _entropy_rank(rank)
+    found["deco"], found["planned"] = _deco_by_parts(rank)
     found["l-greco"], found["choices"] = _layer_budget_by_parts(rank)
     blocks.force_device_path = True
     found["demo, device"] = _demo_by_parts(rank)
@@ -421,13 +526,18 @@ def test_each_is_its_papers() -> None:
     results = run_ranks(RANKS, _ranks, limit=150)
     _check_entropy_rank([result.pop("edgc") for result in results])
     choices = [result.pop("choices") for result in results]
+    planned = [result.pop("planned") for result in results]
+    assert planned[0] == planned[1]
+    assert len({delay for _, delay in planned[0]}) > 2
+    assert len({cf for cf, _ in planned[0]}) > 2
     assert choices[0] == choices[1]
     assert len(choices[0]) == 3
     assert all(len({*chosen.values()}) > 1 for chosen in choices[0])
     papers = {"demo": _demo(), "l-greco": _layer_budget(11, choices[0])}
-    own = zip(results, _sparse_loco(), _streaming(), strict=True)
-    for result, sparse_loco, streaming in own:
-        _compare(result, {**papers, "sparseloco": sparse_loco, "streaming": streaming})
+    own = zip(results, _sparse_loco(), _streaming(), _delayed(planned[0]), strict=True)
+    for result, sparse_loco, streaming, deco in own:
+        of_ranks = {"sparseloco": sparse_loco, "streaming": streaming, "deco": deco}
+        _compare(result, {**papers, **of_ranks})
 
 
 def _compare(result: dict[str, Tensor], papers: dict[str, Tensor]) -> None:

@@ -56,9 +56,9 @@ def test_a_policy_that_is_named_and_a_larger_model_are_measured() -> None:
 def _on_one_rank_only(rank: int) -> str:
     from datetime import timedelta
 
-    from adaptive.session import checkpoint
+    from adaptive.network import agreement
 
-    checkpoint.PATIENCE = timedelta(seconds=2)
+    agreement.PATIENCE = timedelta(seconds=2)
     model = DDP(nn.Linear(12, 3).double())
     compressor = AdaptiveCompressor(policy="fixed").attach(model)
     for step in range(4):

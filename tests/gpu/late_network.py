@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from adaptive import AdaptiveCompressor, Delayed, LocalSteps
 from adaptive.network import pipeline
 from adaptive.network.collectives import Exchange
+from adaptive.sync import every_step
 from compressors.kernels import blocks
 from tests.distributed.test_device_path import ByStep
 from tests.gpu.compiling import share_compiling
@@ -42,6 +43,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 RANKS, STEPS = 4, 14
 WIDTH = 300 if CUDA else 60
+BUCKET, PIECE = (0.3, 0.7) if CUDA else (0.01, 0.025)
+"""MiB: a layer by itself, and two that are exchanged as one."""
 DELAY = 2_500_000
 """Cycles that a collective takes: more than a millisecond."""
 GARBAGE = 1e30
@@ -298,7 +301,8 @@ def train(case: Case, network: LateNetwork) -> list[Any]:
     torch.manual_seed(0)
     layers = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     net = nn.Sequential(*layers, nn.Linear(WIDTH, 7)).to(DEVICE, case.dtype)
-    model = DDP(net, bucket_cap_mb=0.7 if CUDA else 0.03, **case.ddp)
+    model = DDP(net, bucket_cap_mb=BUCKET, **case.ddp)
+    every_step.joined_nbytes = lambda device: int(PIECE * 2**20)
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[case.optimizer](parameters[2:] if case.apart else parameters)
     apart = torch.optim.SGD(parameters[:2], 0.05) if case.apart else None

@@ -90,6 +90,7 @@ def test_a_function_of_a_tracker_gets_numbers_and_reasons() -> None:
 @pytest.mark.parametrize(
     "script",
     [
+        "deco_sgd.py",
         "demo_rule.py",
         "entropy_rank.py",
         "layer_budget.py",

@@ -62,6 +62,8 @@ def test_one_run_has_one_number(options: tuple[str, ...], text: Path, tmp_path: 
     assert told.splitlines()[-1] == headline
     assert any(line.split() == ["steps/s", number_text(rate, 3)] for line in told.splitlines())
     assert _tells(headline, 1 / rate)
+    if options:
+        assert headline.endswith("aiming at dense's quality in equal steps")
 
     reported, _ = _run("report", folder)
     (row,) = reported["rows"]
@@ -72,7 +74,7 @@ def test_one_run_has_one_number(options: tuple[str, ...], text: Path, tmp_path: 
     run = read_folder(folder, "")
     recorded = read_records(folder / "timeline.jsonl")
     assert recorded.header is not None
-    assert headline_of(recorded.steps[-1], recorded.header.network) == headline
+    assert headline_of(recorded.steps[-1], recorded.header) == headline
     shown, by_seconds, last = _as_the_dashboard_has_it(run)
     assert (shown, by_seconds) == pytest.approx((rate, rate), rel=1e-5)
     assert last == headline

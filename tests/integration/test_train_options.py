@@ -159,7 +159,7 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_where_nothing_is
         "--policy ddp --task text --model gpt --batch-size 2 --checkpoint-every 5",
         "--optimizer adamw --betas 0.8 0.999 --weight-decay 0 --warmup 9 --lr-schedule cosine",
         "--policy Warmup(steps=3) --warmup 7 --lr-schedule linear --clip-grad 0.5",
-        "--model gpt-10m --policy ddp",
+        "--model gpt-10m --policy ddp --autocast on",
         "--base none --threads 2",
         "--policy Goodput(margin=0.1) --cf-range 5 50",
         "--policy Schedule({0:1,100:10,300:12.5})",

@@ -106,9 +106,9 @@ def test_trials_that_all_fail_end_with_an_error(
     words = _words(tmp_path / "study", data=text, trials=3)
     assert main(["tune", *words]) == (1 if failing else 0)
     out, err = capfd.readouterr()
-    told = "error: no trial is complete (3 fail); the last: failed: diverged: the loss was nan"
+    told = "error: no trial is complete (3 failed); the last: failed: diverged: the loss was nan"
     assert err.splitlines()[-1:] == ([told] if failing else err.splitlines()[-1:])
-    assert ("2 complete, 1 fail" in out) != failing
+    assert ("2 complete, 1 failed" in out) != failing
 
 
 def test_it_says_first_that_there_is_nothing_to_tune(

@@ -163,6 +163,24 @@ def _clipped(config: TrainConfig, rank: int, limit: float) -> list[torch.Tensor]
     return [p.grad for p in model.parameters()]
 
 
+def test_autocast_computes_in_bfloat16_and_keeps_float32(text: Path) -> None:
+    given = {"data": str(text), "batch_size": 1, "policy": "ddp", "log_dir": "unused"}
+
+    def work(rank: int, group: object) -> list[Any]:
+        found: list[Any] = []
+        for autocast in (False, True):
+            trainer = Trainer(make_config({**given, "autocast": autocast}))
+            loss = trainer.loss()
+            trainer.descend(loss)
+            kept = {p.dtype for p in trainable(trainer.model)}
+            found += [loss.item(), loss.dtype, kept]
+        return found
+
+    wide, *kinds, narrow, dtype, kept = run_ranks(1, work)[0]
+    assert 0 < abs(wide - narrow) < 0.01 * wide
+    assert [dtype, kept] == kinds == [torch.float32, {torch.float32}]
+
+
 @pytest.mark.long
 def test_real_workers_do_what_simulated_ones_do(words: Path, tmp_path: Path) -> None:
     common = ("--steps", 12, "--checkpoint-every", 6, "--patience", 4)

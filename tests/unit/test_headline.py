@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adaptive.network.pace import DenseStep, Pace
 from adaptive.timeline.records import StepRecord
 from adaptive.timeline.summary import headline, headline_of
-from policies import DENSE, StepReport
+from policies import DENSE, Fixed, Goodput, StepReport
 from policies.words import bytes_in_words, costs, percent, progress, seconds_in_words
 from runs.report.rows import Row
 from runs.report.run import Slice
@@ -117,15 +117,33 @@ def test_numbers_as_people_write_them():
 
 def test_a_record_tells_it_and_one_of_before_does_not():
     report = StepReport(9, 10.0)
-    assert headline_of(StepRecord(report, 1.0, 1.0, 1.0)) == ""
+    assert headline_of(StepRecord(report, 1.0, 1.0, 1.0), None) == ""
     pace = paced(0.2, 1.6, measured=False)
     known = StepRecord(report, 1.0, 1.0, 1.0, sent=1.0, dense=50.0, pace=pace)
-    assert headline_of(known, "emulated 10 Mbit/s link") == (
+    assert headline_of(known, None, "emulated 10 Mbit/s link") == (
         "8.0x faster than dense on this emulated 10 Mbit/s link (0.20 s a step instead of a "
         "modelled 1.6 s), 98% fewer bytes"
     )
     concluded = replace(known, report=StepReport(9, DENSE), verdict="dense is right: so it is")
-    assert headline_of(concluded).startswith("dense is right on this network: 0.20 s a step")
+    assert headline_of(concluded, None).startswith("dense is right on this network: 0.20 s a step")
+
+
+def test_it_says_what_the_policy_promises_of_quality():
+    promises = {
+        Goodput(): "aiming at dense's quality in equal steps",
+        Goodput(goal="time"): "with no promise of dense's quality",
+        Fixed(100): "with no promise of dense's quality",
+    }
+    for policy, promise in promises.items():
+        said = headline(paced(0.2, 1.6), 0.98, promise=policy.promise)
+        assert said.endswith(f"98% fewer bytes, {promise}")
+        quality = "1.4 points behind dense in equal steps"
+        beside_dense = headline(paced(0.2, 1.6), 0.98, promise=policy.promise, quality=quality)
+        assert beside_dense.endswith(f"98% fewer bytes, {quality}")  # what is known, not promised
+        dense = headline(paced(1.6, 1.6), 0.0, cf=DENSE, dense_share=1.0, promise=policy.promise)
+        assert dense == "dense all along: 1.6 s a step on this network"
+        local = headline(paced(0.2, 1.6), 0.98, promise=policy.promise, caveat="local steps")
+        assert "quality" not in local
 
 
 # -- beside a dense run --------------------------------------------------------------------------
@@ -149,10 +167,11 @@ def test_quality_is_told_beside_a_dense_run_and_only_there():
     assert [*told] == ["ours"]
     assert told["ours"].startswith("3.2x faster than dense on this network (0.50 s a step instead ")
     assert "a measured 1.6 s), 98% fewer bytes" in told["ours"]
-    assert told["ours"].endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
+    same = "the same quality in equal steps (perplexity 5.7 against 5.68, one seed, within 1%)"
+    assert told["ours"].endswith(same)
     assert headlines(rows[:1])["ours"].startswith("98% fewer bytes than dense, 0.50 s a step; dens")
     longer = beside_dense(trained=20)
-    assert headlines(longer)["ours"].endswith("after 20 steps instead of 10")
+    assert "the same quality after 20 steps instead of 10 (perplexity" in headlines(longer)["ours"]
 
 
 def test_runs_that_were_made_at_different_times_are_not_compared_by_their_seconds():
@@ -160,7 +179,9 @@ def test_runs_that_were_made_at_different_times_are_not_compared_by_their_second
     assert pace_beside(ours, dense) is None
     told = headlines([ours, dense])["ours"]
     assert "faster" not in told
-    assert told.endswith("perplexity 0.35% worse than dense's (5.7 against 5.68, one seed)")
+    assert told.endswith(
+        "the same quality in equal steps (perplexity 5.7 against 5.68, one seed, within 1%)"
+    )
 
 
 def test_turns_that_contradict_one_another_show_no_difference():
@@ -183,8 +204,20 @@ def test_by_one_modelled_clock_runs_compare_at_any_time():
     assert pace_beside(Row("ours", (ours,)), Row("dense", (other,))) is None
 
 
-def test_qualities_are_compared_as_far_as_seeds_tell():
-    assert beside([5.0, 5.2], [5.1, 5.2], "perplexity", False).startswith("perplexity as dense's")
-    assert beside([6.52701], [6.52702], "perplexity", False).startswith("perplexity as dense's (")
-    assert beside([71.0], [70.0], "accuracy", True).startswith("accuracy 1 points better")
-    assert beside([nan], [70.0], "accuracy", True) == ""
+def test_a_quality_is_the_same_within_what_the_promise_allows():
+    def told(ours, dense, name="perplexity", higher=False):
+        return beside(ours, dense, name, higher)
+
+    same = "the same quality in equal steps (perplexity "
+    assert told([5.14], [5.1]).startswith(same + "5.14 against 5.1, one seed, within 1%)")
+    assert told([5.06], [5.1]).startswith(same)
+    assert told([5.3, 5.1], [5.0, 5.2]).endswith("2 seeds, within the spread)")
+    assert told([5.3, 5.9], [5.2, 5.2]) == (
+        "7.7% behind dense in equal steps (perplexity 5.6 against 5.2, 2 seeds)"
+    )
+    assert told([4.9], [5.1]).startswith("3.9% ahead of dense in equal steps")
+    accuracy = "accuracy %", True
+    assert told([70.9], [70.0], *accuracy).endswith("one seed, within 1 point)")
+    assert told([68.6], [70.0], *accuracy).startswith("1.4 points behind dense in equal steps")
+    assert told([0.72], [0.70], "accuracy", True).startswith("2.9% ahead of dense")
+    assert told([nan], [70.0], *accuracy) == ""

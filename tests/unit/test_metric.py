@@ -32,6 +32,8 @@ def heard(text: str, do: Callable[[], object]) -> list[float]:
     [
         ("loss {}", "step 3  loss 2.5", [2.5]),
         ("val loss: {} ", "train loss: 3.5 val  loss: -1.25e-3 end", [-1.25e-3]),
+        ("val loss{}", "val loss: 2.5", [2.5]),
+        ("val loss {}", "val loss=2.5", [2.5]),
         ("acc={}%", "acc=71.25% of 10", [71.25]),
         ("loss {}", "loss inf", [inf]),
         ("loss {}", "a loss of nothing", []),

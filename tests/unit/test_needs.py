@@ -132,7 +132,7 @@ def test_a_file_in_the_present_folder_that_is_in_the_way_is_named(
     assert done.stderr == (
         f"python -m runs train: error: {path} is in the way: it would be imported in place of this "
         f"library's package {name!r}; accepted: another folder to start in, or another name for "
-        f"that file\n"
+        f"it\n"
     )
 
 
@@ -159,6 +159,58 @@ def test_a_projects_own_package_is_named_where_a_script_imports_ours(
         f"ImportError: {path} is in the way: adaptive imports a package {name!r} of its own, "
         f"{ROOT / name}; give yours another name, or put it into a package"
     )
+
+
+EDITABLE = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    find_spec = staticmethod(
+        lambda name, path=None, target=None: PathFinder.find_spec(name, path or [{str(ROOT)!r}])
+    )
+
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Finder)
+"""
+"""What `pip install -e` leaves: it finds packages after those that lie beside a script."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "then", ["import adaptive", "from runs.__main__ import main; main(['tune'])"]
+)
+def test_a_folder_without_init_that_is_imported_in_place_of_ours_is_named(
+    name: str, then: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).mkdir()
+    script = tmp_path / "train.py"
+    script.write_text(EDITABLE + then, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = done.stderr.splitlines()[-1]
+    assert f"{tmp_path / name} is in the way: " in said
+    assert f"package {name!r}" in said
+
+
+@pytest.mark.parametrize("name", [*NAMES, "adaptive", "runs"])
+def test_a_module_in_a_folder_that_ours_hides_is_named(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "mine.py").touch()
+    done = _python(
+        f"import sys, adaptive; sys.path.insert(0, '{tmp_path}'); import {name}.mine", tmp_path
+    )
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: No module named '{name}.mine': this library's package {name!r} "
+        f"hides {folder}; give yours another name, or put it into a package"
+    )
+    done = _python(f"import adaptive, {name}.other", tmp_path)
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: No module named '{name}.other'"
 
 
 @pytest.mark.parametrize("command", ["doctor", "compare", "tune"])

@@ -52,8 +52,8 @@ for module in MODULES:
     import_module(module)
 from runs.__main__ import main
 
-for words in (["bench"], ["train", "--task", "cifar10"], ["compare", "--suite", "gravac"]):
-    assert main(words) == 2
+for words in ("bench", "train --task cifar10", "train --model resnet8", "compare --suite gravac"):
+    assert main(words.split()) == 2
 """
 
 
@@ -70,9 +70,14 @@ def test_a_wheel_needs_nothing_that_it_leaves_out(tmp_path: Path) -> None:
     code = WHEEL.replace("EXCLUDED", repr(excluded)).replace("MODULES", repr(sorted(held)))
     done = _python(code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    others = (
+        "tasks of images and words, and their models (resnet8, vgg11, lstm-small, ...), are in "
+        f"{REPOSITORY}"
+    )
     assert [line.partition(" error: ")[2] for line in done.stderr.splitlines()] == [
         f"bench: belongs to {NAMES['runs.bench']}, which wheels leave out; accepted: {REPOSITORY}",
-        f"--task='cifar10' is unknown; accepted: text; those of papers are in {REPOSITORY}",
+        f"--task='cifar10' is unknown; accepted: text; {others}",
+        f"--model='resnet8' does not go with task 'text'; accepted: lstm, gpt, gpt-10m; {others}",
         f"--suite gravac: belongs to {NAMES['runs.papers']}, which wheels leave out; accepted: "
         f"{REPOSITORY}",
     ]

@@ -212,16 +212,18 @@ def test_the_findings_name_the_best_and_what_failed(tmp_path: Path) -> None:
     failed = {"state": TrialState.FAIL, "user_attrs": {"reason": "diverged"}}
     study.add_trial(create_trial(**failed))
     assert findings(tuning, study, "") == [
-        "no trial is complete (1 fail); the last: failed: diverged"
+        "no trial is complete (1 failed); the last: failed: diverged"
     ]
     for i in range(9):
         lr = 0.1 + i / 10
         study.add_trial(
             create_trial(values=[1 + lr, 2 - lr], params={"lr": lr}, distributions=tuning.space)
         )
+    interrupted = {"state": TrialState.FAIL, "user_attrs": {"reason": "interrupted"}}
+    study.add_trial(create_trial(**interrupted))
     answer, *_, count, command = findings(tuning, study, "")
     assert answer.startswith("lr 0.1 (trial 1): held-out perplexity 1.1")
-    assert count == "trials: 9 complete, 1 fail"
+    assert count == "trials: 9 complete, 1 failed, 1 interrupted"
     assert "--lr 0.1" in command
     assert findings(tuning, study, "nothing to tune: why")[0] == "nothing to tune: why"
 
