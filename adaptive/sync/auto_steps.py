@@ -125,7 +125,7 @@ class AutoStepsSync(OwnStepSync):
         reducer = replace(self.averager.reducer, memory=memory)
         due = max(1, overlapped(self._overlap, self.averager.controller.local_steps))
         anchor.begin(due, reducer, updates=True)
-        while anchor.boarding:
+        while anchor.sending:
             anchor.send()
 
     # -- rounds of several steps --
@@ -146,7 +146,7 @@ class AutoStepsSync(OwnStepSync):
                 if p.filled and p.residual is not None:
                     piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
                 p.filled = False
-            anchor.stand(chunk, rest)
+            anchor.place(chunk, rest)
         return anchor
 
     @torch.no_grad()
