@@ -205,9 +205,7 @@ class ShadowLadder:
         # Huge but finite gradients can make a residual non-finite, which is then set to zero.
         overflown = ~(total.amax(0) < inf)  # (sections,)
         left_out = overflown | bucket.nonfinite
-        all_fit = kernels_for(a).look(
-            lambda: not overflown.any(), False
-        )  # as far as the host knows
+        all_fit = kernels_for(a).look(lambda: not overflown.any(), False)  # a device: False
         if self.peers is not None:
             rows = torch.cat((g[None], a * sent))
             if not all_fit:
@@ -348,7 +346,7 @@ def _momentum_step(
         a += u
 
 
-@lru_cache(maxsize=32)  # so that they need not be copied to the device in every step
+@lru_cache(maxsize=32)  # so that the factors are not copied to the device in every step
 def _factors(
     rules: tuple[MomentumRule, ...], first: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,12 +48,12 @@ class OptimizerSteps:
         self._stepping: Optimizer | None = None  # whose step is under way
         self._has_closure = False  # the step under way may run a backward
         self._stepped: set[Optimizer] = set()  # since the last backward
-        self._without_gradient: set[Tensor] = set()  # parameters left out of steps since then
+        self._without_gradient: set[Tensor] = set()  # parameters without one in these steps
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
         self._decay_factors: dict[Chunk, Scalar] = {}  # not applied to `before` yet
         self._start: dict[Chunk, Tensor] = {}  # as `before`, without decay
         self._stepped_to: dict[Chunk, Tensor] = {}  # values after a step, while `_start` is shown
-        self._by_all = 0  # exchanges in a row for which all optimizers had stepped
+        self._complete_exchanges = 0  # exchanges in a row for which all optimizers had stepped
 
     # -- between backward and exchange --
 
@@ -70,7 +70,7 @@ class OptimizerSteps:
 
     def exchanged(self) -> None:
         """The updates of all chunks have been exchanged."""
-        self._by_all = self._by_all + 1 if self.all_stepped else 0
+        self._complete_exchanges = self._complete_exchanges + 1 if self.all_stepped else 0
         self.pending, self.was_exchanged = False, True
         if self._stepping is None:
             self.before.clear()
@@ -142,7 +142,7 @@ class OptimizerSteps:
 
     def _record_step(self, optimizer: Optimizer) -> None:
         self._stepped.add(optimizer)
-        if self._by_all < SURE and not self.all_stepped:
+        if self._complete_exchanges < SURE and not self.all_stepped:
             self._hold()
         taken = _taken(optimizer)
         for chunk, before in self.before.items():

@@ -146,7 +146,7 @@ class UpdateHandover(Handover):
         self._moments.put_back()
         self.steps.backward_ends()
         self._enlargements.clear()
-        if self.residuals_hold_gradients:  # of parameters that this backward has not used
+        if self.residuals_hold_gradients:  # of parameters without a gradient now: dropped
             for parameter in self._parameters.values():
                 parameter.filled = False
         self._begin_own_steps(self._lag(cf))

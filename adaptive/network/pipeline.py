@@ -126,7 +126,7 @@ class Pipeline:
         self.decoded: deque[Span] = deque()
         self.life = object()
         self._at_work = threading.Condition()
-        self._decoding = 0  # callbacks
+        self._decoding = 0  # number of callbacks that are decoding
 
     def abandon(self) -> None:
         """Drop all exchanges under way. Once this returns, none of them issues a collective,

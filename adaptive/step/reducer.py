@@ -8,7 +8,7 @@
    tensor, each payload at a larger CF from the payload before it (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
 5. When the last collective is done, on a thread of the process group: if any rank's bucket was
-   nonfinite, drop all payloads. Finite ranks keep their error-fed gradients for later steps.
+   nonfinite, drop all payloads. The other ranks' error-fed gradients stay for later steps.
 6. Subtract the sent payload from the residual, and decode the mean into the bucket's buffer.
 
 On a device the host never waits to learn whether a bucket is nonfinite: the `Flag` is a tensor, and
@@ -160,10 +160,8 @@ class Reducer:
                 step.tally.lose(added, _lost_share(made))
                 return
             for unit, a, payload in zip(units, error_fed, made, strict=True):
-                unmeasured = (
-                    unit.compressor is EXACT or unit.all_skipped or bucket.nonfinite is True
-                )
-                if not unmeasured:
+                measured = not (unit.compressor is EXACT or unit.all_skipped)
+                if measured and bucket.nonfinite is not True:
                     levels = compress_levels(unit, a, sent=payload)
                     record_levels(unit, levels, bucket.work, step.tally)
 
@@ -172,7 +170,7 @@ class Reducer:
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange, to)  # 6
-                if to is None:  # of updates the memory makes nothing further
+                if to is None:  # else the mean update has moved the parameters already
                     memory.received(received.nonfinite)
                 _call_for_each(step.on_mean, parameters, bucket.work, received.nonfinite)
             fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
@@ -275,8 +273,8 @@ class Reducer:
         return bucket
 
     def _flush(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Add the residuals of these parts to their gradients. The CFs of the tally are measured on
-        the sum, which is what a compressed step would compress."""
+        """Add the residuals of these parts to their gradients, and measure the CFs of the tally on
+        what a compressed step would compress: this sum, or in parameter space the updates."""
         units = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
         measured = bucket.work
         if units:

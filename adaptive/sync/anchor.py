@@ -225,7 +225,7 @@ class Anchor:
             if nonfinite is not False:
                 rest.masked_fill_(~(rest.abs() < LARGEST[rest.dtype]) & nonfinite, 0.0)
             self._move(chunk, mean, flight.compressed, nonfinite)
-            self.place(chunk, rest)
+            self.set_parameters(chunk, rest)
         return any_nonfinite
 
     def _move(self, chunk: Chunk, mean: Tensor, compressed: bool, nonfinite: Flag) -> None:
@@ -244,12 +244,12 @@ class Anchor:
         self._at[chunk].add_(mean, alpha=-self._lr)
 
     @torch.no_grad()
-    def place(self, chunk: Chunk, rest: Tensor) -> None:
+    def set_parameters(self, chunk: Chunk, rest: Tensor) -> None:
         """Set the chunk's parameters to anchor - rest. rest: (numel,), overwritten."""
         chunk.go_to(torch.sub(self._at[chunk], rest, out=rest))
 
     @torch.no_grad()
-    def leave_rest(self, chunk: Chunk) -> Tensor:
+    def reset_to_anchor(self, chunk: Chunk) -> Tensor:
         """Set the chunk's parameters to the anchor, while no flight is under way. Returns what this
         rank has not sent (numel,)."""
         rest = self._unsent(chunk, "here", ())

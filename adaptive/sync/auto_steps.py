@@ -82,7 +82,7 @@ class AutoStepsSync(OwnStepSync):
         self.averager.controller.skipped += not self._open
         return last
 
-    def _by_gradients(self, why: str) -> None:
+    def _switch_to_gradients(self, why: str) -> None:
         raise RuntimeError(f"sync=LocalSteps('auto') does not go with this optimizer: {why}")
 
     # -- a step --
@@ -146,7 +146,7 @@ class AutoStepsSync(OwnStepSync):
                 if p.filled and p.residual is not None:
                     piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
                 p.filled = False
-            anchor.place(chunk, rest)
+            anchor.set_parameters(chunk, rest)
         return anchor
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class AutoStepsSync(OwnStepSync):
         as updates."""
         anchor.land()
         for chunk in anchor.chunks:
-            rest = anchor.leave_rest(chunk)
+            rest = anchor.reset_to_anchor(chunk)
             for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
                 p.open_residual().copy_(piece).mul_(inverse(self.handover.learning_rate(p)))
         self._anchor = None

@@ -84,10 +84,10 @@ class OwnStepSync(EveryStepSync):
             self._nonfinite = False
             self._energies.clear()
             if self.handover.uninspected:
-                self._look()
+                self._agree_on_inspection()
             self.averager.begin(self.alike)
             if self.averager.controller.agreed.changed < 0:
-                self._look()
+                self._agree_on_inspection()
         if not self.by_updates:
             return self._mean(bucket)
         stopwatch = self.averager.controller.stopwatch
@@ -96,17 +96,17 @@ class OwnStepSync(EveryStepSync):
         stopwatch.hook_left(entered, ())
         return done
 
-    def _look(self) -> None:
+    def _agree_on_inspection(self) -> None:
         """The ranks agree on the inspection of optimizers that are not torch's (a collective)."""
         averager = self.averager
         if why := self.handover.agree_on_inspection(averager.exchange):
-            self._by_gradients(why)
+            self._switch_to_gradients(why)
         elif not self.handover.uninspected:
             told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
             if told and averager.exchange.first and averager.watch.is_new(told):
                 log.warning("%s", told)
 
-    def _by_gradients(self, why: str) -> None:
+    def _switch_to_gradients(self, why: str) -> None:
         """Exchange gradients from now on. RuntimeError if a script asked for memory="updates"."""
         averager, controller = self.averager, self.averager.controller
         if averager.settings.memory.options.kind == "updates":
@@ -153,7 +153,7 @@ class OwnStepSync(EveryStepSync):
         self.averager.controller.tally.at("grad").add_(energy)
 
     def _mean_of(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
-        """Replace these pieces of a bucket by the ranks' mean, uncompressed: a future of `buffer`."""
+        """Replace these pieces of `buffer` by the ranks' mean, uncompressed: its future."""
         exchange = self.averager.exchange
         flat = torch.cat([*pieces]).div_(exchange.world_size)
         exchange.count_floats(flat.numel())
@@ -256,20 +256,20 @@ class OwnStepSync(EveryStepSync):
                 to = updates.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
                 under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
-                # If this rank has not stepped, `_arrive` needs the statistics of `end_step` below.
+                # If this rank has not stepped, `_apply_mean` needs the statistics of `end_step` below.
                 if len(under_way) > most and updates.steps.any_stepped:
-                    arrivals.append(self._arrive(*under_way.popleft()))
+                    arrivals.append(self._apply_mean(*under_way.popleft()))
             averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
-            arrivals += [self._arrive(*each) for each in under_way]
+            arrivals += [self._apply_mean(*each) for each in under_way]
         # Backward's stream has waited for the hook's, and the hook's for all callbacks.
         stream.backward_waited()
         updates.exchanged()
         stopwatch.decoded(drain(averager.pipeline.decoded))
         stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
 
-    def _arrive(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
+    def _apply_mean(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
         """Wait for a chunk's mean update, and move the chunk's parameters by it. Returns the span
         of the wait."""
         averager, controller = self.averager, self.averager.controller
