@@ -256,7 +256,7 @@ class OwnStepSync(EveryStepSync):
                 to = updates.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
                 under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
-                # If this rank has not stepped, `_apply_mean` needs the statistics of `end_step` below.
+                # A rank that has not stepped needs the statistics of `end_step` first.
                 if len(under_way) > most and updates.steps.any_stepped:
                     arrivals.append(self._apply_mean(*under_way.popleft()))
             averager.pipeline.finish()
