@@ -261,7 +261,7 @@ class NodeExchange(Exchange):
         """Sum this rank's shard of `tensor` over the nodes, in place; the second collective
         completes `tensor`."""
         numel, size = tensor.numel(), self._shard_numel(tensor.numel())
-        own = tensor.view(-1)[self._node_shard * size : (self._node_shard + 1) * size]
+        own = self._own_shard(tensor.view(-1), size)
 
         def gather_shards(shard: Tensor) -> Future[Tensor]:
             return self._gather(_padded(shard, size), lambda rows: _fill(tensor, rows))
@@ -281,7 +281,7 @@ class NodeExchange(Exchange):
         """(nodes, bytes of a shard); the second collective makes (nodes, bytes of a payload)."""
         numel, size = payload.numel(), self._shard_numel(payload.numel())
         self._gather_shards = partial(self._gather_rows, numel)
-        own = _padded(payload[self._node_shard * size : (self._node_shard + 1) * size], size)
+        own = _padded(self._own_shard(payload, size), size)
         wire = gather_wire_bytes(numel, self.world_size)
         self._traffic.down += wire * means
         return self._gather_between(own, numel, wire)
@@ -299,10 +299,7 @@ class NodeExchange(Exchange):
         """(nodes, bytes of a shard); the second collective makes (nodes, sizes[rank])."""
         n, shards = self.world_size, [self._shard_numel(size) for size in sizes]
         pieces = zip(payload.split(list(sizes)), shards, strict=True)
-        own = [
-            _padded(piece[self._node_shard * p : (self._node_shard + 1) * p], p)
-            for piece, p in pieces
-        ]
+        own = [_padded(self._own_shard(piece, size), size) for piece, size in pieces]
         out = uninitialized(n * shards[self.rank], payload.dtype, payload.device)
         self._gather_shards = partial(self._gather_rows, sizes[self.rank])
         work = dist.all_to_all_single(
@@ -317,7 +314,7 @@ class NodeExchange(Exchange):
         whole payload."""
         numel, size = payload.numel(), self._shard_numel(payload.numel())
         self._gather_shards = lambda shard: self._gather(shard, lambda whole: whole[:numel])
-        own = _padded(payload[self._node_shard * size : (self._node_shard + 1) * size], size)
+        own = _padded(self._own_shard(payload, size), size)
         return self._pass(own, to, source, numel)
 
     def _gather_rows(self, numel: int, shard: Tensor) -> Future[Tensor]:
@@ -342,6 +339,10 @@ class NodeExchange(Exchange):
     def _shard_numel(self, numel: int) -> int:
         """Elements of one shard of `numel` elements, rounded up."""
         return -(-numel // self.node_size)
+
+    def _own_shard(self, flat: Tensor, size: int) -> Tensor:
+        """This rank's shard of `flat` (a view): at most `size` elements."""
+        return flat[self._node_shard * size :][:size]
 
     # -- for other callers --
 
