@@ -293,7 +293,7 @@ class OwnStepSync(EveryStepSync):
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
-        differed = self.handover.agree(self.averager.exchange)
+        differed = self.averager.memory.now.handover.agree(self.averager.exchange)
         return list(self.averager.optimizers) if differed else None
 
     def stop(self) -> None:
