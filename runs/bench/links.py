@@ -33,7 +33,8 @@ DILOCO = "diloco:sync=LocalSteps({}, outer_lr=0.7, outer_momentum=0.9, overlap=0
 
 class Fixed(NamedTuple):
     """A method that does not adapt. label: as `compare` names it. steps: in which its step is
-    timed. dense: the first of these, in which PyTorch's PowerSGD still sends all; not counted."""
+    timed. dense: the first of these, at whose beginning PyTorch's PowerSGD still sends all; not
+    counted."""
 
     label: str
     steps: int
@@ -55,8 +56,8 @@ FIXED: Mapping[str, Fixed] = {
 AT_SIZE: Mapping[str, Fixed] = {
     "plain DDP": Fixed("ddp", 4),
     "bf16 hook": Fixed("ddp:ddp_hook=bf16", 4),
-    "PowerSGD hook": Fixed("ddp:ddp_hook=powersgd", 8, dense=2),
-    "DiLoCo, every 10": Fixed(DILOCO.format(10), 22),
+    "PowerSGD hook": Fixed("ddp:ddp_hook=powersgd", 20, dense=10),
+    "DiLoCo, every 10": Fixed(DILOCO.format(10), 42),
     "CF 100": Fixed("fixed:cf=100", 12),
 }
 """Of large models, whose dense step takes most of a minute."""
