@@ -1,4 +1,5 @@
-"""The contract of a gradient compressor: one flat tensor and a CF become a payload, and back."""
+"""The contract of a gradient compressor: it compresses a flat tensor at a CF to a payload, and
+decodes payloads."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from compressors.kernels.blocks import (
 from compressors.kernels.blocks import InvalidPayload as InvalidPayload
 
 MAX_NUMEL = 2**31 - 1
-"""Elements of the largest tensor: its positions fit 32 bits."""
+"""The largest number of elements of a tensor, so that positions fit 32 bits."""
 
 
 class Key(NamedTuple):
-    """A key names one tensor in one step, the same on every rank, and seeds random numbers.
+    """A key names one tensor in one step, and seeds the random numbers for it.
 
-    name: of the parameter or bucket. shape: of the parameter; () if it is not known.
-    rank: the one thing that differs between ranks: it seeds what ranks should draw independently.
+    name: of the parameter or bucket. shape: of the parameter; () if unknown. All fields but `rank`
+    are the same on every rank; `rank` seeds random numbers that must be independent between ranks.
     """
 
     name: str
@@ -43,10 +44,10 @@ NO_KEY = Key("")
 
 
 class Spec(NamedTuple):
-    """A spec is all that the size of a payload may depend on: the same on every rank.
+    """A spec holds all that the size of a payload may depend on. It is the same on every rank.
 
-    segments: lengths of the tensors that lie one behind the other in the flat tensor; (numel,) if
-        they are compressed as one. cf: the compression factor, 1 or more. dtype: of the tensor.
+    segments: lengths of the consecutive tensors in the flat tensor; (numel,) if they are compressed
+        as one. cf: the compression factor, 1 or more. dtype: of the flat tensor.
     """
 
     segments: tuple[int, ...]
@@ -80,17 +81,17 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload:
-    """A payload is a compressed tensor as it travels, with what is known about what was lost.
+    """A payload is a compressed tensor as it is sent, with the energies that compression keeps.
 
     parts: contiguous tensors, sent one after the other in this order.
     spec: of the tensor that was compressed.
-    energies: ||a||^2, ||c||^2 and ||a - c||^2, the squared norms of what was compressed, of what is
-        kept and of what is lost (float64, (3,), where the data is); None if unknown, as after
-        receiving.
-    invalid: on a device, whether what was received cannot have been sent by any compressor; there
-        it is decoded all the same, within bounds. On the host such bytes raise InvalidPayload.
-    indices: positions of the kept elements (flat whole numbers; on a device `numel` in an empty
-        slot); None if all elements are kept.
+    energies: ||a||^2, ||c||^2 and ||a - c||^2, the squared norms of the compressed tensor, of the
+        decoded payload and of the error (float64, (3,), on the tensor's device); None if unknown,
+        as in a received payload.
+    invalid: on a device, whether the received bytes are none that a compressor makes. A device
+        decodes them all the same, within bounds; the host raises InvalidPayload.
+    indices: positions of the kept elements (flat integers; on a device `numel` in an empty slot);
+        None if all elements are kept.
     """
 
     parts: tuple[Tensor, ...]
@@ -132,18 +133,19 @@ class Payload:
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The three `energies`, to go on reckoning with; nan if unknown."""
+        """The three `energies`: Python numbers on the host, 0-dim tensors on a device; nan if
+        unknown."""
         if self.energies is None:
             return nan, nan, nan
         return kernels_for(self.energies).numbers(self.energies)
 
     @property
     def marks(self) -> list[Tensor]:
-        """Floating-point numbers that are NaN once `as_nonfinite` has made the payload."""
+        """Floating-point numbers of this payload that are NaN if `as_nonfinite` has made it."""
         return [part[:1] for part in self.parts if part.is_floating_point() and part.numel()]
 
     def positions(self) -> Tensor | None:
-        """`indices`, of the whole tensor."""
+        """Positions of the kept elements in the whole flat tensor; None if all are kept."""
         return self.indices
 
     @property
@@ -159,18 +161,18 @@ class Payload:
             )
         start = 0
         for part in self.parts:
-            # as_strided: a stride of 1 also if it is empty
+            # `view` needs a stride of 1, which an empty tensor may lack without `as_strided`.
             raw = part.contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
             out[start : start + raw.numel()].copy_(raw)
             start += raw.numel()
 
     def with_parts(self, *parts: Tensor) -> Payload:
-        """The same payload with other contents."""
+        """The same payload with other parts."""
         return replace(self, parts=parts)
 
     def as_nonfinite(self, flag: Flag = True) -> Payload:
-        """This payload with every floating-point value NaN, if `flag` is set: so a rank tells the
-        others that its gradient was not finite."""
+        """This payload with every floating-point value NaN, if `flag` is set. It tells the other
+        ranks that this rank's gradient was not finite."""
         if not any(part.is_floating_point() for part in self.parts):
             raise NotImplementedError("parts: one must hold floating-point numbers, got none")
         return self._filled(flag, nan)
@@ -192,10 +194,10 @@ class Payload:
 
 @dataclass(frozen=True)
 class RowsPayload(Payload):
-    """The payload of tensors of equal length, one behind the other, each compressed by itself.
+    """The payload of consecutive tensors of equal length, each compressed separately.
 
-    parts: each consists of those of the tensors. layouts: of each tensor's payload: (elements,
-    dtype) of its parts."""
+    parts: part i is the concatenation of part i of all tensors' payloads. layouts: for each tensor,
+    (elements, dtype) of each part of its payload."""
 
     layouts: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
 
@@ -204,7 +206,7 @@ class RowsPayload(Payload):
         rows, found = len(self.layouts), list[Tensor]()
         for part in self.parts:
             if part.is_floating_point() and part.numel():
-                values = part.numel() == self.numel  # one of each tensor is enough
+                values = part.numel() == self.numel  # then one value of each tensor is enough
                 found.append(part.view(rows, -1)[:, 0].clone() if values else part)
         return found
 
@@ -218,7 +220,7 @@ class RowsPayload(Payload):
     def read(
         data: Tensor, layouts: Sequence[tuple[tuple[int, torch.dtype], ...]], spec: Spec
     ) -> RowsPayload:
-        """data: (tensors, bytes; uint8), of which each row begins with a tensor's payload."""
+        """The payload in data (tensors, bytes; uint8). Each row begins with a tensor's payload."""
         sizes = []
         for layout in layouts:
             own = [n * of.itemsize for n, of in layout]
@@ -229,13 +231,13 @@ class RowsPayload(Payload):
 
 
 def joined(specs: Sequence[Spec]) -> Spec:
-    """The spec of tensors that lie one behind the other."""
+    """The spec of the concatenation of tensors."""
     return specs[0]._replace(segments=tuple(chain.from_iterable(s.segments for s in specs)))
 
 
 def any_nonfinite(payloads: Sequence[Payload]) -> Flag:
-    """Whether any of the payloads, or a sum that it went into, was made by `as_nonfinite`. As few
-    operations for any number of payloads of one dtype."""
+    """Whether `as_nonfinite` has made any of these payloads, or a payload that was added to one of
+    them. The number of operations does not grow with the number of payloads."""
     firsts: dict[torch.dtype, list[Tensor]] = {}
     for mark in (mark for payload in payloads for mark in payload.marks):
         firsts.setdefault(mark.dtype, []).append(mark)
@@ -247,8 +249,8 @@ def any_nonfinite(payloads: Sequence[Payload]) -> Flag:
 
 
 def kept(numel: int, cf: float) -> int:
-    """Elements a sparsifier keeps of `numel` at `cf`: max(1, floor(numel / cf)), 0 of nothing."""
-    # The tolerance makes 10 * (24 / 10) the same CF as 24, whatever the last bit says.
+    """Elements a sparsifier keeps of `numel` at `cf`: max(1, floor(numel / cf)), 0 of none."""
+    # The tolerance makes 10 * (24 / 10) the same CF as 24 in spite of rounding.
     return min(numel, max(1, floor(numel / cf * (1 + 1e-12))))
 
 
@@ -260,7 +262,7 @@ def check_cf(cf: float) -> float:
 
 
 def combined_cf(cf: float, factor: float) -> float:
-    """The CF of what was compressed at `cf` and then by a further `factor` >= 1."""
+    """The CF of a payload that was compressed at `cf`, and then by a further `factor` >= 1."""
     if not factor >= 1:
         raise ValueError(f"factor must be >= 1, got {factor!r}")
     return check_cf(cf * factor)
@@ -269,30 +271,29 @@ def combined_cf(cf: float, factor: float) -> float:
 class Compressor(ABC):
     """A compressor maps one flat tensor and a compression factor (CF) to a `Payload`, and back.
 
-    It carries nothing from call to call unless `state_dict` says otherwise. Tensors are flat (1-d),
-    contiguous, float32 or float64; half-precision gradients are widened before.
+    A compressor has no state between calls, unless `state_dict` returns one. Tensors are flat
+    (1-d), contiguous, float32 or float64; half-precision gradients are converted before.
 
-    name: the registered name, with what was added to it.
-    sums: payloads of several ranks may be summed element by element (all-reduce); otherwise they
-        are gathered. All parts of such a payload are of one dtype.
-    sum_dtype: the dtype of such parts; None for that of the tensor.
-    feeds_back: C is a contraction, so feeding its error back converges. False for unbiased
-        compressors whose values are scaled up.
-    selects: it keeps some elements and not others.
-    multilevel: `smaller` works: what is kept at a larger CF is found in what is kept at a
-        smaller one. Otherwise candidates are compressed from the full tensor.
-    sampled: a strided sample of a tensor shows how well the tensor itself is compressed.
-    keeps_zeros: an element that is 0 is never decoded to something else.
-    keeps_most_to: the largest CF at which so little is lost that next to nothing waits in the
-        residual.
-    momentum_lag: momentum correction keeps the share momentum_lag / cf^(1/3) of the momentum's lag,
-        at most all of it.
-    masking: the CF from which on its paper sets the velocity of sent elements to zero (momentum
-        factor masking); inf for never.
+    name: the registered name, plus suffixes such as "+int8".
+    sums: payloads of several ranks may be summed element by element (all-reduce); False: they are
+        gathered. All parts of a payload that is summed have one dtype.
+    sum_dtype: the dtype of these parts; None: the dtype of the tensor.
+    feeds_back: C is a contraction, so that error feedback converges. False for unbiased compressors
+        whose values are scaled up.
+    selects: it sends some elements and leaves out the others.
+    multilevel: `smaller` works: a payload at a larger CF can be made from one at a smaller CF.
+        False: the payload at each CF is made from the full tensor.
+    sampled: a strided sample of a tensor is compressed about as well as the tensor itself.
+    keeps_zeros: an element that is 0 is decoded to 0.
+    keeps_most_to: the largest CF at which so little is lost that the residual stays next to empty.
+    momentum_lag: momentum correction keeps the share min(1, momentum_lag / cf^(1/3)) of the
+        momentum's lag.
+    masking: the smallest CF with momentum factor masking: the velocity of sent elements is set to
+        zero; inf for never.
     rungs: other compressors, by the CFs at which they work in this one's place.
-    known_gains: gains of rungs that policies take for known. Nothing is measured at rungs.
-    sent_as_dense: a step is a dense step that is summed in `sum_dtype`. Nothing of it is
-        compressed, measured or fed back: what rounding loses is in no rank's residual.
+    known_gains: gains of rungs that policies assume. Nothing is measured at rungs.
+    sent_as_dense: a step with this compressor is a dense step that is summed in `sum_dtype`.
+        Nothing is compressed, measured or fed back: rounding errors are in no rank's residual.
     """
 
     name: str = ""
@@ -311,8 +312,8 @@ class Compressor(ABC):
     sent_as_dense: bool = False
 
     def at(self, cf: float) -> Compressor:
-        """The compressor that works at `cf`: a rung, or this one. At inf, the one for the largest
-        CFs."""
+        """The compressor that works at `cf`: a rung or this one. `at(inf)` is the compressor for
+        the largest CFs."""
         return self.rungs.get(cf, self)
 
     @property
@@ -322,59 +323,59 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
-        """x += add in place, if given, then the payload of flat `x`. `add` has the dtype, length
-        and device of `x`."""
+        """x += add in place, if `add` is given; then the payload of flat `x`. add: has the dtype,
+        length and device of `x`."""
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
-        """Compress what `payload` keeps by a further `factor` >= 1 (GraVAC section III). Its error
-        is against the tensor that was compressed first. NotImplementedError unless `multilevel`."""
+        """Compress the decoded `payload` by a further `factor` >= 1 (GraVAC section III). The error
+        in `energies` is that against the full tensor. NotImplementedError unless `multilevel`."""
         raise NotImplementedError(f"compressor {self.name!r} does not compress in levels")
 
     @abstractmethod
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
-        """out += scale * (what `payload` stands for), in place. Raises InvalidPayload, and writes
-        nothing, if the payload points outside flat `out`."""
+        """out += scale * (decoded `payload`), in place. InvalidPayload, and nothing is written, if
+        the payload has positions outside flat `out`."""
 
     @abstractmethod
     def nbytes(self, spec: Spec) -> int:
-        """Bytes of a payload that a rank hands to collectives: the same on every rank."""
+        """Bytes of the payload of a tensor with this spec: the same on every rank."""
 
     @abstractmethod
     def read(self, data: Tensor, spec: Spec) -> list[Payload]:
-        """The payload of each rank, whose bytes are the rows of `data` (ranks, bytes; uint8): the
-        inverse of `Payload.write`. On a device their `invalid` may be one flag, which says whether
-        any of them is. InvalidPayload if rows are not of `nbytes(spec)`."""
+        """The payload of each rank, from the rows of `data` (ranks, bytes; uint8): the inverse of
+        `Payload.write`. On a device all payloads may share one `invalid` flag: some payload is
+        invalid. InvalidPayload if a row has not `nbytes(spec)` bytes."""
 
     def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
-        """`compress` of tensors of equal length, two or more, that lie one behind the other in flat
-        x, on a device by as many operations as for two of them: a payload whose bytes are those of
-        the tensors' payloads, one after the other. None where this compressor cannot, and nothing
-        is done. specs: of each tensor."""
+        """`compress` for two or more tensors of equal length, which flat x is the concatenation of.
+        On a device the number of operations does not grow with the number of tensors. The bytes of
+        the payload are those of the tensors' payloads, one after the other. None, and nothing is
+        done, if this compressor cannot. specs: of each tensor."""
         return None
 
     def read_rows(self, data: Tensor, specs: Sequence[Spec]) -> Payload | None:
-        """The payload that `compress_rows` has made. data: (tensors, bytes; uint8), of which each
-        row begins with the payload of a tensor. None where this compressor cannot."""
+        """The inverse of `compress_rows`; None if this compressor cannot. data: (tensors, bytes;
+        uint8); each row begins with the payload of a tensor."""
         return None
 
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
-        """out = scale * (sum of what `payloads` stand for), added in their order; 0 if `as_zeros`
-        is set. Raises as `add_to` does."""
+        """out = scale * (sum of the decoded `payloads`), in their order; 0 if `as_zeros` is set.
+        Raises as `add_to` does."""
         out.zero_()
         self.add_all(out, payloads, scale, as_zeros)
 
     def add_all(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
-        """out += scale * (what each of `payloads` stands for), one after the other; nothing if
+        """out += scale * (each decoded payload), one after the other; nothing is added if
         `as_zeros` is set. Raises as `add_to` does."""
         for payload in payloads:
             self.add_to(out, payload.as_zeros(as_zeros), scale)
 
     def nearest(self, spec: Spec) -> float:
-        """The nearest CF >= 1 that this compressor can really do."""
+        """The CF >= 1 nearest to `spec.cf` at which this compressor can work."""
         return check_cf(spec.cf)
 
     def floats(self, spec: Spec) -> float:
@@ -382,17 +383,17 @@ class Compressor(ABC):
         return spec.numel / spec.cf
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is carried from step to step (plain values and tensors), by parameter."""
+        """The state between steps (plain values and tensors), by parameter name."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; ValueError if it does not fit. It is called on a copy: what
-        the compressor holds must be replaced, and not changed in place."""
+        """Load a `state_dict()`; ValueError if it does not fit. It is called on a shallow copy of
+        the compressor: replace attributes, and do not change them in place."""
         if state:
             raise ValueError(f"state: compressor {self.name!r} has none, got {sorted(state)}")
 
     def __repr__(self) -> str:
-        """Its class and its settings: what must be alike on all ranks."""
+        """The class and the settings, which must be the same on all ranks."""
         plain = (bool, int, float, str, type(None))
         settings = {
             name: value if isinstance(value, plain) else value.name
@@ -405,7 +406,7 @@ class Compressor(ABC):
 
 
 class NoCompression(Compressor):
-    """This sends the dense gradient, as DDP itself would. The payload is the tensor, not a copy."""
+    """No compression: sends the dense gradient, as DDP does. The payload is the tensor itself."""
 
     name = "none"
     sums = True
@@ -445,7 +446,7 @@ class NoCompression(Compressor):
 
 
 def check_flat(x: Tensor, spec: Spec, add: Tensor | None = None) -> None:
-    """Raise ValueError unless `x` is flat, fits `spec` and `add`, and its positions fit 32 bits."""
+    """ValueError unless `x` is flat, fits `spec` and `add`, and has at most MAX_NUMEL elements."""
     if x.dim() != 1 or x.numel() > MAX_NUMEL or x.numel() != spec.numel:
         raise ValueError(
             f"x must be flat, with the {spec.numel} elements of its spec and at most {MAX_NUMEL}, "
@@ -459,7 +460,7 @@ def check_flat(x: Tensor, spec: Spec, add: Tensor | None = None) -> None:
 
 
 def check_out(out: Tensor, payload: Payload) -> None:
-    """Raise InvalidPayload unless `out` has the shape of the tensor that was compressed."""
+    """InvalidPayload unless `out` has the shape of the tensor that was compressed."""
     if out.dim() != 1 or out.numel() != payload.numel:
         raise InvalidPayload(
             f"payload of {payload.numel} elements cannot be added to shape {tuple(out.shape)}"
@@ -467,11 +468,11 @@ def check_out(out: Tensor, payload: Payload) -> None:
 
 
 def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tensor, ...]]:
-    """Cut each row of `data` (ranks, bytes; uint8) into tensors of (elements, dtype) each, one
-    after the other: the inverse of `Payload.write`. A part is a view of `data` where its alignment
-    allows, else a copy, made for all rows at once.
+    """For each row of `data` (ranks, bytes; uint8), the parts of a payload: the inverse of
+    `Payload.write`. parts: (elements, dtype) of each part. A part is a view of `data` if its
+    alignment allows that, else a copy (one copy for all rows).
 
-    InvalidPayload unless a row is exactly as long as the parts together."""
+    InvalidPayload unless a row has exactly the bytes of all parts."""
     wanted = sum(count * dtype.itemsize for count, dtype in parts)
     if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != wanted:
         raise InvalidPayload(
@@ -483,7 +484,7 @@ def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tens
 
 
 def columns_of(data: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """What `split_rows` finds of each part: (ranks, elements)."""
+    """For each part of `split_rows`, the part of all rows: (ranks, elements)."""
     columns, start = [], 0
     for count, dtype in parts:
         size = dtype.itemsize
@@ -500,7 +501,7 @@ def columns_of(data: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[T
 
 
 def projection_error(total: Scalar, energy: Scalar) -> Scalar:
-    """total - energy, which is what a projection loses; never below 0, nan stays nan."""
+    """||a - c||^2 = total - energy of a projection, at least 0; nan stays nan."""
     error = total - energy
     if isinstance(error, Tensor):
         return error.clamp(min=0.0)

@@ -69,10 +69,10 @@ class Ladder(Compressor):
     def at(self, cf: float) -> Compressor:
         return self.rungs.get(cf, self.above)
 
-    def in_full(self) -> Ladder:
-        """The same ladder, with `Sparsifier.in_full` above its rungs."""
+    def uncoded(self) -> Ladder:
+        """The same ladder, with `Sparsifier.uncoded` above its rungs."""
         assert isinstance(self.above, Sparsifier)
-        return Ladder(self.rungs, self.above.in_full())
+        return Ladder(self.rungs, self.above.uncoded())
 
     # By the CF that is asked for
 

@@ -1,8 +1,8 @@
-"""Sparsifiers: a few elements travel, as indices and values in a payload of fixed size.
+"""Sparsifiers send a few elements of a tensor, as indices and values in a payload of fixed size.
 
-A subclass says which elements are kept. The indices travel in the smaller of two formats
-(`compressors.wire.indices`), the values in full or coded (`compressors.wire.values`). What coding
-loses is part of the error, and so stays in the residual.
+A subclass selects the elements. Indices are sent in the smaller of two formats
+(`compressors.wire.indices`), values in full precision or coded (`compressors.wire.values`). The
+coding error of values is part of the compression error, so error feedback keeps it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from compressors.wire.values import ValueFormat, make_values
 
 @dataclass(frozen=True)
 class SparsePayload(Payload):
-    """A sparse payload holds a few elements, in a fixed number of slots.
+    """A sparse payload holds a few elements in a fixed number of slots (`capacity`).
 
-    parts: indices (int32, ascending), then the coded values, `capacity` of them; on the wire the
-        values come first. There are at most as many indices as slots, on a device exactly as many:
-        there slots that hold nothing come last, with index `numel` and value 0.
-    full: whether there are always as many indices as slots.
-    exact: the values before coding, to compress them further. sent: the values after coding, if
-        that loses something. None after receiving.
+    parts: indices (int32, ascending), then `capacity` coded values; on the wire the values come
+        first. On the host there is no index for an empty slot. On a device there are `capacity`
+        indices, and empty slots come last, with index `numel` and value 0.
+    full: no slot is ever empty.
+    exact: the values before coding, to compress them further. decoded: the values as receivers
+        decode them; None if coding is lossless. Both are None in a received payload.
     """
 
     full: bool = False
     exact: Tensor | None = None
-    sent: Tensor | None = None
+    decoded: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -65,7 +65,7 @@ class SparsePayload(Payload):
         index_format.encode(self.parts[0], self.numel, self.capacity, self.full, out[split:])
 
     def with_parts(self, *parts: Tensor) -> SparsePayload:
-        return replace(self, parts=parts, sent=None)
+        return replace(self, parts=parts, decoded=None)
 
 
 _NOTHING = Spec(())
@@ -73,11 +73,11 @@ _NOTHING = Spec(())
 
 @dataclass(frozen=True)
 class SparseRows(SparsePayload):
-    """The sparse payload of tensors of equal length, one behind the other, each compressed by
-    itself: on a device, without empty slots.
+    """The sparse payload of consecutive tensors of equal length, each compressed separately: on a
+    device, without empty slots.
 
-    parts: (tensors, elements): indices are positions in their tensor. row: the spec of the first.
-    """
+    parts: (tensors, elements); an index is a position in its own tensor. row: the spec of the first
+    tensor."""
 
     row: Spec = _NOTHING
 
@@ -115,18 +115,18 @@ class SparseRows(SparsePayload):
 class Sparsifier(Compressor):
     """A sparsifier keeps at most k = max(1, floor(numel / cf)) elements and sends k slots.
 
-    values: how the kept values travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "qsgd"
-        or a `ValueFormat`.
+    values: the format of the values: "fp32" (not coded), "bf16", "fp16", "int8", "int4", "qsgd" or
+        a `ValueFormat`.
 
-    exact_count: exactly k elements are always kept, so that another count is a invalid payload.
-    comparable: elements are chosen by magnitude alone, so that tensors can be compressed as one.
+    exact_count: exactly k elements are always kept. A payload with another number is invalid.
+    comparable: elements are selected by magnitude alone, so that a concatenation of tensors can be
+        compressed as one tensor.
     """
 
     exact_count = False
     comparable = True
     selects = True
-    # The larger the CF, the longer elements wait in the residual (measured:
-    # docs/research/defaults.md).
+    # At a larger CF elements stay longer in the residual (measured: docs/research/defaults.md).
     momentum_lag = 1.2
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
@@ -135,17 +135,17 @@ class Sparsifier(Compressor):
         self.name = own if self.values.lossless else f"{own}+{self.values.name}"
 
     def coded(self, values: str | ValueFormat) -> Sparsifier:
-        """A sparsifier that keeps the same elements, but writes their values as `values`."""
+        """A sparsifier that selects the same elements, and sends their values as `values`."""
         other = copy(self)
         Sparsifier.__init__(other, values)
         return other
 
     @abstractmethod
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
-        """tensor += add in place, then the elements of `tensor` to keep.
+        """tensor += add in place, then select at most k elements of flat `tensor`.
 
-        k: at most so many; 1 <= k <= numel, or k = 0 if numel is 0.
-        add: if not None, it has the dtype, length and device of `tensor`."""
+        k: 1 <= k <= numel, or k = 0 if numel is 0.
+        add: None, or a tensor with the dtype, length and device of `tensor`."""
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         base.check_flat(x, spec, add)
@@ -156,7 +156,7 @@ class Sparsifier(Compressor):
         return self._payload(self.select(x.detach(), spec.num_kept, add, spec.key), spec)
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
-        """Keeps the largest of the elements in `payload`, whatever rule chose those."""
+        """Keeps the largest elements of `payload`, by whatever rule the payload was selected."""
         assert isinstance(payload, SparsePayload)
         if isinstance(payload, SparseRows):
             return self._smaller_rows(payload, factor)
@@ -176,7 +176,7 @@ class Sparsifier(Compressor):
             fused.add_sparse(out.detach(), indices, coded, scale, rows)
             return
         indices, values = payload.parts[0], self._decoded(payload)
-        if not self.exact_count:  # slots that hold nothing add 0 somewhere
+        if not self.exact_count:  # an empty slot must add its 0 inside of `out`
             indices = kernels_for(out).in_bounds(indices, payload.numel)
         out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
@@ -201,8 +201,8 @@ class Sparsifier(Compressor):
     def select_rows(
         self, tensor: Tensor, rows: int, k: int, add: Tensor | None, key: Key
     ) -> Selected | None:
-        """`select` in each of so many tensors of equal length, as `Kernels.select_rows`: always k
-        elements. None where this sparsifier cannot, and nothing is done."""
+        """`select` of exactly k elements in each of `rows` consecutive tensors of equal length, as
+        `Kernels.select_rows`. None, and nothing is done, if this sparsifier cannot."""
         return None
 
     def _rows_payload(self, chosen: Selected, spec: Spec, row: Spec) -> SparseRows:
@@ -210,14 +210,14 @@ class Sparsifier(Compressor):
         rows = spec.numel // row.numel
         spec = spec.at(row.cf)
         fused = self.values.fused(values, None, spec.key, True, rows)
-        assert fused is not None  # as `select_rows` has made sure of
+        assert fused is not None  # else `select_rows` has returned None
         coded, decoded, norms = fused
         kernels = kernels_for(values).fused(values)
         of = kernels.sum_energies(total, norms, values.numel() < spec.numel)
-        sent = None if self.values.lossless else decoded
+        decoded = None if self.values.lossless else decoded
         parts = tuple(part.view(rows, -1) for part in (indices, *coded))
         return SparseRows(
-            parts, spec, of, indices=indices, full=True, exact=values, sent=sent, row=row
+            parts, spec, of, indices=indices, full=True, exact=values, decoded=decoded, row=row
         )
 
     def _smaller_rows(self, payload: SparseRows, factor: float) -> Payload:
@@ -228,7 +228,7 @@ class Sparsifier(Compressor):
         chosen = kernels_for(payload.exact).select_rows(
             payload.exact, rows, min(row.num_kept, count), None
         )
-        if chosen is None:  # one element of each tensor, as before
+        if chosen is None:  # each tensor keeps one element, as in `payload`
             return replace(payload, spec=spec, row=row)
         starts = torch.arange(0, rows * count, count, device=chosen.indices.device)
         at = (chosen.indices.view(rows, -1) + starts[:, None]).view(-1)
@@ -262,8 +262,8 @@ class Sparsifier(Compressor):
     def _add_fused(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag, onto: bool
     ) -> bool:
-        """All payloads by one kernel, onto what `out` holds or onto zeros, if there is one for
-        them."""
+        """Add all payloads by one kernel: to `out`, or to zeros (`onto` False). Returns False, and
+        does nothing, if there is no such kernel."""
         for payload in payloads:
             base.check_out(out, payload)
         fused = self._fused(out, payloads)
@@ -282,23 +282,26 @@ class Sparsifier(Compressor):
         return float(spec.num_kept)
 
     def index_nbytes(self, spec: Spec) -> int:
-        """Bytes of the packed indices alone."""
+        """Bytes of the packed indices of a payload, without values."""
         return choose_format(spec.numel, spec.num_kept).nbytes(spec.numel, spec.num_kept)
 
     def pack_indices(self, payload: Payload) -> Tensor:
-        """The indices alone, packed (uint8, `index_nbytes` elements)."""
+        """The packed indices of a payload, without values (uint8, `index_nbytes` elements)."""
         numel, k = payload.numel, payload.spec.num_kept
         return choose_format(numel, k).encode(payload.parts[0], numel, k, self.exact_count)
 
-    def in_full(self) -> Sparsifier:
-        """A sparsifier that keeps the same elements, and writes any number of values in full."""
+    def uncoded(self) -> Sparsifier:
+        """A sparsifier that selects the same elements, and sends any number of values in full
+        precision."""
         other = self.coded("fp32")
         other.exact_count = False
         return other
 
-    def at_proposed(self, x: Tensor, packed: Tensor, spec: Spec) -> Payload:
-        """The payload of flat `x` at all indices that any rank has packed at `cf` x ranks.
-        packed: (ranks, bytes). On a device an index that several have named leaves slots empty."""
+    def at_union(self, x: Tensor, packed: Tensor, spec: Spec) -> Payload:
+        """The payload of flat `x` at the union of the ranks' indices.
+
+        packed: (ranks, bytes): each rank's indices at CF `spec.cf` x ranks, from `pack_indices`. On
+        a device an index of several ranks leaves slots empty."""
         base.check_flat(x, spec)
         flat, numel, lists = x.detach(), x.numel(), []
         invalid: Flag = False
@@ -312,7 +315,7 @@ class Sparsifier(Compressor):
         return replace(self._payload(chosen, spec), invalid=invalid)
 
     def _unpacked(self, packed: Tensor, spec: Spec) -> list[tuple[Tensor, Flag]]:
-        """The indices that each rank has packed (ranks, bytes), and whether no rank can have."""
+        """For each rank, its indices from packed (ranks, bytes), and whether they are invalid."""
         form = choose_format(spec.numel, spec.num_kept)
         return form.decode(packed, spec.numel, spec.num_kept, self.exact_count)
 
@@ -323,23 +326,25 @@ class Sparsifier(Compressor):
         indices, values, total = chosen
         count, missing = values.numel(), max(0, spec.num_kept - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
-        unknown = not isinstance(total, Tensor)  # of a payload that was received
+        unknown = not isinstance(total, Tensor)  # `smaller` of a received payload
         fused = None if unknown else self.values.fused(slots.detach(), None, spec.key)
         coded, decoded = self.values.encode(slots, spec.key) if fused is None else fused[:2]
-        sent = None if self.values.lossless or decoded is None else decoded[:count]
+        decoded = None if self.values.lossless or decoded is None else decoded[:count]
         if fused is not None:
             sums = kernels_for(values).fused(values)
             of = sums.sum_energies(total, fused.norms, count < spec.numel)
         else:
-            norms = squared_norms([values] if sent is None else [values, sent, values - sent])
+            tensors = [values] if decoded is None else [values, decoded, values - decoded]
+            norms = squared_norms(tensors)
             inner, *rest = kernels_for(norms).numbers(norms)
             energy, coding_error = rest or (inner, 0.0)
             left_out = base.projection_error(total, inner) if count < spec.numel else 0.0
             of = energies(total, energy, coding_error + left_out, indices)
-        return self._sparse((indices, *coded), spec, energies=of, exact=values, sent=sent)
+        return self._sparse((indices, *coded), spec, energies=of, exact=values, decoded=decoded)
 
     def _fused(self, out: Tensor, payloads: Sequence[Payload]) -> Any:
-        """The kernels that decode payloads of the same CF into `out`; None if they cannot."""
+        """The kernels that decode these payloads into `out`; None if there are none, or if the
+        payloads are not of one CF and of the dtype of `out`."""
         alike = all(
             payload.dtype == out.dtype
             and payload.parts[0].numel() == payloads[0].parts[0].numel() > 0
@@ -349,26 +354,26 @@ class Sparsifier(Compressor):
         return kernels_for(out).fused(out, *indices) if payloads and alike else None
 
     def _coded(self, fused: Any, payloads: Sequence[Payload], count: int) -> Any:
-        """The values of payloads as kernels decode them: `count` of each, in full if they are known
-        so."""
+        """The payloads' values in the form that kernels decode: `count` of each payload, in full
+        precision if `decoded` is known, else coded."""
         known = self.values.coding
         if isinstance(payloads[0], SparseRows):
             of = payloads[0]
-            if of.sent is not None:
-                return fused.coded_rows((of.sent,), count, Coding("floats"), of.rows)
+            if of.decoded is not None:
+                return fused.coded_rows((of.decoded,), count, Coding("floats"), of.rows)
             return fused.Coded(of.parts[1], of.parts[-1], count, known)
-        sent = [payload.sent for payload in payloads if isinstance(payload, SparsePayload)]
-        if known is None or any(values is not None for values in sent):
-            decoded = [(self._decoded(payload),) for payload in payloads]
-            return fused.coded(decoded, count, Coding("floats"))
+        decoded = [each.decoded for each in payloads if isinstance(each, SparsePayload)]
+        if known is None or any(values is not None for values in decoded):
+            values = [(self._decoded(payload),) for payload in payloads]
+            return fused.coded(values, count, Coding("floats"))
         parts = [payload.parts[1:] for payload in payloads]
         return fused.coded(parts, payloads[0].spec.num_kept, known)
 
     def _decoded(self, payload: Payload) -> Tensor:
         """The values as receivers decode them, one for each index."""
         assert isinstance(payload, SparsePayload)
-        if payload.sent is not None:
-            return payload.sent
+        if payload.decoded is not None:
+            return payload.decoded
         indices = payload.parts[0]
         values = self.values.decode(payload.parts[1:], payload.capacity, payload.dtype)
         if self.exact_count:
@@ -383,7 +388,7 @@ class TopK(Sparsifier):
     exact selection; GraVAC's compressor. With error feedback C(a) is a contraction:
     ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich et al., "Sparsified SGD with Memory", 2018).
 
-    On a CPU the lower index wins among equal magnitudes; on another device any may.
+    Among equal magnitudes a CPU keeps the lower index; another device may keep any of them.
     """
 
     name = "topk"

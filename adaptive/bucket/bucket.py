@@ -1,5 +1,5 @@
-"""One DDP bucket in one step: whose gradients it holds, what of it is compressed as one (a unit),
-and the payloads of a unit at every CF that the step sends or measures."""
+"""One DDP bucket in one step: its parameters (parts), the slices that are compressed as one tensor
+(units), and the payloads of a unit at each CF that the step sends or measures."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from compressors.sharded import Sharded, each_shard, in_shards, shard_borders
 from policies import DENSE
 
 EXACT = NoCompression()
-"""For what travels uncompressed among what is compressed."""
+"""The compressor of units that a compressed step sends uncompressed."""
 
 WHOLE = 4096
-"""Elements up to which a tensor is its own sample."""
+"""A tensor of at most this many elements is its own sample."""
 
-SHARE = 256
-"""Of what exceeds WHOLE, one element in this many."""
-
+SAMPLED = 256
+"""The sample of a larger tensor has WHOLE elements, plus one for each SAMPLED of the tensor's."""
 
 LARGEST = {dtype: torch.finfo(dtype).max ** 0.5 / 2**18 for dtype in (torch.float32, torch.float64)}
-"""The largest magnitude of a gradient, by precision (7e13 in float32). What is larger would
-overflow sooner or later: in the memory, where gradients add up, or in what compressors make of the
-squares of up to 10^9 of them."""
+"""The largest magnitude of a gradient that is kept, by dtype (7e13 in float32). A larger gradient
+could overflow: in the residual, where gradients add up, or in a compressor's sum of 10^9 squares.
+"""
 
 
 @dataclass(frozen=True)
 class StepCFs:
     """The CFs of one step, the same on every rank.
 
-    send: the CF of the step. measured: ascending; with `send`, unless that is dense, in
-    whatever precision, or a DDP hook's. layers: the CFs of the layers (by parameter name) that
-    do not send at `send`.
+    send: the CF that is sent. measured: the CFs whose gain is measured, ascending. They include
+    `send`, unless `send` is dense (in any precision) or a DDP hook. layers: by parameter name, the
+    CFs of the layers that send at another CF than `send`.
     """
 
     send: float = DENSE
@@ -54,11 +53,12 @@ class StepCFs:
     layers: Mapping[str, float] = field(default_factory=dict)
 
     def sent(self, layer: str) -> float:
-        """What a layer sends at."""
+        """The CF at which a layer sends."""
         return self.layers.get(layer, self.send)
 
     def levels(self, layer: str) -> tuple[float, ...]:
-        """What a layer is to be compressed at for each of the CFs measured."""
+        """The CFs at which a layer is compressed, one for each measured CF. The layer's own CF
+        takes the place of `send`."""
         if not self.layers:
             return self.measured
         return tuple(self.sent(layer) if cf == self.send else cf for cf in self.measured)
@@ -66,9 +66,9 @@ class StepCFs:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """One parameter's piece of a bucket: elements [start, stop) of its buffer.
+    """One parameter's slice of a bucket: elements [start, stop) of the buffer.
 
-    skipped: sends nothing this step, and keeps its memory to itself."""
+    skipped: the parameter sends nothing in this step, and its residual does not change."""
 
     parameter: ModelParameter
     start: int
@@ -78,7 +78,8 @@ class Part:
 
 
 class Range(NamedTuple):
-    """Elements [start, stop) of a bucket, which are all of a part or, between shards, some."""
+    """Elements [start, stop) of a bucket that belong to one part: all of the part, or those on one
+    side of a border between shards."""
 
     part: Part
     start: int
@@ -87,13 +88,14 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """What one payload stands for: elements [start, stop) of the bucket.
+    """A slice of a bucket that becomes one payload: elements [start, stop).
 
-    compressor: by which it is compressed, at `cf`; one that works in rounds also sends what is not
-    compressed. base: by which it is measured, at `levels`, a CF for each one that the step
-    measures. ranges: the parts that it covers, in order. dtype: of the bucket. segments: lengths of
-    the tensors that have scales of their own; of none: all of it is one. shards: all of a bucket,
-    in so many shards, each of which is compressed by itself.
+    compressor, cf: how the unit is sent. A compressor that works in rounds also sends units of CF
+    1. base, levels: how the unit is measured, namely by the compressor of all CFs, at one CF for
+    each CF that the step measures. ranges: the parts that the unit covers, in order. dtype: of the
+    bucket. segments: lengths of the tensors with quantization scales of their own; (): one tensor.
+    shards: number of shards of which each is compressed separately; above 1 the unit is a whole
+    bucket.
     """
 
     start: int
@@ -110,18 +112,18 @@ class Unit:
 
     @property
     def spec(self) -> Spec:
-        """What is sent."""
+        """The spec of the payload that is sent."""
         return Spec(self.segments or (self.numel,), self.cf, self.dtype, self.key)
 
-    def by(self, cf: float) -> Compressor:
-        """What compresses it at `cf`."""
+    def compressor_at(self, cf: float) -> Compressor:
+        """The compressor of this unit at `cf`."""
         if cf == DENSE:
             return EXACT
         found = self.base.at(cf)
         return found if self.shards == 1 else in_shards(found, self.shards)
 
     def shard(self, i: int) -> Unit:
-        """One of the shards, as a unit of its own."""
+        """Shard number i as a unit with one shard."""
         start, stop = shard_borders(self.numel, self.shards)[i : i + 2]
         spec = each_shard(self.spec, self.shards)[i]
         start, stop = start + self.start, stop + self.start
@@ -143,34 +145,34 @@ class Unit:
 
     @property
     def floats(self) -> float:
-        """Elements that are sent of it, indices not counted."""
+        """Elements of this unit that are sent, indices not counted."""
         if self.cf == DENSE:
             return float(self.numel)
         shape = () if self.shards > 1 else self.key.shape
-        return self.by(self.cf).floats(Spec.shaped(shape or (self.numel,), self.cf))
+        return self.compressor_at(self.cf).floats(Spec.shaped(shape or (self.numel,), self.cf))
 
     @property
-    def skipped(self) -> bool:
-        """All of it sends nothing this step, as the host knows."""
+    def all_skipped(self) -> bool:
+        """The host knows that all parts of this unit are skipped in this step."""
         return all(piece.part.skipped is True for piece in self.ranges)
 
     @property
-    def sent_whole(self) -> bool:
-        """None of it is skipped this step, as the host knows."""
+    def none_skipped(self) -> bool:
+        """The host knows that no part of this unit is skipped in this step."""
         return all(piece.part.skipped is False for piece in self.ranges)
 
 
 @dataclass(eq=False)
 class Bucket:
-    """One DDP bucket in one step, with the pieces that its parameters have of it.
+    """One DDP bucket in one step, with its parts.
 
-    work: the bucket's gradients, flat, in the memory's precision; the mean ends up there.
-    key: of all parts, but for their names and shapes. whole: neighbouring parts are compressed as
-    one. nonfinite: a gradient is not finite. The gradients of a nonfinite bucket are set to zero.
-    Finite gradients whose squares are not finite in that precision (norms above 1.8e19 in float32)
-    are cut to LARGEST; the step counts as one that tells nothing. buffers: what `buffer` has given
-    out, which on the host the same bucket of the next step finds again. updates: it holds updates,
-    not gradients. settled: later steps have the same bucket.
+    work: the bucket's gradients, flat, in the residual's precision; the mean overwrites them.
+    key: the key of all parts, without name and shape. whole: neighbouring parts are compressed as
+    one tensor. nonfinite: a gradient is not finite; then all gradients of the bucket are set to
+    zero. Finite gradients whose squares overflow (norms above 1.8e19 in float32) are clamped to
+    LARGEST, and the statistics of the step count as nonfinite. buffers: working memory by use; on
+    the host the same bucket of the next step reuses it. updates: the bucket holds optimizer
+    updates, not gradients. settled: later steps have the same bucket.
     """
 
     work: Tensor
@@ -190,8 +192,8 @@ class Bucket:
         clip_norm: float | None,
         energy: Scalar | None = None,
     ) -> None:
-        """Look at the local gradients of these parameters, clip them, and add their norms to the
-        tally. energy: the squared norm of all, if it is known."""
+        """Check the local gradients of these parameters, clip them, and add their norms to the
+        tally. energy: the squared norm of the bucket, if the caller knows it."""
         grads = self.work.split([parameter.numel for parameter in parameters])
         one_by_one = clip_norm is not None or memory.maybe_unused()
         pieces = grads if one_by_one else [self.work]
@@ -210,7 +212,7 @@ class Bucket:
         if clip_norm is not None:
             energies = _clip(grads, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
-        if overflows is None:  # nobody knows whether there is anything to cut
+        if overflows is None:  # only the device knows whether there is anything to clamp
             cut_large(energies, self.work, largest)
         known = kernels.numbers(energies) if one_by_one else ()
         start = 0
@@ -222,12 +224,12 @@ class Bucket:
             start = stop
         fill_if(self.nonfinite, self.work, 0.0)
 
-    def of(self, unit: Unit) -> Tensor:
-        """The unit's slice of `work`."""
+    def slice_of(self, unit: Unit) -> Tensor:
+        """The unit's elements of `work` (a view)."""
         return self.work[unit.start : unit.stop]
 
     def buffer(self, use: str, numel: int) -> Tensor:
-        """Working memory for one use, with whatever was left there."""
+        """Uninitialized working memory for one use."""
         buffer = self.buffers.get(use)
         if buffer is None or buffer.numel() != numel or buffer.dtype != self.work.dtype:
             buffer = self.buffers[use] = uninitialized(numel, self.work.dtype, self.work.device)
@@ -235,7 +237,8 @@ class Bucket:
 
 
 def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor:
-    """Scale gradients whose norm is larger down to `clip_norm`; their squared norms then."""
+    """Scale each gradient with a larger norm down to `clip_norm`, in place. Returns the squared
+    norms after that."""
     too_large = (energies > clip_norm**2) & energies.isfinite()
     factors = torch.where(too_large, clip_norm / energies.sqrt(), 1.0)
     torch._foreach_mul_(list(grads), list(factors.to(grads[0].dtype)))
@@ -246,11 +249,11 @@ def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor
 class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
-    compressor: for everything but parts of fewer than `dense_below` elements, which are sent as
-    they are. whole_buckets: neighbouring parts are compressed as one ("bucket" granularity), not
-    one by one ("layer"). Only in buckets that stay as they are: in the first backward there is a
-    single one of the whole model, as which the memory is not laid out. segments: what is compressed
-    as one consists of the parts, each with scales of its own.
+    compressor: compresses all parts but those of fewer than `dense_below` elements, which are sent
+    uncompressed. whole_buckets: neighbouring parts are one unit (granularity "bucket"); False: each
+    part is a unit ("layer"). In buckets that DDP has not settled each part is a unit, since the
+    memory is laid out by settled buckets. segments: each part of a unit has quantization scales of
+    its own.
     """
 
     compressor: Compressor
@@ -260,17 +263,18 @@ class Granularity:
 
     @property
     def as_one(self) -> bool:
-        """Nothing tells the parts of a bucket apart."""
+        """A bucket is compressed as if it were one tensor, without regard to its parts."""
         return self.whole_buckets and not self.segments
 
     @cached_property
-    def in_full(self) -> Granularity:
-        """The same for a sparsifier, with values that are coded by whoever exchanges them."""
+    def uncoded(self) -> Granularity:
+        """The same units, with a sparsifier whose payloads hold values in full precision, and any
+        number of them: the strategy encodes the values that it sends."""
         assert isinstance(self.compressor, Sparsifier | Ladder)
-        return replace(self, compressor=self.compressor.in_full())
+        return replace(self, compressor=self.compressor.uncoded())
 
     def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
-        """The units of a bucket, in order; none crosses the border between two of `shards`
+        """The units of a bucket, in order. No unit crosses a border between the bucket's `shards`
         equal shards."""
         borders = shard_borders(bucket.work.numel(), shards)
         units: list[Unit] = []
@@ -292,12 +296,12 @@ class Granularity:
             units.append(self._unit(bucket, run, self.compressor, cfs))
         return units
 
-    def in_shards(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
-        """The units of a bucket of which each of `shards` ranks owns one shard: one for all of a
-        bucket that is compressed as a whole but for their borders, else as `cut` makes them."""
+    def cut_sharded(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
+        """The units of a bucket for the sharded exchange: one unit with `shards` shards, where the
+        bucket is compressed whole, and where no part is sent uncompressed; else those of `cut`."""
         parts = [part for part in bucket.parts if part.start != part.stop]
-        in_full = any(part.grad.numel() < self.dense_below for part in parts)
-        if in_full or not bucket.whole or not 1 < shards <= bucket.work.numel():
+        some_dense = any(part.grad.numel() < self.dense_below for part in parts)
+        if some_dense or not bucket.whole or not 1 < shards <= bucket.work.numel():
             return self.cut(bucket, cfs, shards)
         ranges = [Range(part, part.start, part.stop) for part in parts]
         unit = self._unit(bucket, ranges, self.compressor, cfs)
@@ -311,7 +315,7 @@ class Granularity:
         first, start, stop = ranges[0].part, ranges[0].start, ranges[-1].stop
         layer, shape = first.parameter.name, tuple(first.parameter.local.shape)
         key = bucket.key._replace(name=layer, shape=shape)
-        if (start, stop) != (first.start, first.stop):  # not the parameter: a name of its own
+        if (start, stop) != (first.start, first.stop):  # not one whole parameter
             begin = start - first.start
             key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
         cf = cfs.sent(layer)
@@ -321,54 +325,55 @@ class Granularity:
             compressor = self.compressor if in_rounds else EXACT
         levels = cfs.levels(layer)
         dtype = bucket.work.dtype
-        own = tuple(each.stop - each.start for each in ranges) if self.segments else ()
-        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype, own)
+        segments = tuple(each.stop - each.start for each in ranges) if self.segments else ()
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype, segments)
 
 
 def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]]:
-    """The units of a bucket of `numel` elements, which cross no border, in each of its shards."""
+    """The units of each shard of a bucket of `numel` elements. No unit may cross a border."""
     borders = itertools.pairwise(shard_borders(numel, shards))
     return [[u for u in units if start <= u.start and u.stop <= stop] for start, stop in borders]
 
 
 def strided_sample(grad: Tensor) -> Tensor:
-    """Elements of `grad` (flat) at equal distances, contiguous; `grad` itself if it is small, and
-    always enough that a candidate CF keeps some. The gain before error feedback is measured on it:
-    a second full selection would cost as much as the compression itself."""
-    stride = sampling(grad.numel())
+    """Elements of `grad` (flat) at equal distances, contiguous; all of a small `grad`. Every CF
+    keeps some elements of the sample. The gain before error feedback is measured on the sample,
+    since a second full selection would cost as much as the compression itself."""
+    stride = _sample_stride(grad.numel())
     return grad if stride == 1 else grad[::stride].contiguous()
 
 
-def sampling(numel: int) -> int:
-    """The distance of the elements in `strided_sample`."""
-    return max(1, numel // max(1, min(numel, WHOLE + numel // SHARE)))
+def _sample_stride(numel: int) -> int:
+    """The distance of the elements of a `strided_sample`."""
+    return max(1, numel // max(1, min(numel, WHOLE + numel // SAMPLED)))
 
 
 def compress_levels(
     unit: Unit, target: Tensor, addend: Tensor | None = None, sent: Payload | None = None
 ) -> list[Payload]:
-    """A payload of target + addend, added up in place, for each of the unit's levels (multi-level
-    compression, GraVAC section 3.2): the smallest CF's from the full tensor, each larger one's from
-    the payload before it, if the compressor can. CF 1 is the tensor itself. sent: the payload at
-    the unit's own CF, if there is one already."""
+    """target += addend in place, then a payload of `target` for each of the unit's levels.
+
+    Multi-level compression (GraVAC section 3.2): the payload at the smallest CF is made from the
+    full tensor, each further one from the payload before it, if the compressor can. CF 1 is the
+    tensor itself. sent: the payload at the unit's own CF, if it has been made already."""
     payloads = {} if sent is None else {unit.cf: sent}
     before: tuple[Compressor, Payload] | None = None
     for cf in sorted(set(unit.levels)):
-        how = unit.by(cf)
+        compressor = unit.compressor_at(cf)
         if cf in payloads:
             pass
-        elif before is not None and how is before[0] and how.multilevel:
-            payloads[cf] = how.smaller(before[1], max(1.0, cf / before[1].cf))
+        elif before is not None and compressor is before[0] and compressor.multilevel:
+            payloads[cf] = compressor.smaller(before[1], max(1.0, cf / before[1].cf))
         else:
-            payloads[cf] = how.compress(target, unit.spec.at(cf), addend)
+            payloads[cf] = compressor.compress(target, unit.spec.at(cf), addend)
             addend = None
-        payloads[cf] = with_energies(how, payloads[cf], target)
-        before = how, payloads[cf]
+        payloads[cf] = with_energies(compressor, payloads[cf], target)
+        before = compressor, payloads[cf]
     return [payloads[cf] for cf in unit.levels]
 
 
 def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
-    """The payload of `a` (flat) with its energies, which a compressor may leave unknown."""
+    """The payload of `a` (flat) with energies, computed here if the compressor left them out."""
     if payload.energies is not None:
         return payload
     kept = torch.zeros_like(a)
@@ -377,8 +382,8 @@ def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
 
 
 def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> None:
-    """Add ||g|| of each unit to the tally, for the gain "raw". flat: a bucket of gradients, before
-    anything is added to them."""
+    """Add ||g|| of each unit to the tally, for the gain "raw". flat: a bucket's gradients, before a
+    residual is added."""
     if tally.norms:
         grads = [flat[unit.start : unit.stop] for unit in units]
         tally.at("grad_norms").add_(squared_norms(grads).sqrt().sum())
@@ -392,12 +397,12 @@ def record_levels(
     sample: Tensor | None = None,
     times: int = 1,
 ) -> None:
-    """Add what `levels`, a payload for each of the unit's, keep and lose to the tally, and what
-    they would of a sample of gradients, if the tally asks for that.
+    """Add to the tally the energies of `levels`, the payloads of a unit at its levels. If the tally
+    asks for samples, also add the energies of a sample of gradients, compressed at the same levels.
 
-    flat: the bucket's gradients, of which a sample is taken, unless it was before. Where a sample
-    tells nothing of the whole, the numbers of the whole stand in for its own. times: see
-    `Tally.add_levels`."""
+    flat: the bucket's gradients, to take the sample from. sample: one that was taken before.
+    Where a compressor cannot be judged by samples (`Compressor.sampled`), the energies of `levels`
+    stand in for those of a sample. times: see `Tally.add_levels`."""
     own = energies_of(levels)
     if tally.by_layer:
         tally.add_layer(unit.ranges[0].part.parameter.name, own, times)
@@ -407,23 +412,23 @@ def record_levels(
         return
     if sample is None:
         sample = strided_sample(flat[unit.start : unit.stop])
-    of_sample = energies_of(compress_levels(_of_sample(unit, sample.numel()), sample))
+    of_sample = energies_of(compress_levels(_sample_unit(unit, sample.numel()), sample))
     tally.add_levels(own, of_sample, times)
 
 
-def _of_sample(unit: Unit, numel: int) -> Unit:
-    """The unit that its `strided_sample`, of so many elements, would be."""
+def _sample_unit(unit: Unit, numel: int) -> Unit:
+    """The unit that compresses the `strided_sample` of a unit. numel: elements of the sample."""
     key, stop = unit.key._replace(shape=()), unit.start + numel
     unit = replace(unit, shards=1)
     if numel == unit.numel or not unit.segments:
         return replace(unit, key=key, stop=stop)
-    stride = sampling(unit.numel)
+    stride = _sample_stride(unit.numel)
     ends = [0, *(-(-end // stride) for end in itertools.accumulate(unit.segments))]
     lengths = (after - before for before, after in itertools.pairwise(ends))
     return replace(unit, key=key, stop=stop, segments=tuple(filter(None, lengths)))
 
 
 def energies_of(payloads: Sequence[Payload]) -> Tensor:
-    """The `Payload.energies` of each, (payloads, 3). They are known."""
+    """The `Payload.energies` of all payloads, (payloads, 3). None of them may be unknown."""
     known = [p.energies for p in payloads if p.energies is not None]
     return known[0][None] if len(known) == 1 else torch.stack(known)

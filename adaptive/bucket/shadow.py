@@ -1,9 +1,9 @@
-"""The shadow ladder: the gain of every CF in steady state, without sending any of them.
+"""The shadow ladder: the steady-state gain of every CF, measured without sending at any of them.
 
-A candidate's error-fed gain, measured while a smaller CF is in use, is optimistic: the residual
-that the candidate would leave has not built up. So every CF of the ladder has a residual of its own
-on a fixed strided sample of each gradient, as if that CF had been sent all along. Costs a small
-top-k for each CF and step.
+The error-fed gain of a candidate CF is too high while a smaller CF is sent: the residual that the
+candidate would leave has not built up. So the shadow ladder keeps one residual for each CF, on a
+fixed strided sample of each gradient, as if that CF had been sent from the first step on. The cost
+is a small top-k for each CF and step.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ from compressors.kernels.blocks import Flag
 from policies import state as saved
 
 WHOLE = 1024
-"""Elements up to which a tensor is its own sample."""
+"""A tensor of at most this many elements is its own sample."""
 
 WHOLE_BUCKET = 16384
-"""Elements up to which a bucket that is compressed as one is its own sample."""
+"""A bucket of at most this many elements that is compressed as one tensor is its own sample."""
 
 SHARE = 1 / 64
-"""The share of the elements of larger tensors that is sampled, but at least as many as above."""
+"""The sampled share of a larger tensor's elements; a sample has WHOLE or WHOLE_BUCKET at least."""
 
 MOST = 32768
-"""Elements of a sample, at most. CF 1000 keeps 32 of them."""
+"""The largest number of elements of a sample. CF 1000 keeps 32 of them."""
 
 
 class ShadowGroup:
-    """The state of the samples of a bucket's parameters, one behind the other.
+    """The shadow state of one bucket's parameters, with the parameters' samples as columns.
 
     arrays: "residual" (CFs, elements); "velocity" (CFs, elements) with momentum correction; "sent"
-    (1 + CFs, elements) for signal gain, the last step's gradient and what each CF sent of it.
-    places: each parameter's columns. strides: distance of each parameter's sampled elements.
+    (1 + CFs, elements) for signal gain: the last step's gradient, and what each CF kept of it.
+    places: the columns of each parameter. strides: the distance of each parameter's samples.
 
-    together: the parameters of each section, in order; a section is compressed as one.
+    by_section: the parameters of each section, in order; a section is compressed as one tensor.
     """
 
     def __init__(
         self,
-        together: Sequence[Sequence[ModelParameter]],
+        by_section: Sequence[Sequence[ModelParameter]],
         strides: Mapping[ModelParameter, int],
         cfs: Sequence[float],
     ) -> None:
-        self.together = together
-        self.parameters = tuple(chain.from_iterable(together))
+        self.by_section = by_section
+        self.parameters = tuple(chain.from_iterable(by_section))
         self.strides = [strides[parameter] for parameter in self.parameters]
         first = self.parameters[0]
         self._device, self._dtype = first.tensor.device, first.dtype
         self.places: dict[ModelParameter, slice] = {}
         sizes, wanted, weights, end = [], [], [], 0
-        for section in together:
+        for section in by_section:
             start, numel = end, sum(parameter.local.numel() for parameter in section)
             for parameter in section:
                 begin, end = end, end - (-parameter.local.numel() // strides[parameter])
@@ -82,14 +82,14 @@ class ShadowGroup:
             size = end - start
             sizes.append(size)
             wanted.append([max(1, round(kept(numel, cf) * size / numel)) for cf in cfs])
-            weights.append(numel / size)  # what is large is sampled more thinly
+            weights.append(numel / size)  # each sampled element stands for so many
         self._size = end
         self.sections = Sections(sizes, wanted, weights, self._device)
         self.above = np.zeros((len(sizes), len(cfs)))  # see `largest`
         self.arrays: dict[str, Tensor] = {}
 
     def of(self, parameter: ModelParameter) -> dict[str, Tensor]:
-        """The columns of one parameter, as views."""
+        """The columns of one parameter in each array (views)."""
         place = self.places[parameter]
         return {name: array[:, place] for name, array in self.arrays.items()}
 
@@ -99,14 +99,14 @@ class ShadowGroup:
             self.array(name, len(array))[:, self.places[parameter]] = array
 
     def array(self, name: str, rows: int) -> Tensor:
-        """The array of this name, (rows, elements); zeros at first."""
+        """The array of this name, (rows, elements). A new array holds zeros."""
         if name not in self.arrays:
             shape = rows, self._size
             self.arrays[name] = torch.zeros(shape, dtype=self._dtype, device=self._device)
         return self.arrays[name]
 
     def undo(self, before: Mapping[str, Tensor], nonfinite: Flag) -> None:
-        """Restore the arrays of `before` where `nonfinite`, a flag on a device, is set."""
+        """Restore the arrays of `before` if `nonfinite`, a flag on the device, is set."""
         for name, array in self.arrays.items():
             old = before[name] if name in before else torch.zeros_like(array)
             self.arrays[name] = torch.where(torch.as_tensor(nonfinite), old, array)
@@ -114,14 +114,14 @@ class ShadowGroup:
 
 @dataclass(eq=False)
 class ShadowLadder:
-    """Each CF's residual on a sample of each gradient, and its gain in each step.
+    """The residual of each CF on a sample of each gradient, and the gain of each CF in each step.
 
-    The ladder keeps the largest elements, whatever the rule of the sparsifier in use.
+    The shadow ladder selects by top-k, whatever rule the sparsifier in use selects by.
 
-    cfs: ascending. memory: the memory in use, whose momentum and masking the shadow follows. With
-    `signal` the shadow follows plain error feedback, and also finds the products of signal gain
-    (signal.py). whole_buckets: the parameters of a bucket are compressed as one. share: the share
-    of the elements of large tensors that is sampled. most: elements of a sample.
+    cfs: ascending. memory: the memory in use; the shadow has the same momentum and masking. signal:
+    the shadow has plain error feedback instead, and also computes the products of signal gain
+    (signal.py). whole_buckets: the parameters of a bucket are compressed as one tensor. share: the
+    sampled share of a large tensor's elements. most: the largest number of elements of a sample.
     """
 
     cfs: tuple[float, ...]
@@ -132,7 +132,7 @@ class ShadowLadder:
     most: int = MOST
     _group_of: dict[ModelParameter, ShadowGroup] = field(default_factory=dict)
     _strides: dict[ModelParameter, int] = field(default_factory=dict)
-    _moving: set[ModelParameter] = field(default_factory=set)  # with a velocity in the shadow
+    _with_velocity: set[ModelParameter] = field(default_factory=set)  # in the shadow
 
     def __post_init__(self) -> None:
         self.peers = Peers(len(self.cfs)) if self.signal else None
@@ -140,13 +140,14 @@ class ShadowLadder:
         self._masked = torch.tensor(masks)[:, None] if any(masks) else None
 
     def step(self, bucket: Bucket, tally: Tally) -> None:
-        """Take in a bucket's local gradients, and add to the tally what each CF keeps and loses.
+        """Compress a bucket's local gradients at each CF in the shadow, and add the energies that
+        are sent and lost to the tally.
 
-        A nonfinite bucket, whose gradients must be zero, changes nothing, with one exception on a
-        device: a velocity that would have begun in this step begins in the next one, from zero. A
-        parameter that the host knows to be skipped keeps its residual. On a device a skipped
-        parameter is one with a gradient of zero, and elements of its residual count as sent."""
-        # All parameters, also skipped ones: ranks may skip different ones and must sample alike.
+        A nonfinite bucket, whose gradients are zero, changes nothing, with one exception on a
+        device: a velocity that would start in this step starts in the next one, from zero.
+        A parameter that the host knows to be skipped keeps its residual. Only a device knows some
+        parameters to be skipped: these have a zero gradient, and their residual may be sent."""
+        # Skipped parameters are sampled, too: ranks may skip different ones and must sample alike.
         parts = [part for part in bucket.parts if part.grad.numel()]
         if bucket.nonfinite is True or all(part.skipped is True for part in parts):
             return
@@ -163,7 +164,7 @@ class ShadowLadder:
             group.undo(before, bucket.nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name: the distance of its sampled elements, and what is kept of them."""
+        """For each parameter name: the stride of the sample, and the sample's arrays."""
         return {
             parameter.name: {
                 "stride": self._strides[parameter],
@@ -175,15 +176,15 @@ class ShadowLadder:
     def load_state_dict(
         self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
     ) -> None:
-        """Go on from a `state_dict()`."""
-        self._group_of, self._strides, self._moving = {}, {}, set()
+        """Replace the state by that of a `state_dict()`."""
+        self._group_of, self._strides, self._with_velocity = {}, {}, set()
         for name, of_one in state.items():
             parameter, arrays = by_name[name], dict(of_one)
             self._strides[parameter] = int(arrays.pop("stride"))
             group = self._group_of[parameter] = ShadowGroup([[parameter]], self._strides, self.cfs)
             group.take_over(parameter, arrays)
             if "velocity" in arrays:
-                self._moving.add(parameter)
+                self._with_velocity.add(parameter)
 
     def _step(
         self, group: ShadowGroup, parts: Sequence[Part], bucket: Bucket, tally: Tally
@@ -193,7 +194,7 @@ class ShadowLadder:
         skipped = [group.places[part.parameter] for part in parts if part.skipped is True]
         sending = [part.parameter for part in parts if part.skipped is not True]
         a = self._accumulate(group, g, sending)  # (CFs, elements)
-        waiting = [a[:, place].clone() for place in skipped]
+        kept_back = [a[:, place].clone() for place in skipped]
         for place in skipped:
             a[:, place] = 0
         split = split_at_once(a, sections)
@@ -201,10 +202,10 @@ class ShadowLadder:
         for place in skipped:
             sent[:, place] = False
         total = split[1][1] if split else energies(a, sections)
-        # A residual that is not finite, after finite but huge gradients, would stay so.
+        # Huge but finite gradients can make a residual non-finite, which is then set to zero.
         overflown = ~(total.amax(0) < inf)  # (sections,)
         left_out = overflown | bucket.nonfinite
-        all_fit = kernels_for(a).look(lambda: not overflown.any(), False)  # as the host can see
+        all_fit = kernels_for(a).look(lambda: not overflown.any(), False)  # a device: False
         if self.peers is not None:
             rows = torch.cat((g[None], a * sent))
             if not all_fit:
@@ -217,7 +218,7 @@ class ShadowLadder:
             self.peers.add(group.parameters[0], bucket.key.step, rows, sections)
         a.masked_fill_(sent, 0)
         levels = split[1] if split else torch.stack((energies(a, sections), total))
-        for place, residual in zip(skipped, waiting, strict=True):
+        for place, residual in zip(skipped, kept_back, strict=True):
             a[:, place] = residual
         velocity = group.arrays.get("velocity")
         if velocity is not None and self._masked is not None:
@@ -227,22 +228,22 @@ class ShadowLadder:
             levels.masked_fill_(left_out, 0)
             for array in group.arrays.values():
                 array.masked_fill_(sections.spread(overflown), 0)
-        error, all_of_it = (levels @ sections.weights).unbind()
+        error, total = (levels @ sections.weights).unbind()
         tally.at("shadow_error").add_(error)
-        tally.at("shadow_total").add_(all_of_it)
+        tally.at("shadow_total").add_(total)
 
     def _gradients(
         self, parts: Sequence[Part], strides: Sequence[int], updates: bool
     ) -> Sequence[Tensor]:
-        """The sample of each part's gradient, or of the update that the memory makes of it."""
+        """The sample of each part's gradient, or of the update that the memory makes from it."""
         samples = [part.grad[::stride] for part, stride in zip(parts, strides, strict=True)]
         if updates:
             return samples
         return self.memory.handover.preview([part.parameter for part in parts], samples, strides)
 
     def _choose_stride(self, parameters: Sequence[ModelParameter]) -> None:
-        """Give all parameters of a section one stride, the first time that they are seen. The state
-        of samples with another stride (from a state saved tensor by tensor) is dropped."""
+        """Give all parameters of a new section one stride. A parameter can have another stride from
+        a state that was saved with a section for each tensor: then its shadow state is dropped."""
         known = {self._strides.get(parameter) for parameter in parameters}
         if len(known) <= 1 and None not in known:
             return
@@ -252,16 +253,17 @@ class ShadowLadder:
         for parameter in parameters:
             if self._strides.get(parameter) != stride:
                 self._group_of.pop(parameter, None)
-                self._moving.discard(parameter)
+                self._with_velocity.discard(parameter)
             self._strides[parameter] = stride
 
-    def _group(self, together: Sequence[Sequence[ModelParameter]]) -> ShadowGroup:
-        """The group of these sections, made of others' columns where DDP has cut other buckets."""
-        parameters = [*chain.from_iterable(together)]
+    def _group(self, by_section: Sequence[Sequence[ModelParameter]]) -> ShadowGroup:
+        """The group of these sections. If DDP has rebuilt its buckets, a new group is made, with
+        the parameters' columns of the old groups."""
+        parameters = [*chain.from_iterable(by_section)]
         before = {parameter: self._group_of.get(parameter) for parameter in parameters}
         group = before[parameters[0]]
-        if group is None or group.together != together or {*before.values()} != {group}:
-            group = ShadowGroup(together, self._strides, self.cfs)
+        if group is None or group.by_section != by_section or {*before.values()} != {group}:
+            group = ShadowGroup(by_section, self._strides, self.cfs)
             for parameter, old in before.items():
                 if old is not None:
                     group.take_over(parameter, old.of(parameter))
@@ -271,40 +273,42 @@ class ShadowLadder:
     def _accumulate(
         self, group: ShadowGroup, g: Tensor, sending: Collection[ModelParameter]
     ) -> Tensor:
-        """Add the gradients to the residuals by the memory's rule, with signal gain by plain error
-        feedback. Parameters that do not send have zeros in g, and their residuals stay."""
+        """Add the gradients g (elements,) to the residuals of each CF, by the rule of the memory;
+        with `signal` by plain error feedback. Parameters that are not `sending` have zeros in g,
+        and their residuals do not change. Returns the residuals (CFs, elements)."""
         a = group.array("residual", len(self.cfs))
         plain = self.peers is not None
         rules = {p: () if plain else self._rules(p) for p in sending}
         if not any(rules.values()):
             return a.add_(g)
         u = group.array("velocity", len(self.cfs))
-        moves = {
-            p: (each, bool(each) and self._begins(p, u[:, group.places[p]]))
+        updates = {
+            p: (each, bool(each) and self._is_first(p, u[:, group.places[p]]))
             for p, each in rules.items()
         }
-        for move, neighbours in groupby(group.parameters, moves.get):
+        for update, neighbours in groupby(group.parameters, updates.get):
             places = [group.places[p] for p in neighbours]
             place = slice(places[0].start, places[-1].stop)
-            if move is None:
+            if update is None:
                 continue
-            if move[0]:
-                _move(a[:, place], u[:, place], g[place], *move)
+            if update[0]:
+                _momentum_step(a[:, place], u[:, place], g[place], *update)
             else:
                 a[:, place] += g[place]
         return a
 
     def _rules(self, parameter: ModelParameter) -> tuple[MomentumRule, ...]:
-        """Of each CF, if there is momentum."""
+        """The momentum rule of each CF; () without momentum."""
         found = (self.memory.momentum(parameter, cf) for cf in self.cfs)
         return tuple(each[0] for each in found if each is not None)
 
-    def _begins(self, parameter: ModelParameter, velocities: Tensor) -> bool:
-        """Whether one parameter's velocities (CFs, elements) begin with this step, and not with the
-        memory's, which is sampled when they are new."""
-        if parameter in self._moving:
+    def _is_first(self, parameter: ModelParameter, velocities: Tensor) -> bool:
+        """Whether this is the first step of the shadow's velocities (CFs, elements) of a parameter.
+        If the memory has a velocity of the parameter already, the shadow copies a sample of it, and
+        this is not the first step."""
+        if parameter in self._with_velocity:
             return False
-        self._moving.add(parameter)
+        self._with_velocity.add(parameter)
         if not parameter.started or parameter.velocity is None:
             return True
         moves = [self.memory.momentum(parameter, cf) for cf in self.cfs]
@@ -315,7 +319,7 @@ class ShadowLadder:
 
 
 def check_shadow(state: Mapping[str, Any], by_name: Mapping[str, ModelParameter], cfs: int) -> None:
-    """ValueError unless it is a `ShadowLadder.state_dict()` of these parameters and so many CFs."""
+    """ValueError unless `state` is a `ShadowLadder.state_dict()` of these parameters and CFs."""
     check_like("shadow", state, dict.fromkeys(by_name, Mapping))
     for name, of_one in state.items():
         size = -(-by_name[name].local.numel() // saved.read(of_one, "stride", int))
@@ -326,9 +330,12 @@ def check_shadow(state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]
         check_like(f"shadow of {name!r}", of_one, like)
 
 
-def _move(a: Tensor, u: Tensor, g: Tensor, rules: tuple[MomentumRule, ...], first: bool) -> None:
-    """Move residuals and velocities of one parameter or several, (CFs, elements), in place. rules:
-    of each CF. first: the velocities begin, and SGD does not dampen its first step."""
+def _momentum_step(
+    a: Tensor, u: Tensor, g: Tensor, rules: tuple[MomentumRule, ...], first: bool
+) -> None:
+    """Momentum correction: add gradients g (elements,) to the velocities u and these to the
+    residuals a, both (CFs, elements) and in place. rules: one for each CF. first: the first step of
+    the velocities, in which SGD applies no dampening."""
     momentum, gain, share = _factors(rules, first, u.dtype, u.device)
     u *= momentum
     u += share * g
@@ -339,12 +346,12 @@ def _move(a: Tensor, u: Tensor, g: Tensor, rules: tuple[MomentumRule, ...], firs
         a += u
 
 
-@lru_cache(maxsize=32)  # so that they need not be copied to the device in every step
+@lru_cache(maxsize=32)  # so that the factors are not copied to the device in every step
 def _factors(
     rules: tuple[MomentumRule, ...], first: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each CF, (CFs, 1): what the velocity is multiplied by, the gain of the gradient that
-    Nesterov's momentum sends ahead, and the share of it that the velocity takes in."""
+    """Three factors for each CF, each (CFs, 1): of the old velocity; of the gradient that Nesterov
+    momentum adds to the residual; of the gradient that is added to the velocity."""
     factors = torch.tensor([[[rule.momentum], [rule.gain]] for rule in rules], dtype=dtype)
     momentum, gain = factors.to(device, non_blocking=True).unbind(1)
     return momentum, gain, gain if first else (1 - rules[0].dampening) * gain

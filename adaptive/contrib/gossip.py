@@ -660,7 +660,7 @@ class RuledGossipSync(GossipSync):
 
 def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
     """What is sent of a unit; the CFs that the step measures are measured on it."""
-    target = bucket.of(unit)
+    target = bucket.slice_of(unit)
     levels = compress_levels(unit, target) if unit.levels else []
     if levels:
         record_levels(unit, levels, target, tally, strided_sample(target))

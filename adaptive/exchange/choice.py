@@ -1,4 +1,4 @@
-"""Which exchange a bucket takes: what a compressor allows, and what is fastest on the network."""
+"""The choice of an exchange strategy: those that the compressor allows, the fastest of them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from policies import Policy, checks
 from policies.state import read, require
 
 WORTH = 0.9
-"""Compressing twice keeps less of the gradient, so it must save at least a tenth of the time."""
+"""The sharded exchange compresses twice, so it keeps less of the gradient: it is chosen only if it
+takes less than this share of the all-gather's time."""
 
 CALL = 1e-5
-"""Seconds that the host takes for one operation of torch, or one launch of a kernel: 5 to 15
-microseconds on the machines that this was measured on. A constant, so that all ranks choose alike.
-"""
+"""Seconds of host time for one torch operation or kernel launch (measured: 5 to 15 microseconds). A
+constant, so that all ranks make the same choice."""
 
 PROBE_NUMEL, LARGEST_NUMEL = 1 << 16, 1 << 18
-"""Elements of the larger all-reduce, and of one on a link so fast that the first is over in SHORT.
-"""
+"""Elements of the all-reduces that measure a link: of the first one, and of a larger one for a fast
+link, on which the first takes less than SHORT."""
 
 SHORT = 0.01
-"""Seconds. What waits in a link's buffers is sent at once, and would make a link look faster."""
+"""Seconds. A shorter transfer fits the link's buffers, which makes the link look too fast."""
 
 PROBES = 5
 
@@ -55,7 +55,7 @@ ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_ind
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
 _registered: dict[str, type[Strategy]] = {}
-"""Classes of strategies of users' own, by name."""
+"""Strategy classes that users have registered, by name."""
 
 
 def register_exchange(name: str, cls: type[Strategy]) -> None:
@@ -71,16 +71,15 @@ def register_exchange(name: str, cls: type[Strategy]) -> None:
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """The sharded exchange: each rank is the server of its share of a bucket. It takes the mean of
-    the ranks' payloads of that, compresses the mean and sends it to all (DoubleSqueeze: Tang and
-    others 2019). Bytes do not grow with the number of ranks.
+    """The sharded exchange: each rank is the server of one shard of a bucket. The server averages
+    the ranks' payloads of its shard, compresses the mean, and sends it to all ranks (DoubleSqueeze:
+    Tang and others 2019). The bytes that a rank sends do not grow with the number of ranks.
 
-    down_cf: the CF at which means travel back, where that is not the CF at which gradients come: 1
-        compresses on the way up only. None: the same. "auto": the policy chooses it as it chooses
-        the CF of gradients, by a second instance, which is told what compression keeps of the means
-        (`exchange/means_policy.py`). It needs a policy that goes by gains.
-    own_memory: what compressing a mean loses waits by itself, for the next mean, until the
-        compressor is detached. False: in the residual of the rank that has compressed it.
+    down_cf: the CF of the means; 1: means are not compressed; None: the CF of the gradients.
+        "auto": a second instance of the policy chooses the CF of means by the gains of means
+        (`exchange/means_policy.py`). It needs a policy that decides by gains.
+    own_memory: the compression error of a mean is added to the next mean, until the compressor is
+        detached. False: the error is added to the residual of the rank that compressed the mean.
 
     ValueError or TypeError for a value that is not accepted."""
 
@@ -100,7 +99,7 @@ SAME = ParameterServer()
 
 
 def strategies(base: Compressor) -> list[Strategy]:
-    """The strategies that a compressor allows, the one that suits it on any network first."""
+    """The strategies that a compressor allows. The first one is right on any network."""
     if isinstance(base, RoundsCompressor):
         return [InRounds(base)]
     if base.sums:
@@ -111,9 +110,9 @@ def strategies(base: Compressor) -> list[Strategy]:
 
 
 def check_exchange(exchange: Any, base: Compressor) -> str | Strategy:
-    """The name of an `exchange`, "auto" or one that `base` allows; or a strategy of the user's,
-    which serves every base that makes payloads. ValueError otherwise, TypeError for anything else.
-    """
+    """The argument `exchange` as a name ("auto" or a strategy that `base` allows) or as a user's
+    strategy, which serves every base that makes payloads. ValueError for a name or a strategy that
+    `base` does not allow, TypeError for anything else."""
     if isinstance(exchange, ParameterServer):
         exchange = SHARDED.name
     own = isinstance(exchange, Strategy)
@@ -137,8 +136,8 @@ def check_exchange(exchange: Any, base: Compressor) -> str | Strategy:
 
 
 def in_one_collective(exchange: str | Strategy, base: Compressor, ranks: int = 2) -> str | Strategy:
-    """`exchange`, or for "auto" the first that `base` allows, where that is of a single collective:
-    before a second one is begun, backward waits for the first. ValueError for others."""
+    """`exchange` itself, or for "auto" the first strategy that `base` allows. ValueError unless the
+    strategy takes a single collective: backward would wait for the first of several."""
     allowed = strategies(base)
     if isinstance(exchange, Strategy):
         wanted = exchange
@@ -159,15 +158,15 @@ def in_one_collective(exchange: str | Strategy, base: Compressor, ranks: int = 2
 
 
 class ExchangeChoice:
-    """The strategy for each payload size: a fixed one, or with "auto" the fastest on `link`, the
-    time that the host takes to start it included.
+    """The strategy for each payload size: a fixed one, or with "auto" the fastest one on `link`,
+    host time included.
 
-    With few ranks or small payloads an all-gather wins, with many ranks the sharded exchange; for
-    a sparsifier voted indices, which send fewer bytes than that and get more through.
+    An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
+    A sparsifier uses voted indices in place of the sharded exchange: they send fewer bytes and
+    keep more of the gradient.
 
-    means: how the means of the sharded exchange are sent back. through: what the exchange makes of
-    each strategy (`two_level.py`), told whether units may be cut anywhere. messages: that a rank
-    sends in a step, to neighbours; None where the payloads of all become the mean."""
+    means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. messages: number
+    of messages that a rank sends to neighbours in a step (gossip); None: all ranks exchange."""
 
     def __init__(
         self,
@@ -175,39 +174,40 @@ class ExchangeChoice:
         exchange: str | Strategy,
         world_size: int,
         server: ParameterServer = SAME,
-        through: Callable[[Strategy, bool], Strategy] = lambda strategy, _: strategy,
+        adapt: Callable[[Strategy, bool], Strategy] = lambda strategy, _: strategy,
     ) -> None:
         allowed = strategies(base)
-        cuts = SHARDED in allowed
-        self._base, self._through = base, lambda strategy: through(strategy, cuts)
+        divisible = SHARDED in allowed
+        self._base, self._adapt = base, lambda strategy: adapt(strategy, divisible)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
-        # Among one rank there is nothing to exchange.
-        self._own = exchange if isinstance(exchange, Strategy) and world_size > 1 else None
+        # One rank alone exchanges nothing: a user's strategy may need two ranks.
+        self._users = exchange if isinstance(exchange, Strategy) and world_size > 1 else None
         if isinstance(exchange, Strategy):
-            self._fixed = self._own or allowed[0]
+            self._fixed = self._users or allowed[0]
         self.messages: float | None = None
-        self._chooses = server.down_cf == "auto" and base.name != "none"
+        self._chooses_down_cf = server.down_cf == "auto" and base.name != "none"
         down_cf = None if server.down_cf == "auto" else server.down_cf
         self.means = Means(down_cf, memory={} if server.own_memory else None)
         if server != SAME:
             self._fixed = ShardedMeans(self.means)
-        self._many = next((each for each in allowed if each.votes), SHARDED)
+        self._for_many_ranks = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]
         self._world_size = world_size
         self.link = LinkCost()
 
     def check_own(self, cf: float, rank: int, one_collective: bool) -> None:
-        """ValueError or TypeError for a strategy of the user's that does not keep its contract,
-        with this number of ranks and payloads at `cf`. one_collective: it may have no more."""
-        if self._own is not None:
-            rehearse(self._own, self._base, cf, rank, self._world_size)
+        """ValueError or TypeError if a user's strategy breaks the contract of `Strategy` with this
+        number of ranks and payloads at `cf`. one_collective: it must take a single collective."""
+        if self._users is not None:
+            rehearse(self._users, self._base, cf, rank, self._world_size)
             if one_collective:
-                in_one_collective(self._own, self._base, self._world_size)
+                in_one_collective(self._users, self._base, self._world_size)
 
     def parts(self, device: torch.device, resharded: bool) -> dict[str, SavedPart]:
-        """What is saved: the cost of the link, and the server's memory, which is on `device`.
-        resharded: a state that is loaded is of another number of ranks, and of another link."""
+        """The saved state: the cost of the link, and the server's memory. device: of that memory.
+        resharded: the state to be loaded comes from another number of ranks, so its link is None.
+        """
         check_link = partial(self._check_link, resharded=resharded)
         load_server = partial(self._load_server, device=device)
         return {
@@ -246,35 +246,36 @@ class ExchangeChoice:
     def policy_of(
         self, policy: Policy, wire_bytes: Callable[[float, float | None], float]
     ) -> Policy:
-        """The policy, or where the CF of means is chosen one that chooses both. wire_bytes: see
-        `Sizes`."""
-        if not self._chooses:
+        """The policy itself; with down_cf="auto" a policy that chooses the CF of gradients and the
+        CF of means. wire_bytes: see `Sizes`."""
+        if not self._chooses_down_cf:
             return policy
         return MeansPolicy(policy, another(policy), self.means, wire_bytes)
 
     @property
     def measures(self) -> bool:
-        """The choice depends on the link, which is to be measured."""
+        """Whether the choice depends on the cost of the link, which must then be measured."""
         return self._fixed is None and self.messages is None and self._world_size > 2
 
     @property
     def may_shard(self) -> bool:
-        """Some step may send a bucket in shards."""
+        """Whether some step may use the sharded exchange."""
         return self.measures or (self._fixed is not None and self._fixed.sharded)
 
     def pick(self, nbytes: float, cf: float) -> Strategy:
         """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
-        return self._through(self._pick(nbytes, cf))
+        return self._adapt(self._pick(nbytes, cf))
 
     def _pick(self, nbytes: float, cf: float) -> Strategy:
         if self._base.at(cf).sent_as_dense:
             return SUMMED
-        many = self._many if isinstance(self._base.at(cf), Sparsifier) else SHARDED
+        sparse = isinstance(self._base.at(cf), Sparsifier)
+        many = self._for_many_ranks if sparse else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED
             return many if fixed.votes else fixed
         n, link = self._world_size, self.link
-        if not isfinite(link.beta):  # an injected clock tells nothing: count the bytes
+        if not isfinite(link.beta):  # an injected clock has not timed the link: compare the bytes
             link = LinkCost(0.0, 1.0)
         call = CALL if isfinite(self.link.beta) else 0.0
         gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n)) + call * GATHERED.calls
@@ -288,9 +289,10 @@ class ExchangeChoice:
         cf: float,
         means: Sequence[Piece] | None = None,
     ) -> float:
-        """Bytes that a rank puts on the wire in a step at `cf`, which sends these pieces, in
-        payloads of so many bytes a bucket. means: what comes back in a sharded exchange; None: as
-        much."""
+        """Bytes that a rank puts on the wire in a step at `cf`.
+
+        pieces: the tensors that the step sends. bucket_nbytes: bytes of the payloads of one bucket.
+        means: the means that a sharded exchange sends back; None: the same as `pieces`."""
         if self.messages is not None:
             return self.messages * sum(piece.nbytes for piece in pieces)
         strategy = self._pick(bucket_nbytes, cf)
@@ -301,10 +303,11 @@ class ExchangeChoice:
 
 
 def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:
-    """Time a few small and larger all-reduces. A collective; the result is alike on all ranks.
+    """The cost of the link, from the times of small and larger all-reduces. A collective: all ranks
+    get the same result.
 
-    The shortest times count: those of the network, not of a busy machine. A dense step that is
-    modelled by them is rather too short than too long."""
+    The shortest time of each size counts, to measure the network and not a busy machine. So the
+    modelled time of a dense step is too short rather than too long."""
 
     def seconds(numel: int) -> float:
         payload = torch.zeros(numel, device=device)
@@ -312,11 +315,11 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
         for _ in range(PROBES):
             began = clock()
             exchange.all_reduce(payload).wait()
-            payload[0].item()  # until here only the stream of a device waits
+            payload[0].item()  # lets the host wait: after `wait` only the device's stream waits
             times.append(clock() - began)
         return min(times)
 
-    seconds(1)  # the first one sets connections up
+    seconds(1)  # the first all-reduce sets up connections
 
     def agreed(numel: int) -> tuple[float, float]:
         measured = torch.tensor([seconds(1), seconds(numel)], dtype=torch.float64, device=device)
@@ -328,7 +331,7 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
     if large < SHORT:
         numel = LARGEST_NUMEL
         small, large = agreed(numel)
-    exchange.take_traffic()  # not part of any step
+    exchange.take_traffic()  # these bytes belong to no step
     world_size = exchange.world_size
     nbytes = reduce_wire_bytes(4 * numel, world_size)
     alpha = max(0.0, small / max(1, 2 * (world_size - 1)))

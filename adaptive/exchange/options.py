@@ -103,7 +103,7 @@ class ExchangeOptions:
         return open_exchange(replica, link, nodes)
 
     def choice(
-        self, base: Compressor, world_size: int, through: Callable[[Strategy, bool], Strategy]
+        self, base: Compressor, world_size: int, adapt: Callable[[Strategy, bool], Strategy]
     ) -> ExchangeChoice:
         """See `ExchangeChoice`."""
-        return ExchangeChoice(base, self.way, world_size, self.server, through)
+        return ExchangeChoice(base, self.way, world_size, self.server, adapt)

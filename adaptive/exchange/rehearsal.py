@@ -81,7 +81,7 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
     outgoing = _outgoing(strategy, base, cf, n)
     units, payloads = list(outgoing.units), list(outgoing.payloads)
     received = _run(strategy, exchange, outgoing)
-    if not strategy.takes_sums and not received.lost:
+    if not strategy.takes_error_fed and not received.lost:
         _check_mean(units, received, exchange.rank)
     sent = exchange.take_traffic().wire
     said = strategy.nbytes([Piece(u.compressor, (u.numel,), cf) for u in units], n)
@@ -113,9 +113,9 @@ def _outgoing(strategy: Strategy, base: Compressor, cf: float, ranks: int) -> Ou
     for start, stop in pairwise(numel * i // ranks for i in range(ranks + 1)):
         key = Key(f"rehearsal[{start}:{stop}]")
         unit = Unit(start, stop, key, base.at(cf), base, cf, (), ())
-        payloads.append(unit.compressor.compress(bucket.of(unit).clone(), unit.spec))
-        if strategy.takes_sums:
-            payloads[-1] = Payload((bucket.of(unit).clone(),), unit.spec.at(1.0))
+        payloads.append(unit.compressor.compress(bucket.slice_of(unit).clone(), unit.spec))
+        if strategy.takes_error_fed:
+            payloads[-1] = Payload((bucket.slice_of(unit).clone(),), unit.spec.at(1.0))
         units.append(unit)
     return Outgoing(0, bucket, units, payloads, _pass, _pass)
 

@@ -1,9 +1,10 @@
-"""How the payloads of all ranks become the mean gradient: the contract of a strategy, and ours.
+"""How the payloads of all ranks become the mean gradient: the contract of a strategy, and four
+strategies.
 
-A strategy is handed what a rank has to send for one bucket (`Outgoing`) and hands back what has
-arrived (`Received`). It knows no memory and no statistics. Its rounds are a generator, since a
-collective may only be issued in the body of a hook call (`adaptive.network.pipeline`).
-docs/own_exchange.md says how to add one.
+A strategy gets the payloads that a rank sends for one bucket (`Outgoing`) and returns the payloads
+that have arrived (`Received`). A strategy knows no memory and no statistics. `Strategy.rounds` is a
+generator, since a collective may only be issued in the body of a hook call
+(`adaptive.network.pipeline`). docs/own_exchange.md says how to add a strategy.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ from policies import DENSE
 from policies.checks import settings_of
 
 FP32 = 4
-"""Bytes of an element that travels uncompressed in a compressed step."""
+"""Bytes of an element that is sent uncompressed in a compressed step."""
 
 
 @dataclass
 class Outgoing:
-    """What a rank has to send for one bucket of gradients.
+    """What a rank sends for one bucket of gradients.
 
-    index: of the bucket in its step. units: what of the bucket is compressed as one tensor, each
-    with its `compressor`, `spec` and `numel`; the same on every rank.
-    payloads: one a unit that this rank compresses. For a strategy that `takes_sums` its only part
-    is the error-fed gradient. If the bucket is nonfinite so are payloads, but error-fed gradients
-    are zero. report: is told, still in the hook's body, which payloads the strategy has made
-    itself. report_means: is told instead, where means are measured, what each CF keeps of one:
-    (CFs, 3), as `Payload.energies`.
+    index: the bucket's index in its step. units: slices of the bucket, each compressed as one
+    tensor with its own `compressor`, `spec` and `numel`; the same on every rank.
+    payloads: one for each unit that this rank compresses. A nonfinite bucket has NaN payloads. For
+    a strategy with `takes_error_fed` the only part of a payload is the error-fed gradient, which is
+    zero in a nonfinite bucket.
+    report: the strategy calls it, in the hook's body, with payloads that the strategy has made.
+    report_means: called in place of `report` where the CFs of means are measured, with the
+    energies of one mean at each CF: (CFs, 3), as `Payload.energies`.
     """
 
     index: int
@@ -67,12 +69,12 @@ class Outgoing:
         return self.bucket.work.dtype
 
     def pack(self) -> Tensor:
-        """This rank's payloads as one tensor (bytes,), uint8: as long on every rank. ValueError if
-        a compressor has made another number of bytes than it announced."""
+        """This rank's payloads as one tensor (bytes,), uint8, of the same length on every rank.
+        ValueError if a payload is not of the size that the compressor's `nbytes` announced."""
         return pack(self, self.units, self.payloads)
 
     def received(self, rows: Tensor) -> Received:
-        """What `rows` (ranks, bytes; uint8) bring: row r is what rank r has packed."""
+        """The payloads in `rows` (ranks, bytes; uint8), of which rank r has packed row r."""
         return as_received(unpack(self.units, rows), len(rows))
 
 
@@ -80,11 +82,11 @@ class Outgoing:
 class Received:
     """What has arrived for one bucket. The mean of a unit is `scale` times the sum of its payloads.
 
-    payloads: for each unit, the same in the same order on every rank, or their parameters part.
-    nonfinite: some rank's gradients were not finite, so payloads mean nothing.
-    own: what this rank has sent of each unit; None: it is among the payloads, at this rank's place.
-    lost: of units of which this rank has compressed the mean, what that has lost of it (flat).
-    compressors: of each unit, by which the payloads are decoded; None: the unit's own.
+    payloads: for each unit, in the same order on every rank, or else the ranks' parameters differ.
+    nonfinite: some rank's gradients were not finite, so payloads must be ignored.
+    own: for each unit, the payload that this rank has sent; None: `payloads[unit][rank]`.
+    lost: for each unit whose mean this rank compressed, the compression error of the mean (flat).
+    compressors: for each unit, the compressor that decodes its payloads; None: the unit's own.
     """
 
     payloads: Iterable[Sequence[Payload]]
@@ -96,13 +98,14 @@ class Received:
 
 
 Rounds = Generator[Future[Tensor], Any, Received]
-"""An exchange under way. After its last collective it runs on a thread of the process group."""
+"""An exchange under way. The code after the last collective runs on a thread of the process group.
+"""
 
 
 class Piece(NamedTuple):
-    """One tensor that a step sends, as far as the number of its bytes is concerned.
+    """One tensor that a step sends, described only as far as its number of bytes needs.
 
-    cf: that of its payload; 1 if it travels uncompressed."""
+    cf: the CF of the tensor's payload; 1 if the tensor is sent uncompressed."""
 
     compressor: Compressor
     shape: tuple[int, ...]
@@ -110,7 +113,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """Bytes of the payload, of float32 gradients."""
+        """Bytes of the payload of a float32 tensor."""
         if self.cf == DENSE:
             return float(FP32 * prod(self.shape))
         return self.compressor.nbytes(Spec.shaped(self.shape, self.cf))
@@ -119,24 +122,25 @@ class Piece(NamedTuple):
 class Strategy(ABC):
     """A strategy is one way in which the payloads of all ranks become their mean.
 
-    An object serves all buckets of one model, several of which may be under way at a time: what
-    belongs to a bucket is a local variable of `rounds`. All ranks must do the same.
+    One object serves all buckets of a model, and several buckets may be under way at a time. So the
+    state of one bucket's exchange belongs in local variables of `rounds`.
 
-    name: for errors; that of the class, if it gives none.
-    Of ours only. takes_sums: it compresses error-fed gradients itself. sharded: no unit crosses the
-    border between the shards of two ranks. votes: payloads hold the values at any number
-    of indices, in full. parts: a bucket is cut into so many, of which this rank compresses number
-    `part` and other ranks the others, so no unit may cross a border between parts. calls:
-    operations and launches that it takes for a bucket, with compressing and decoding, as counted on
-    the path of a device (docs/gpu.md).
+    name: shown in errors; by default the name of the class.
+    The remaining attributes are for the strategies of this package.
+    takes_error_fed: the strategy compresses the error-fed gradients itself. sharded: no unit
+    crosses the border between the shards of two ranks. votes: payloads hold values in full
+    precision, at any number of indices. node_shards, node_shard: a bucket is cut into `node_shards`
+    equal shards; this rank compresses shard number `node_shard`, other ranks of the node compress
+    the others, and no unit crosses a border between shards. calls: torch operations and kernel
+    launches for one bucket, compressing and decoding included, counted on a device (docs/gpu.md).
     """
 
     name: str = ""
-    takes_sums: bool = False
+    takes_error_fed: bool = False
     sharded: bool = False
     votes: bool = False
-    parts: int = 1
-    part: int = 0
+    node_shards: int = 1
+    node_shard: int = 0
     calls: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -145,41 +149,41 @@ class Strategy(ABC):
 
     @abstractmethod
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        """The exchange of one bucket, as a generator. It yields the future of each collective as
-        soon as that is issued, is sent the collective's value, and returns what has arrived.
+        """The exchange of one bucket, as a generator. It issues a collective, yields the
+        collective's future, is sent the future's value, and in the end returns what has arrived.
 
         exchange: has this rank (`rank`), the number of ranks (`world_size`, 2 or more) and the
-            collectives: `all_gather`, `all_reduce`, `all_to_all`, `pass_on`. Only these are
-            counted, emulated, and go through two levels.
-        outgoing: what this rank has to send. It may be empty, on all ranks alike.
+            collectives: `all_gather`, `all_reduce`, `all_to_all`, `pass_on`. Only these have their
+            bytes counted, run on an emulated link, and work with two levels.
+        outgoing: what this rank sends. It may be empty, on all ranks at once.
 
-        Number and sizes of collectives depend on what is alike on all ranks only. What follows the
-        last one runs on another thread, where nothing may be issued."""
+        The number and the sizes of collectives must be the same on all ranks. The code after the
+        last collective runs on another thread, and must issue none."""
 
     @abstractmethod
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
-        """Bytes that one rank puts on the wire to exchange these pieces among so many ranks. What
-        policies decide by. The largest number of any rank, if ranks differ.
+        """Bytes that one rank puts on the wire to exchange these pieces among `ranks` ranks; if
+        ranks differ, the largest number. Policies decide by these bytes.
 
         pieces: the tensors of a step; `piece.nbytes` is the size of a payload."""
 
     def collectives(self, ranks: int) -> int:
-        """How many futures `rounds` yields among so many ranks, 1 or more."""
+        """Number of futures that `rounds` yields, 1 or more."""
         return 1
 
     def __repr__(self) -> str:
-        """Its class and its settings: what must be alike on all ranks."""
+        """The strategy's class and settings, which must be the same on all ranks."""
         return settings_of(self)
 
 
 class Wrapped(Strategy):
-    """Another strategy, to be changed in part."""
+    """A strategy that passes all calls on to another one, for subclasses to override some."""
 
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.name = inner, inner.name
-        self.takes_sums, self.sharded, self.votes = inner.takes_sums, inner.sharded, inner.votes
-        self.parts, self.part = inner.parts, inner.part
-        self.calls = inner.calls
+        self.takes_error_fed, self.sharded = inner.takes_error_fed, inner.sharded
+        self.node_shards, self.node_shard = inner.node_shards, inner.node_shard
+        self.votes, self.calls = inner.votes, inner.calls
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self.inner.rounds(exchange, outgoing)
@@ -192,47 +196,92 @@ class Wrapped(Strategy):
 
 
 class Gathered(Strategy):
-    """Every rank sends its payloads to every other."""
+    """All-gather: every rank sends its payloads to every other rank: (N-1) payloads a rank."""
 
     name = "all_gather"
     calls = 40
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return gathered(exchange, outgoing)
+        wire = outgoing.pack()
+        outgoing.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
+        rows = yield exchange.all_gather(wire)
+        return outgoing.received(rows)
 
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
         return gather_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
 
 
 class Summed(Strategy):
-    """Payloads are summed on the wire."""
+    """All-reduce: the sum of the payloads is the payload of the sum (`Compressor.sums`), and NaN if
+    one of the payloads is NaN. A rank sends 2(N-1)/N payloads."""
 
     name = "all_reduce"
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return summed(exchange, outgoing)
+        wire = outgoing.pack()
+        dtype = outgoing.units[0].compressor.sum_dtype if outgoing.units else None
+        total = yield exchange.all_reduce(wire.view(dtype or outgoing.dtype))
+        sums = list(unpack(outgoing.units, total.view(torch.uint8)[None]))
+        nonfinite = any_nonfinite([*chain(*sums)])
+        return Received(sums, nonfinite, 1 / exchange.world_size, outgoing.payloads)
 
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
         return reduce_wire_bytes(sum(piece.nbytes for piece in pieces), ranks)
 
 
 class InRounds(Summed):
-    """A compressor that needs what other ranks sent compresses error-fed gradients in rounds."""
+    """The exchange of a compressor that works in rounds (PowerSGD). In each round the compressor
+    hands out a tensor, and gets the sum of all ranks' tensors. A nonfinite bucket sends NaN."""
 
-    takes_sums = True
+    takes_error_fed = True
 
     def __init__(self, compressor: RoundsCompressor) -> None:
         self.compressor = compressor
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return in_rounds(exchange, outgoing, self.compressor)
+        compressor = self.compressor
+        if not outgoing.units:
+            for _ in range(compressor.rounds_count):
+                yield exchange.all_reduce(outgoing.bucket.work.new_empty(0))
+            return Received((), False)
+        own: list[Payload] = []
+
+        def report(payloads: Sequence[Payload]) -> None:
+            own.extend(payloads)
+            outgoing.report(payloads)
+
+        rounds = compressor.rounds(
+            [payload.parts[0] for payload in outgoing.payloads],
+            [unit.spec for unit in outgoing.units],
+            exchange.world_size,
+            report,
+        )
+        handed_out = next(rounds)
+        fill_if(outgoing.bucket.nonfinite, handed_out, nan)
+        for _ in range(compressor.rounds_count - 1):
+            total = yield exchange.all_reduce(handed_out)
+            handed_out = rounds.send(total)
+        total = yield exchange.all_reduce(handed_out)
+        try:
+            rounds.send(total)  # on a thread of the process group, which must not issue collectives
+        except StopIteration as stop:
+            means: list[Payload] = stop.value
+        else:
+            raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
+        return Received([[mean] for mean in means], any_nonfinite(means), 1.0, own)
 
     def collectives(self, ranks: int) -> int:
         return self.compressor.rounds_count
 
 
 class ShardedMeans(Summed):
-    """Each rank averages one shard, and sends the compressed mean to all. back: how."""
+    """The sharded exchange: an all-to-all brings the payloads of each shard of a bucket to the
+    shard's owner. The owner compresses the mean of the payloads, keeps the compression error, and
+    sends the compressed mean to all ranks by an all-gather. From Tang and others, "DoubleSqueeze"
+    (ICML 2019), with each rank as the server of one shard. A rank sends (N-1)/N payloads of
+    gradients and (N-1)/N payloads of means.
+
+    back: how means are compressed and sent back."""
 
     name = "sharded"
     sharded = True
@@ -242,47 +291,81 @@ class ShardedMeans(Summed):
         self.back = back
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return sharded(exchange, outgoing, self.back)
+        work, back = outgoing.bucket.work, replace(self.back)  # a policy may change `self.back`
+        n, rank = exchange.world_size, exchange.rank
+        # Unit names of buckets that DDP has not settled never come again: nothing is kept by them.
+        memory = back.memory if outgoing.bucket.settled else None
+        wire = pack(outgoing, outgoing.units, outgoing.payloads)
+        rows = yield exchange.all_to_all(wire, shard_sizes(outgoing.units, work.numel(), n))
+
+        own_units = _owned(outgoing.units, work.numel(), n, rank)
+        received = unpack(own_units, rows)
+        mean_units = [_downward(unit, back) for unit in outgoing.units]
+        mean_sizes = shard_sizes(mean_units, work.numel(), n)
+        own_mean_units = [_downward(unit, back) for unit in own_units]
+        numels = [unit.numel for unit in own_units]
+        shard = outgoing.bucket.buffer("mean of a shard", sum(numels))
+        means = list(zip(own_units, shard.split(numels), strict=True))
+        mean_payloads: list[Payload] = []
+        nonfinite: Flag = False
+        kept_before: list[Tensor | None] = []
+        for (unit, mean), mean_unit, payloads in zip(means, own_mean_units, received, strict=True):
+            kept = None if memory is None else memory.get(unit.key.name)
+            kept_before.append(kept)
+            flag = any_nonfinite(payloads)  # some rank's gradient was not finite
+            unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
+            nonfinite = either(nonfinite, flag)
+            if kept is not None and kept.numel() == mean.numel():
+                mean.add_(kept)
+            # Another seed than that of this rank's payload: both may be rounded at random.
+            key = unit.key._replace(rank=unit.key.rank + len(payloads))
+            payload, levels = _compress_mean(replace(mean_unit, key=key), mean, back.measured)
+            mean_payloads.append(payload)
+            if levels:
+                outgoing.report_means(energies_of(levels))
+        nonfinite = either(nonfinite, all_finite(shard) ^ True)
+        mean_payloads = [payload.as_nonfinite(nonfinite) for payload in mean_payloads]
+        # An all-gather needs rows of equal size.
+        wire = pack(outgoing, own_mean_units, mean_payloads, max(mean_sizes))
+        for unit, (_, mean), payload in zip(own_mean_units, means, mean_payloads, strict=True):
+            unit.compressor.add_to(mean, payload, -1.0)
+        if memory is not None:
+            for (unit, mean), kept in zip(means, kept_before, strict=True):
+                unchanged = torch.zeros_like(mean) if kept is None else kept
+                flag = torch.as_tensor(nonfinite, device=mean.device)
+                memory[unit.key.name] = torch.where(flag, unchanged, mean)
+            means = []
+        if not back.measured:
+            outgoing.report(mean_payloads)
+        rows = yield exchange.all_gather(wire, means=True)
+
+        all_means = [[payload] for payload in _means(mean_units, rows, work.numel(), n)]
+        nonfinite = any_nonfinite([*chain(*all_means)])
+        fill_if(nonfinite, shard, 0.0)
+        by = [unit.compressor for unit in mean_units]
+        return Received(all_means, nonfinite, 1.0, outgoing.payloads, means, by)
 
     def collectives(self, ranks: int) -> int:
         return 2
 
 
-def gathered(exchange: Exchange, out: Outgoing) -> Rounds:
-    """Every rank sends its payloads to every other. Bytes a rank sends: (N-1) payloads."""
-    wire = out.pack()
-    out.payloads = ()  # our own comes back, too
-    rows = yield exchange.all_gather(wire)
-    return out.received(rows)
-
-
 def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
-    """Of all ranks, for each unit: one unit after the other, so that the decoded payloads of no
-    more than one are in memory."""
-    first = next(payloads, [])  # a rank poisons all payloads of a bucket or none
+    """`Received` for payloads of all ranks, unit by unit. `payloads` is read one unit at a time, so
+    that the payloads of one unit only are in memory."""
+    first = next(payloads, [])  # a rank makes all payloads of a bucket NaN, or none
     nonfinite = any_nonfinite(first) if first else False
     return Received(chain([first] if first else [], payloads), nonfinite, 1 / ranks)
 
 
-def summed(exchange: Exchange, out: Outgoing) -> Rounds:
-    """The sum of the payloads is that of the sum (`Compressor.sums`), also of a
-    nonfinite one. Bytes a rank sends: 2(N-1)/N payloads."""
-    wire = out.pack()
-    dtype = out.units[0].compressor.sum_dtype if out.units else None
-    total = yield exchange.all_reduce(wire.view(dtype or out.dtype))
-    sums = list(unpack(out.units, total.view(torch.uint8)[None]))
-    nonfinite = any_nonfinite([*chain(*sums)])
-    return Received(sums, nonfinite, 1 / exchange.world_size, out.payloads)
-
-
 @dataclass
 class Means:
-    """How the means of `sharded` are sent back to all ranks.
+    """How the sharded exchange sends means back to all ranks.
 
-    cf: the CF. 1 is "single compression"; None: that of the payloads. measured: ascending CFs at
-    which each mean is compressed, to learn what they keep of it. memory: the error memory of the
-    owner as a server, by the names of its units, as in the algorithm 1 of DoubleSqueeze: it is
-    added to the mean, and is then what was lost. None: that goes to the owner's residual as a rank.
+    cf: the CF of means; 1: means are not compressed; None: the CF of the gradients. measured:
+    ascending CFs at which each mean is compressed, to measure the gain of each.
+    memory: the error memory of this rank as the server of its shard, by unit name (DoubleSqueeze,
+    algorithm 1): it is added to the mean, and then holds the compression error of the mean. None:
+    that error is added to the residual that this rank keeps of its own gradients.
     """
 
     cf: float | None = None
@@ -290,68 +373,8 @@ class Means:
     memory: dict[str, Tensor] | None = None
 
 
-def sharded(exchange: Exchange, out: Outgoing, back: Means) -> Rounds:
-    """Each shard's payloads go to its owner (all-to-all), which compresses their mean, keeps what
-    that loses, and sends it to all (all-gather): Tang and others, "DoubleSqueeze" (ICML 2019), with
-    the ranks themselves as the server. Bytes a rank sends: (N-1)/N payloads up and as many down.
-    """
-    work, back = out.bucket.work, replace(back)  # as it is in this step
-    n, rank = exchange.world_size, exchange.rank
-    # No later step has units of the same names as one whose buckets DDP is yet to cut anew.
-    server = back.memory if out.bucket.settled else None
-    wire = pack(out, out.units, out.payloads)
-    rows = yield exchange.all_to_all(wire, shard_sizes(out.units, work.numel(), n))
-
-    mine = _owned(out.units, work.numel(), n, rank)
-    received = unpack(mine, rows)
-    down = [_downward(unit, back) for unit in out.units]
-    down_sizes = shard_sizes(down, work.numel(), n)
-    mine_down = [_downward(unit, back) for unit in mine]
-    numels = [unit.numel for unit in mine]
-    shard = out.bucket.buffer("mean of a shard", sum(numels))
-    means = list(zip(mine, shard.split(numels), strict=True))
-    second: list[Payload] = []
-    nonfinite: Flag = False
-    both = zip(means, mine_down, received, strict=True)
-    before: list[Tensor | None] = []
-    for (unit, mean), below, payloads in both:
-        kept = None if server is None else server.get(unit.key.name)
-        before.append(kept)
-        flag = any_nonfinite(payloads)  # of any rank: then nothing comes of the mean
-        unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
-        nonfinite = either(nonfinite, flag)
-        if kept is not None and kept.numel() == mean.numel():
-            mean.add_(kept)
-        # What is drawn at random is not what was drawn for this rank's own payload.
-        key = unit.key._replace(rank=unit.key.rank + len(payloads))
-        payload, levels = _compress_mean(replace(below, key=key), mean, back.measured)
-        second.append(payload)
-        if levels:
-            out.report_means(energies_of(levels))
-    nonfinite = either(nonfinite, all_finite(shard) ^ True)
-    second = [payload.as_nonfinite(nonfinite) for payload in second]
-    wire = pack(out, mine_down, second, max(down_sizes))  # the collective wants equal sizes
-    for unit, (_, mean), payload in zip(mine_down, means, second, strict=True):
-        unit.compressor.add_to(mean, payload, -1.0)
-    if server is not None:
-        for (unit, mean), kept in zip(means, before, strict=True):
-            unchanged = torch.zeros_like(mean) if kept is None else kept
-            flag = torch.as_tensor(nonfinite, device=mean.device)
-            server[unit.key.name] = torch.where(flag, unchanged, mean)
-        means = []
-    if not back.measured:
-        out.report(second)
-    rows = yield exchange.all_gather(wire, means=True)
-
-    everyones = [[payload] for payload in _means(down, rows, work.numel(), n)]
-    nonfinite = any_nonfinite([*chain(*everyones)])
-    fill_if(nonfinite, shard, 0.0)
-    by = [unit.compressor for unit in down]
-    return Received(everyones, nonfinite, 1.0, out.payloads, means, by)
-
-
 def _all_in_one(units: Sequence[Unit]) -> Sharded | None:
-    """The compressor of a bucket's only unit, if that has all shards."""
+    """The compressor of a bucket's only unit, if that unit spans all shards; else None."""
     by = units[0].compressor if units else None
     return by if isinstance(by, Sharded) else None
 
@@ -369,8 +392,8 @@ def _owned(units: Sequence[Unit], numel: int, shards: int, rank: int) -> Sequenc
 
 
 def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iterator[Payload]:
-    """The payload of each unit. rows: (shards, bytes; uint8), each of which begins with those of
-    its shard."""
+    """The payload of each unit. rows: (shards, bytes; uint8); each row begins with the payloads of
+    its shard's units, and is padded."""
     if whole := _all_in_one(units):
         yield whole.read_means(rows, units[0].spec)
         return
@@ -380,10 +403,10 @@ def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iter
 
 
 def _downward(unit: Unit, back: Means) -> Unit:
-    """The unit as it is sent back to all."""
+    """The unit with the CF and the compressor of the mean that is sent back to all ranks."""
     if back.cf is None or unit.compressor is EXACT:
         return unit
-    by = unit.by(back.cf)
+    by = unit.compressor_at(back.cf)
     cf = by.nearest(unit.spec.at(back.cf))
     if cf == DENSE:
         by = EXACT if unit.shards == 1 else in_shards(EXACT, unit.shards)
@@ -393,7 +416,7 @@ def _downward(unit: Unit, back: Means) -> Unit:
 def _compress_mean(
     below: Unit, mean: Tensor, measured: tuple[float, ...]
 ) -> tuple[Payload, Sequence[Payload]]:
-    """What is sent back of the mean of a unit, and its payloads at the CFs measured."""
+    """(payload that is sent back, payloads at the CFs measured) for the mean of a unit."""
     by, levels = below.compressor, list[Payload]()
     if measured and below.base is not EXACT:
         levels = compress_levels(replace(below, levels=measured), mean)
@@ -401,40 +424,6 @@ def _compress_mean(
         return with_energies(by, by.compress(mean, below.spec), mean), levels
     payload = levels[measured.index(below.cf)]
     return replace(payload, spec=payload.spec.at(below.cf)), levels
-
-
-def in_rounds(exchange: Exchange, out: Outgoing, compressor: RoundsCompressor) -> Rounds:
-    """As many all-reduces as the compressor has rounds: of what it hands out, and then is given the
-    sum of. A rank whose gradients are not finite sends NaN."""
-    if not out.units:
-        for _ in range(compressor.rounds_count):
-            yield exchange.all_reduce(out.bucket.work.new_empty(0))
-        return Received((), False)
-    own: list[Payload] = []
-
-    def report(payloads: Sequence[Payload]) -> None:
-        own.extend(payloads)
-        out.report(payloads)
-
-    rounds = compressor.rounds(
-        [payload.parts[0] for payload in out.payloads],
-        [unit.spec for unit in out.units],
-        exchange.world_size,
-        report,
-    )
-    handed_out = next(rounds)
-    fill_if(out.bucket.nonfinite, handed_out, nan)
-    for _ in range(compressor.rounds_count - 1):
-        total = yield exchange.all_reduce(handed_out)
-        handed_out = rounds.send(total)
-    total = yield exchange.all_reduce(handed_out)
-    try:
-        rounds.send(total)  # on a thread of the process group, where nothing may be issued
-    except StopIteration as stop:
-        means: list[Payload] = stop.value
-    else:
-        raise RuntimeError(f"compressor {compressor.name!r} has more rounds than rounds_count")
-    return Received([[mean] for mean in means], any_nonfinite(means), 1.0, own)
 
 
 def payload_sizes(units: Sequence[Unit]) -> list[int]:
@@ -446,8 +435,8 @@ def pack(
     out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload], size: int | None = None
 ) -> Tensor:
     """The payloads one after the other in one uint8 tensor, so that one collective carries them.
-    size: bytes of it, those that no payload takes being zeros; None: as many as they take.
-    ValueError if a payload has not its announced size."""
+    size: bytes of the tensor, which is padded with zeros; None: no padding.
+    ValueError if a payload is not of the size that the compressor's `nbytes` announced."""
     sizes = payload_sizes(units)
     taken = sum(sizes)
     whole = uninitialized(taken if size is None else size, torch.uint8, out.bucket.work.device)
@@ -466,8 +455,9 @@ def pack(
 
 
 def unpack(units: Sequence[Unit], rows: Tensor) -> Iterator[list[Payload]]:
-    """The payloads of each unit that the ranks packed into their rows (ranks, bytes), one unit
-    after the other. InvalidPayload if the bytes cannot be that."""
+    """For each unit in turn, the payloads of all ranks: the inverse of `pack`.
+
+    rows: (ranks, bytes; uint8). InvalidPayload if no compressor can have made these bytes."""
     by_unit = rows.split(payload_sizes(units), dim=1)
     for unit, from_ranks in zip(units, by_unit, strict=True):
         yield unit.compressor.read(from_ranks, unit.spec)

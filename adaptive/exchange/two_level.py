@@ -1,15 +1,15 @@
-"""Two levels: the ranks of a node average dense, and the nodes exchange as ranks would.
+"""Two levels: the ranks of a node average dense gradients, and the nodes exchange compressed ones.
 
-A node is one rank to everything above: to memories, statistics, policies and strategies. Its ranks
-hold the same bits, and share what the node sends to the others.
+Memories, statistics, policies and strategies see each node as one rank. The ranks of a node hold
+the same bits, and each rank sends one shard of what the node sends.
 
-1. The gradients of a bucket are averaged inside the node (`NodeMeans`), before anybody sees them.
-2. Where payloads are gathered, each rank of the node compresses its part of the bucket. For other
-   strategies each compresses all of it, and takes its part of what the node sends.
-3. It sends that to the ranks of its place on the other nodes.
-4. What has arrived is gathered inside the node. So every collective of a strategy becomes two.
+1. The ranks of a node average a bucket's gradients (`NodeMeans`), before the session gets them.
+2. With an all-gather each rank of the node compresses one shard of the bucket. With another
+   strategy each rank compresses the whole bucket, and takes one shard of each tensor to be sent.
+3. Each rank exchanges its shard with one rank on each other node: the rank of the same place.
+4. The ranks of a node gather the shards that arrived. So each collective of a strategy takes two.
 
-Between nodes a node puts on its network card what one rank would. Steps 1 and 4 stay inside.
+Through its network card a node sends the bytes of one rank. Steps 1 and 4 stay inside the node.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ VARIABLE = "LOCAL_WORLD_SIZE"
 class TwoLevel:
     """Gradients are averaged dense inside a node, and exchanged compressed between nodes.
 
-    node: the number of ranks of a node, which are consecutive, or a process group of the ranks of
-        this rank's node. None: what torchrun says (LOCAL_WORLD_SIZE).
-    between: the exchange between nodes, as `exchange` is without levels.
+    node: the number of ranks of a node (consecutive ranks form a node), or the process group of
+        this rank's node. None: the number that torchrun sets (LOCAL_WORLD_SIZE).
+    between: the exchange between nodes: any value of `exchange` but `TwoLevel`.
 
-    All nodes must have as many ranks. With one node, or one rank a node, there is one level.
+    All nodes must have the same number of ranks. One node, or nodes of one rank, are one level.
     ValueError or TypeError for a value that is not accepted."""
 
     node: int | dist.ProcessGroup | None = None
@@ -93,28 +93,28 @@ class TwoLevel:
 class Nodes(NamedTuple):
     """The two process groups of a rank.
 
-    inside: the ranks of its node. between: on every node the rank of its place."""
+    inside: the ranks of its node. between: the ranks with the same place, one on each node."""
 
     inside: dist.ProcessGroup
     between: dist.ProcessGroup
 
 
 def open_exchange(replica: Replica, link: EmulatedLink | None, nodes: Nodes | None) -> Exchange:
-    """The exchange of a model. nodes: of two levels; None: there is one."""
+    """The collectives of a model's exchange. nodes: None for one level."""
     if nodes is None:
         return Exchange(replica.group, link, replica.everyone)
     return NodeExchange(nodes, replica.everyone, link)
 
 
 def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -> Nodes | None:
-    """The nodes of the ranks of a group; None for one level. A collective.
+    """This rank's two process groups; None for one level. A collective of `group`.
 
-    asked: the script has asked for two levels: ValueError on every rank where they cannot be had.
+    asked: the script has asked for two levels: ValueError on every rank if they are impossible.
     """
     label = "" if levels is None else _label(levels, group)
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (repr(levels), label, groups_joined()), group=group)
-    if levels is None or len({said for said, *_ in told}) > 1:  # which `agree` complains about
+    if levels is None or len({said for said, *_ in told}) > 1:  # `agree` raises for the latter
         return None
     labels = [label for _, label, _ in told]
     nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
@@ -130,7 +130,8 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
 
 
 def _label(levels: TwoLevel, group: dist.ProcessGroup) -> Any:
-    """What the ranks of this rank's node have in common: the size of nodes, and which of them."""
+    """A label of this rank's node, the same on all ranks of the node: (size of a node, number of
+    this node), the ranks of a process group, or the text of a malformed environment variable."""
     if isinstance(levels.node, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(levels.node))
     if levels.node is not None:
@@ -144,7 +145,7 @@ def _label(levels: TwoLevel, group: dist.ProcessGroup) -> Any:
 def _problem(
     levels: TwoLevel, labels: Sequence[Any], nodes: Sequence[Sequence[int]], ranks: Sequence[int]
 ) -> str:
-    """Why there are no two levels; "" if there are. ranks: of the default group."""
+    """Why two levels are impossible; "" if they are possible. ranks: the group's global ranks."""
     for rank, label in enumerate(labels):
         if isinstance(label, str):
             return (
@@ -153,7 +154,7 @@ def _problem(
             )
     sizes = [len(node) for node in nodes]
     told = {size for size, _ in labels} if levels.node is None else set()
-    if len(told) > 1:  # nodes of 2 and 4 ranks would look like three of 2
+    if len(told) > 1:  # one node of 2 ranks and one of 4 would look like three nodes of 2
         sizes = sorted(told)
     if len(set(sizes)) > 1:
         return f"all nodes must have as many ranks, got nodes of {', '.join(map(str, sizes))}"
@@ -170,7 +171,7 @@ def _problem(
 
 
 def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Some ranks of a group as a group of their own, as patient as that one is."""
+    """A subgroup with the backend and the timeout of its parent. ranks: ranks of the parent."""
     of_default = [dist.get_global_rank(group, rank) for rank in ranks]
     options = getattr(group._get_backend(_device_of(group)), "options", None)
     made = dist.new_group(
@@ -189,13 +190,12 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 class NodeExchange(Exchange):
-    """The collectives of a node among nodes, each of which is one rank of many.
+    """The collectives of two levels: `world_size` is the number of nodes, `rank` this node.
 
-    A strategy's collective returns what the ranks of this rank's place have of it. `through` has
-    each followed by the second one, inside the node, which makes it whole. node_shard: this
-    rank's place in its node.
+    A collective between nodes returns one shard of its result, that of this rank's place. `adapt`
+    adds a second collective inside the node, which gathers the shards: the whole result.
 
-    Bytes on the wire are those of the whole node. What stays inside is counted apart.
+    Bytes on the wire are those of the whole node. Bytes inside the node are counted separately.
     """
 
     def __init__(
@@ -208,47 +208,49 @@ class NodeExchange(Exchange):
         self._inside = nodes.inside
         self.node_size = dist.get_world_size(nodes.inside)
         self._node_shard = dist.get_rank(nodes.inside)
-        self._whole: Callable[[Tensor], Future[Tensor]] | None = None
+        # Starts the second collective of the one issued last: shard -> future of the whole.
+        self._gather_shards: Callable[[Tensor], Future[Tensor]] | None = None
 
-    def before(
+    def receiver_for(
         self, session: Exchanging, calls: Callable[[bool], AbstractContextManager[None]]
     ) -> NodeMeans:
         return NodeMeans(self, session, calls)
 
     # -- for strategies --
 
-    def through(self, strategy: Strategy, cuts: bool) -> Strategy:
-        """The strategy, with a second collective after each of its own. cuts: units may be cut
-        anywhere."""
-        if cuts and isinstance(strategy, Gathered):
-            return _InParts(strategy, self, self.node_size, self._node_shard)
-        return _InTwo(strategy, self)
+    def adapt(self, strategy: Strategy, divisible: bool) -> Strategy:
+        """The strategy, with a second collective after each of its own. divisible: units may be
+        cut at any element."""
+        if divisible and isinstance(strategy, Gathered):
+            return _ShardedGather(strategy, self, self.node_size, self._node_shard)
+        return _InTwoLevels(strategy, self)
 
-    def in_parts(self, out: Outgoing) -> Rounds:
-        """`gathered`, where each rank of the node has compressed its part of the bucket."""
+    def gather_by_shards(self, out: Outgoing) -> Rounds:
+        """The rounds of `Gathered`, where each rank of the node has compressed its own shard of the
+        bucket."""
         units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
         sizes = [sum(payload_sizes(of_shard)) for of_shard in units]
         most = max(sizes)
         own = _padded(pack(out, units[self._node_shard], out.payloads), most)
-        out.payloads = ()  # our own come back, too
+        out.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
         wire = gather_wire_bytes(self.node_size * most, n)
-        part = yield self._gather_between(own, sum(sizes), wire)
+        shard = yield self._gather_between(own, sum(sizes), wire)
         shape = self.node_size, n, most
-        rows = yield self._gather(part.reshape(-1), lambda whole: whole.view(shape))
+        rows = yield self._gather(shard.reshape(-1), lambda whole: whole.view(shape))
         of_shards = zip(units, rows, sizes, strict=True)
         received = (unpack(each, row[:, :size]) for each, row, size in of_shards)
         return as_received(chain.from_iterable(received), n)
 
-    def in_two(
+    def in_two_levels(
         self, rounds: Generator[Future[Tensor], Any, R]
     ) -> Generator[Future[Tensor], Any, R]:
         """The rounds, with a second collective after each of theirs."""
         issued = next(rounds)
         while True:
-            whole = self._whole
-            assert whole is not None  # of the collective that was issued just now
-            part = yield issued
-            value = yield whole(part)
+            gather_shards = self._gather_shards
+            assert gather_shards is not None  # set by the collective that `rounds` has just issued
+            shard = yield issued
+            value = yield gather_shards(shard)
             try:
                 issued = rounds.send(value)
             except StopIteration as stop:
@@ -256,18 +258,19 @@ class NodeExchange(Exchange):
                 return made
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
-        """The sum of this rank's part of `tensor`, in place; then of all of it."""
-        numel, size = tensor.numel(), self._part(tensor.numel())
-        own = tensor.view(-1)[self._node_shard * size : (self._node_shard + 1) * size]
+        """Sum this rank's shard of `tensor` over the nodes, in place; the second collective
+        completes `tensor`."""
+        numel, size = tensor.numel(), self._shard_numel(tensor.numel())
+        own = self._own_shard(tensor.view(-1), size)
 
-        def whole(part: Tensor) -> Future[Tensor]:
-            return self._gather(_padded(part, size), lambda rows: _fill(tensor, rows))
+        def gather_shards(shard: Tensor) -> Future[Tensor]:
+            return self._gather(_padded(shard, size), lambda rows: _fill(tensor, rows))
 
-        self._whole = whole
+        self._gather_shards = gather_shards
         if own.numel():
             work = dist.all_reduce(own, group=self.group, async_op=True)
             done = future_of(work, self.group, own).then(lambda future: after(future, own))
-        else:  # on the other nodes' ranks of this place, too
+        else:  # then the shard is empty on the other nodes' ranks of this place, too
             done = done_with(own)
         wire = reduce_wire_bytes(numel * tensor.element_size(), self.world_size)
         self._traffic.down += wire / 2
@@ -275,17 +278,17 @@ class NodeExchange(Exchange):
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
-        """(nodes, bytes of this rank's part); then (nodes, n), as of ranks."""
-        numel, size = payload.numel(), self._part(payload.numel())
-        self._whole = partial(self._gather_rows, numel)
-        own = _padded(payload[self._node_shard * size : (self._node_shard + 1) * size], size)
+        """(nodes, bytes of a shard); the second collective makes (nodes, bytes of a payload)."""
+        numel, size = payload.numel(), self._shard_numel(payload.numel())
+        self._gather_shards = partial(self._gather_rows, numel)
+        own = _padded(self._own_shard(payload, size), size)
         wire = gather_wire_bytes(numel, self.world_size)
         self._traffic.down += wire * means
         return self._gather_between(own, numel, wire)
 
     def _gather_between(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
-        """(nodes, bytes) of this rank's place. nbytes, wire: of the payload and on the wire, of all
-        places."""
+        """The shards of this place from all nodes: (nodes, bytes). nbytes, wire: bytes of the whole
+        node, as payload and on the wire."""
         n, size = self.world_size, own.numel()
         out = uninitialized(n * size, own.dtype, own.device)
         work = all_gather_single(out, own, self.group)
@@ -293,41 +296,39 @@ class NodeExchange(Exchange):
         return self._receive(work, nbytes, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
-        """(nodes, bytes of this rank's part); then (nodes, sizes[rank]), as of ranks."""
-        n, parts = self.world_size, [self._part(size) for size in sizes]
-        pieces = zip(payload.split(list(sizes)), parts, strict=True)
-        own = [
-            _padded(piece[self._node_shard * p : (self._node_shard + 1) * p], p)
-            for piece, p in pieces
-        ]
-        out = uninitialized(n * parts[self.rank], payload.dtype, payload.device)
-        self._whole = partial(self._gather_rows, sizes[self.rank])
+        """(nodes, bytes of a shard); the second collective makes (nodes, sizes[rank])."""
+        n, shards = self.world_size, [self._shard_numel(size) for size in sizes]
+        pieces = zip(payload.split(list(sizes)), shards, strict=True)
+        own = [_padded(self._own_shard(piece, size), size) for piece, size in pieces]
+        out = uninitialized(n * shards[self.rank], payload.dtype, payload.device)
+        self._gather_shards = partial(self._gather_rows, sizes[self.rank])
         work = dist.all_to_all_single(
-            out, torch.cat(own), [parts[self.rank]] * n, parts, self.group, async_op=True
+            out, torch.cat(own), [shards[self.rank]] * n, shards, self.group, async_op=True
         )
         wire = payload.nbytes * (n - 1) / n
         self._round_the_ring()
-        return self._receive(work, payload.nbytes, wire, out.view(n, parts[self.rank]))
+        return self._receive(work, payload.nbytes, wire, out.view(n, shards[self.rank]))
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
-        """This rank's part of what another node has passed on; then (n,), as of ranks."""
-        numel, size = payload.numel(), self._part(payload.numel())
-        self._whole = lambda part: self._gather(part, lambda whole: whole[:numel])
-        own = _padded(payload[self._node_shard * size : (self._node_shard + 1) * size], size)
+        """A shard of the payload that node `source` has passed on; the second collective makes the
+        whole payload."""
+        numel, size = payload.numel(), self._shard_numel(payload.numel())
+        self._gather_shards = lambda shard: self._gather(shard, lambda whole: whole[:numel])
+        own = _padded(self._own_shard(payload, size), size)
         return self._pass(own, to, source, numel)
 
-    def _gather_rows(self, numel: int, part: Tensor) -> Future[Tensor]:
-        """part: (nodes, bytes of this rank's part). A future of (nodes, numel)."""
+    def _gather_rows(self, numel: int, shard: Tensor) -> Future[Tensor]:
+        """A future of (nodes, numel). shard: (nodes, bytes of this rank's shard)."""
         n = self.world_size
 
         def in_order(rows: Tensor) -> Tensor:
             of_nodes = rows.view(self.node_size, n, -1).transpose(0, 1)
             return of_nodes.reshape(n, -1)[:, :numel]
 
-        return self._gather(part.reshape(-1), in_order)
+        return self._gather(shard.reshape(-1), in_order)
 
     def _gather(self, own: Tensor, made: Callable[[Tensor], Tensor]) -> Future[Tensor]:
-        """Gather `own` of the ranks of the node. Returns a future of `made` of the whole."""
+        """All-gather `own` inside the node. Returns a future of made(gathered tensor)."""
         out = uninitialized(self.node_size * own.numel(), own.dtype, own.device)
         if not own.numel():
             return done_with(made(out))
@@ -335,20 +336,25 @@ class NodeExchange(Exchange):
         work = all_gather_single(out, own.contiguous(), self._inside)
         return future_of(work, self._inside, out).then(lambda future: made(after(future, out)))
 
-    def _part(self, numel: int) -> int:
-        """Elements of a rank's part, where the node's ranks share `numel`: rounded up."""
+    def _shard_numel(self, numel: int) -> int:
+        """Elements of one shard of `numel` elements, rounded up."""
         return -(-numel // self.node_size)
 
-    # -- for all others --
+    def _own_shard(self, flat: Tensor, size: int) -> Tensor:
+        """This rank's shard of `flat` (a view): at most `size` elements."""
+        return flat[self._node_shard * size :][:size]
+
+    # -- for other callers --
 
     def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
         def rounds() -> Generator[Future[Tensor], Any, Tensor]:
             return (yield self.all_reduce(tensor))
 
-        return pipeline.run(self.in_two(rounds()), 2, lambda total: total, tensor.device)
+        return pipeline.run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
-        """In one collective of all ranks. A node's ranks have the same, which is counted once."""
+        """The sum over nodes in one collective of all ranks: the ranks of a node have the same
+        tensor, so the sum over ranks is divided by their number."""
         if tensor.numel() == 0:
             return done_with(tensor)
         wire = reduce_wire_bytes(tensor.nbytes, self._all)
@@ -356,7 +362,7 @@ class NodeExchange(Exchange):
         self._traffic.hops += 2 * (self._all - 1)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         arrived = future_of(work, self.everyone, tensor)
-        done = arrived.then(lambda future: _shared(after(future, tensor), self.node_size))
+        done = arrived.then(lambda future: _divided(after(future, tensor), self.node_size))
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
@@ -376,7 +382,7 @@ class NodeExchange(Exchange):
         return done.then(lambda future: after(future, gradients))
 
 
-class _InTwo(Wrapped):
+class _InTwoLevels(Wrapped):
     """A strategy, with a second collective after each of its own."""
 
     def __init__(self, inner: Strategy, nodes: NodeExchange) -> None:
@@ -384,28 +390,28 @@ class _InTwo(Wrapped):
         self._nodes = nodes
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return self._nodes.in_two(self.inner.rounds(exchange, outgoing))
+        return self._nodes.in_two_levels(self.inner.rounds(exchange, outgoing))
 
     def collectives(self, ranks: int) -> int:
         return 2 * self.inner.collectives(ranks)
 
 
-class _InParts(_InTwo):
-    """`Gathered`, where each rank of a node compresses its part of the bucket."""
+class _ShardedGather(_InTwoLevels):
+    """`Gathered`, where each rank of a node compresses its own shard of the bucket."""
 
     def __init__(self, inner: Strategy, nodes: NodeExchange, shards: int, shard: int) -> None:
         super().__init__(inner, nodes)
-        self.parts, self.part = shards, shard
+        self.node_shards, self.node_shard = shards, shard
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return self._nodes.in_parts(outgoing)
+        return self._nodes.gather_by_shards(outgoing)
 
 
-def _padded(part: Tensor, size: int) -> Tensor:
-    """All ranks of a node must send as much."""
-    if part.numel() == size:
-        return part
-    return torch.cat([part, part.new_zeros(size - part.numel())])
+def _padded(shard: Tensor, size: int) -> Tensor:
+    """The shard with zeros behind, since all ranks of a node must send the same number of bytes."""
+    if shard.numel() == size:
+        return shard
+    return torch.cat([shard, shard.new_zeros(size - shard.numel())])
 
 
 def _fill(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -413,14 +419,13 @@ def _fill(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor
 
 
-def _shared(total: Tensor, copies: int) -> Tensor:
+def _divided(total: Tensor, copies: int) -> Tensor:
     return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket of DDP's, and the mean of the node's ranks that is under way. done: the future that
-    DDP waits for."""
+    """One of DDP's buckets. mean: a future of the node's mean. done: the future for DDP."""
 
     bucket: dist.GradBucket
     mean: Future[Tensor]
@@ -428,10 +433,10 @@ class _Bucket:
 
 
 class NodeMeans:
-    """A hook between DDP and a session. In place of a rank's gradients the session gets the mean of
-    its node's. A bucket is handed on in the body of the next hook call, once its mean is there.
+    """A hook between DDP and the session: it replaces the gradients of a rank by the mean of its
+    node. The session gets each bucket in the body of the next hook call, after the node's mean.
 
-    calls: the context of a call, see `Averager.replica_calls`.
+    calls: the context of a hook call, see `Averager.replica_calls`.
     """
 
     def __init__(
@@ -446,7 +451,7 @@ class NodeMeans:
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """See `Exchanging`."""
-        if bucket.index() == 0:  # the backward before may have raised
+        if bucket.index() == 0:  # drop buckets that an earlier backward left when it raised
             self._waiting.clear()
         buffer = bucket.buffer()
         with self._calls(False):
@@ -474,5 +479,5 @@ class NodeMeans:
 def _pass_on(done: Future[Tensor], arrived: Future[Tensor]) -> None:
     try:
         done.set_result(arrived.value())
-    except Exception as error:  # whoever waits for the bucket must see it, whatever it is
+    except Exception as error:  # DDP, which waits for `done`, must raise any error
         done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

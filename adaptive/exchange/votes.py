@@ -27,7 +27,7 @@ class Voted(Strategy):
     """The ranks vote on indices, and send their values at all of them, coded as `values` says."""
 
     name = "voted_indices"
-    takes_sums = True
+    takes_error_fed = True
     votes = True
     calls = 110
 
@@ -79,7 +79,7 @@ def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rou
     rows = yield exchange.all_gather(wire)
 
     for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
-        own[i] = compressor.at_proposed(own[i].parts[0], packed, unit.spec)
+        own[i] = compressor.at_union(own[i].parts[0], packed, unit.spec)
     empty = out.bucket.work[:0]
     lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
     key = out.bucket.key._replace(name=f"values {out.index}")

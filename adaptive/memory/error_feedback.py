@@ -1,10 +1,11 @@
 """Error feedback: what was not sent in one step is added to the gradient of the next.
 
-r' = a - c, where a = g + r, and c is what was *sent* (Karimireddy and others 2019). The hook
-accumulates the gradient: `open` in a compressed step, `fold` in a dense one. After the exchange the
-sent part is taken off. If any rank's gradient was not finite, nothing was sent: that rank has
-accumulated nothing, and the others' residuals go with later steps. On a device a residual counts
-as filled until the ranks have agreed that a dense step has emptied it.
+r' = a - c, where a = g + r, and c is what was *sent* (Karimireddy and others 2019). The hook adds
+the gradient to the residual in a compressed step (`open`), and the residual to the gradient in a
+dense step (`flush_into`). After the exchange the sent part is subtracted from the residual. If any
+rank's gradient was not finite, nothing was sent: that rank's residual has not changed, and the
+others send theirs in later steps. On a device a residual counts as filled until the ranks have
+agreed that a dense step has emptied it.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class NoMemory:
         make it the error-fed gradient: whoever compresses does so."""
         return None
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
-        """Turn `grad`, in place, into all that a dense step has to send."""
+    def flush_into(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
+        """Add to `grad`, in place, all that this memory holds: what a dense step sends."""
         if parameter.filled:
             assert parameter.residual is not None
             add_if(nonfinite ^ True, grad, parameter.residual)
@@ -106,7 +107,7 @@ class NoMemory:
         """Drop what is kept beside residual and velocity."""
 
     def is_empty(self, parameter: ModelParameter) -> bool:
-        """A dense step has nothing to fold in, now and for this parameter."""
+        """A dense step adds nothing to the gradient of this parameter."""
         return not parameter.filled
 
     def skipped(
@@ -121,8 +122,8 @@ class NoMemory:
             return [False] * len(parameters)
         return [energy == 0.0 for energy in grad_energies]
 
-    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
-        """What the next step depends on: parameters for which it is equal move alike."""
+    def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
+        """All state that `open` depends on: parameters with equal keys are updated as one."""
         return (parameter.filled,)
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:

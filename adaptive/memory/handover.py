@@ -1,7 +1,7 @@
-"""What a memory and the user's optimizer have to do with each other.
+"""How a memory shares the work of the user's optimizers: momentum, steps, optimizer states.
 
-A memory that does part of an optimizer's work must keep the optimizer from doing it again. The
-user's hyper-parameters stay in the parameter groups, where schedulers and checkpoints expect them.
+An optimizer must not repeat what a memory has done in its place. The user's hyper-parameters stay
+in the parameter groups, where schedulers and checkpoints expect them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Group = Mapping[str, Any]
 
 
 class Handover:
-    """What is done in the place of the user's optimizers, and the contract of it: here nothing.
+    """The contract of all handovers. This one does nothing in the optimizers' place.
 
-    sends_updates: in some compressed steps updates are exchanged, and not gradients.
-    keeps_momentum: see `Context`.
-    leaves_gradients: `p.grad` is as DDP without a compressor leaves it, or the script's to change.
-    other_optimizer: the name of an optimizer that has stepped our parameters, and in whose place
-    nothing can be done. dense_because: why the next step must be dense; "": it need not."""
+    sends_updates: some compressed steps exchange updates, not gradients. keeps_momentum: see
+    `Context`. leaves_gradients: `p.grad` is what DDP without a compressor would leave, and a script
+    may change it. other_optimizer: the name of an optimizer that has stepped the parameters, and
+    that no memory can take work from. dense_because: why the next step must be dense; "": it need
+    not be."""
 
     sends_updates = False
     other_optimizer = ""
@@ -46,56 +46,55 @@ class Handover:
         return self.sends_updates
 
     def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
-        """Called on all ranks before the first bucket of a backward that is exchanged. Where the
-        step needs it the ranks agree on what their optimizers keep (collectives).
+        """Called on all ranks before the first bucket of an exchange. If the step needs equal
+        optimizer states, the ranks average them here (collectives).
 
-        cf: at which the step is compressed; None: it is dense. may_rest: the step measures no CF,
-        and no rank had a bad gradient in the step before."""
+        cf: the CF of the step; None for a dense step. may_rest: the step measures no CF, and all
+        gradients of the step before were finite: the memory may leave momentum to the optimizer."""
 
     def agree(self, exchange: Exchange) -> bool:
-        """Between steps (a collective): what the ranks' optimizers keep becomes the same on all of
-        them, and what waits for the optimizer's next step moves the parameters now. Returns whether
-        there may have been something of either."""
+        """Optimizer-state sync between steps (a collective): the states become equal on all ranks,
+        and undelivered updates move the parameters now. Returns whether states may have differed,
+        or updates may have been undelivered."""
         return False
 
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """An optimizer is to step by gradients that a memory has made, with these parameter groups.
-        Returns groups to step with instead, or None."""
+        """An optimizer is about to step with these parameter groups. Returns the groups to step
+        with instead; None: `groups`."""
         return None
 
     def preview(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
     ) -> Sequence[Tensor]:
-        """The updates that would be made of samples of gradients, every stride-th element of each
-        (flat), if updates are what is sent."""
+        """Samples of updates from samples of gradients, both flat, every stride-th element. If
+        gradients are exchanged, these samples themselves."""
         return grads
 
     def hand_back(self, exchange: Exchange | None) -> None:
-        """Make residuals ones of gradients, and let the optimizers do all their work themselves
-        again. What velocities have yet to deliver goes to them (a collective), or to residuals."""
+        """Return all work to the optimizers, and leave residuals in units of gradients. Pending
+        momentum goes to the optimizers' momentum buffers (a collective), or to the residuals."""
 
     def forget_moments(self) -> None:
-        """The optimizers' states were loaded: what was kept of them is of before."""
+        """Drop copies of optimizer states, since a script has loaded other states."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Between steps, before what a memory keeps of each parameter is saved."""
+        """The handover's state, between steps. Called before the states of parameters are saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`, before what the memory keeps is loaded."""
+        """Load a `state_dict()`. Called before the states of parameters are loaded."""
 
 
 def rate_of(group: Group) -> Any:
-    """The learning rate of a parameter group; 1 for one without, as of an optimizer that sizes its
-    steps itself."""
+    """The learning rate of a parameter group; 1 for a group without one (Adafactor)."""
     lr = group.get("lr")
     return 1.0 if lr is None else lr
 
 
 def learning_rate(optimizer: Optimizer | None) -> float:
-    """Of the first parameter group; nan without one, or where a device holds it."""
+    """The first parameter group's learning rate; nan if there is none, or if it is on a device."""
     lr = optimizer.param_groups[0].get("lr") if optimizer else None
     lr = nan if lr is None else lr
     return kernels_for(lr).look(lambda: float(lr), nan) if isinstance(lr, Tensor) else float(lr)
@@ -109,7 +108,7 @@ def loss_scale(scaler: GradScaler | None, device: torch.device) -> Tensor | None
 
 
 def describe(optimizers: Sequence[Optimizer]) -> str:
-    """What must be alike on all ranks."""
+    """The optimizers' classes and settings that must be equal on all ranks, as text."""
     settings = ("momentum", "betas", "amsgrad", "centered")
     told = []
     for optimizer in optimizers:
@@ -121,16 +120,16 @@ def describe(optimizers: Sequence[Optimizer]) -> str:
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
-    """Of an optimizer's step, with arguments as torch hands them to its hooks."""
+    """Whether an optimizer's step has a closure. args, kwargs: as torch passes them to hooks."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
-    """For a hook before an optimizer's step: call `act` now, or if the step has a closure, which
-    runs backward, after that.
+    """For a hook before an optimizer's step: call `act` now; if the step has a closure, which runs
+    backward, call `act` after the closure.
 
-    args, kwargs: as torch hands them to the hook, the optimizer first. Returns what it wants back.
-    """
+    args, kwargs: as torch passes them to the hook, the optimizer first. Returns the hook's result:
+    None, or new (args, kwargs)."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         act()
@@ -145,25 +144,25 @@ def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) 
 
 
 def steps_as(optimizer: Optimizer | None, kind: type[Optimizer]) -> bool:
-    """Whether the optimizer is of this kind, and its `step` torch's own. A subclass with another
-    `step` (LARS, for instance) may do anything."""
+    """Whether the optimizer is of this kind, and has the `step` of this kind. A subclass with
+    another `step` (LARS, for instance) may do anything."""
     if not isinstance(optimizer, kind):
         return False
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether its `step` is one of torch's optimizers."""
+    """Whether the optimizer's `step` is that of an optimizer in `torch.optim`."""
     step = inspect.unwrap(type(optimizer).step)
     return bool(step.__module__.startswith("torch.optim."))
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:
-    """An optimizer that takes one step in the place of another, with the same state.
+    """A shallow copy of an optimizer, to take one step in its place with the same state.
 
-    A hook before `step()` may replace the step's arguments, and the first is the optimizer. The
-    stand-in's `param_groups` can be replaced, and the user's are never touched: there is nothing to
-    put back, even if the step raises or adds a parameter group."""
+    A hook before `step()` may replace the step's arguments, of which the first is the optimizer.
+    Groups are replaced in the copy's `param_groups`. The user's groups never change, so nothing
+    must be restored, even if the step raises or adds a parameter group."""
     other = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
     return other
@@ -173,15 +172,15 @@ def with_settings(
     groups: Sequence[Group],
     settings: Group,
     taken: Callable[[Group], bool],
-    ours: Collection[Tensor],
+    managed: Collection[Tensor],
 ) -> list[dict[str, Any]]:
-    """Copies of parameter groups: the parameters in `ours` of a `taken` group have these settings,
-    all others those of the user."""
+    """Copies of parameter groups. In a `taken` group the `managed` parameters get these settings;
+    all other parameters keep the user's."""
     changed: list[dict[str, Any]] = []
     for group in groups:
         inside: list[Tensor] = []
         outside: list[Tensor] = []
         for p in group["params"]:
-            (inside if taken(group) and p in ours else outside).append(p)
+            (inside if taken(group) and p in managed else outside).append(p)
         changed += [{**group, **settings, "params": inside}, {**group, "params": outside}]
     return [group for group in changed if group["params"]]

@@ -62,7 +62,7 @@ class MomentumMemory(Residual):
             residual.add_(grad, alpha=rule.gain - 1)
         return grad
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
+    def flush_into(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
         if self._of.rests:
             return
         velocity, rule = self._move(parameter, grad, 1.0, nonfinite)
@@ -71,7 +71,7 @@ class MomentumMemory(Residual):
         elif velocity is not None:
             grad.copy_(velocity)
             fill_if(nonfinite, grad, 0.0)
-        super().fold(parameter, grad, nonfinite)
+        super().flush_into(parameter, grad, nonfinite)
 
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
@@ -85,9 +85,9 @@ class MomentumMemory(Residual):
     def is_empty(self, parameter: ModelParameter) -> bool:
         return self._of.rests
 
-    def moves(self, parameter: ModelParameter) -> tuple[object, ...]:
+    def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
         begun = (parameter.started, parameter.stepped, self._of.has_buffer(parameter))
-        return (*super().moves(parameter), *begun, parameter.lag, self._of.rule(parameter))
+        return (*super().update_key(parameter), *begun, parameter.lag, self._of.rule(parameter))
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
         rule, lag = self._of.rule(parameter), self._lag(cf)

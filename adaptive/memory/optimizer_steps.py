@@ -1,5 +1,5 @@
-"""The steps that this rank's optimizers make by its own gradients, from a backward to the exchange
-of what they have done (see `adaptive/memory/updates.py`)."""
+"""The optimizer steps that this rank makes with local gradients, from a backward to the exchange of
+the updates (see `adaptive/memory/updates.py`)."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ NESTED = (
 )
 
 SURE = 100
-"""Exchanges in a row before which all optimizers had stepped, after which they are expected to."""
+"""After this many exchanges in a row for which all optimizers had stepped, they are expected to."""
 
 
 class OptimizerSteps:
-    """Which optimizers have stepped, by which learning rates, and where the parameters stood.
+    """Which optimizers have stepped since the last backward, with which learning rates, and the
+    parameters' values before the steps.
 
-    owners: who steps each parameter. pending: a backward has ended whose updates are yet to be
-    exchanged. over: that exchange is. before: where the parameters stood, less their decay, of each
-    chunk (flat)."""
+    owners: the optimizer of each parameter. pending: a backward has ended, and its updates have not
+    been exchanged. was_exchanged: its updates have been exchanged. before: for each chunk, the
+    values of the parameters before the steps, with decoupled weight decay applied (flat)."""
 
     def __init__(self, owners: Owners) -> None:
-        self.pending = self.over = False
+        self.pending = self.was_exchanged = False
         self.before: dict[Chunk, Tensor] = {}
         self._of = owners
         self._stepping: Optimizer | None = None  # whose step is under way
-        self._has_closure = False  # that step, so that a backward may run within it
+        self._has_closure = False  # the step under way may run a backward
         self._stepped: set[Optimizer] = set()  # since the last backward
-        self._without_gradient: set[Tensor] = set()  # parameters left out of steps since then
+        self._without_gradient: set[Tensor] = set()  # parameters without one in these steps
         self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
-        self._shrinks: dict[Chunk, Scalar] = {}  # by which `before` is yet to be multiplied
-        self._stood: dict[Chunk, Tensor] = {}  # where the parameters stood, with decay and all
-        self._held: dict[Chunk, Tensor] = {}  # where steps have brought them, until the others'
-        self._by_all = 0  # exchanges in a row before which all optimizers had stepped
+        self._decay_factors: dict[Chunk, Scalar] = {}  # not applied to `before` yet
+        self._start: dict[Chunk, Tensor] = {}  # as `before`, without decay
+        self._stepped_to: dict[Chunk, Tensor] = {}  # values after a step, while `_start` is shown
+        self._complete_exchanges = 0  # exchanges in a row for which all optimizers had stepped
 
     # -- between backward and exchange --
 
     def backward_ends(self) -> None:
-        """A compressed backward has: its steps are to come."""
+        """A compressed backward has ended; the optimizers will step with its gradients."""
         self.forget_raised()
-        self.pending, self.over = True, False
+        self.pending, self.was_exchanged = True, False
         self._stepped.clear()
         self._without_gradient.clear()
         if self._stepping is None:
@@ -68,43 +69,43 @@ class OptimizerSteps:
         self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
 
     def exchanged(self) -> None:
-        """All chunks have been."""
-        self._by_all = self._by_all + 1 if self.all_stepped else 0
-        self.pending, self.over = False, True
+        """The updates of all chunks have been exchanged."""
+        self._complete_exchanges = self._complete_exchanges + 1 if self.all_stepped else 0
+        self.pending, self.was_exchanged = False, True
         if self._stepping is None:
             self.before.clear()
 
     def forget_raised(self) -> None:
-        """A step without a closure that has not ended by the next forward or backward has raised:
-        the parameters go back to where it began."""
+        """Restore the parameters after a step that has raised. A step has raised if it had no
+        closure, and has not ended by the next forward or backward."""
         if self._stepping is not None and not self._has_closure:
             for chunk, before in self.before.items():
                 chunk.go_to(before)
             self._forget()
 
     def reset(self) -> None:
-        """No step is under way, and none is to be exchanged."""
-        self.pending = self.over = False
+        """Forget the step under way, and updates that have not been exchanged."""
+        self.pending = self.was_exchanged = False
         self._forget()
 
     def _forget(self) -> None:
         self._stepping, self._has_closure = None, False
-        for kept in (self.before, self._shrinks, self._stood, self._held):
+        for kept in (self.before, self._decay_factors, self._start, self._stepped_to):
             kept.clear()
 
     # -- around an optimizer's step --
 
     def begin_with_closure(self, optimizer: Optimizer) -> None:
-        """`optimizer.step(closure)` has been called, and the closure has not run yet. One that is
-        not torch's may move parameters before (SAM), and back again."""
+        """`optimizer.step(closure)` has been called, and the closure has not run yet. Another
+        library's optimizer may move parameters before the closure, and back after it (SAM)."""
         if self._stepping in (None, optimizer) and not is_adaptive(optimizer):
             self._stepping, self._has_closure = optimizer, True
             self._remember()
 
     def begin(self, optimizer: Optimizer) -> None:
-        """An optimizer has its gradients. RuntimeError for a step within another's, and for one
-        after the exchange of its backward."""
-        outer, late = self._stepping, self.over and _moves(optimizer)
+        """An optimizer is about to step with its gradients. RuntimeError for a step inside another
+        optimizer's step, and for a step after the exchange of its backward's updates."""
+        outer, late = self._stepping, self.was_exchanged and _has_rate(optimizer)
         told = ""
         if outer not in (None, optimizer):
             told = NESTED.format(inner=type(optimizer).__name__, outer=type(outer).__name__)
@@ -123,24 +124,25 @@ class OptimizerSteps:
                 self._remember()
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
-        """Of this rank's own: those of parameters without a known optimizer are the ranks' mean."""
+        """Some parameter that this optimizer is known to step has a local gradient. (Gradients of
+        parameters without a known optimizer are the ranks' mean.)"""
         return any(p.grad is not None for p in parameters_of(optimizer) if p in self._of)
 
     def _remember(self) -> None:
         self.before = {chunk: chunk.here("before") for chunk in self._of.chunks}
-        self._shrinks, self._stood = {}, {}
+        self._decay_factors, self._start = {}, {}
 
     def end(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         self._stepping, self._has_closure = None, False
         if self.pending:
-            self._note(optimizer)
+            self._record_step(optimizer)
         else:
             self.before.clear()
 
-    def _note(self, optimizer: Optimizer) -> None:
+    def _record_step(self, optimizer: Optimizer) -> None:
         self._stepped.add(optimizer)
-        if self._by_all < SURE and not self.all_stepped:
+        if self._complete_exchanges < SURE and not self.all_stepped:
             self._hold()
         taken = _taken(optimizer)
         for chunk, before in self.before.items():
@@ -155,36 +157,37 @@ class OptimizerSteps:
                 decays = [decay if moves else 0.0 for (_, decay), moves in each]
             factors = [1 - decay * taken for decay in decays]
             if len(factors) == 1:
-                self._shrinks[chunk] = factors[0]
+                self._decay_factors[chunk] = factors[0]
             else:
                 multiply(before, chunk, factors)
 
     def _hold(self) -> None:
-        """Let the parameters stand where all ranks do: other optimizers may not step by this
-        backward, and whoever reads the model before the exchange finds the same on all ranks."""
+        """Save the parameters' values after the step, and restore those before it until `release`.
+        So the ranks' parameters are equal until the exchange: some optimizer may never step with
+        this backward's gradients, and a script may read the model."""
         for chunk, before in self.before.items():
-            if chunk not in self._stood:
-                self._stood[chunk] = chunk.buffer("stood").copy_(before)
-            self._held[chunk] = chunk.here("held")
-            chunk.go_to(self._stood[chunk])
+            if chunk not in self._start:
+                self._start[chunk] = chunk.buffer("start").copy_(before)
+            self._stepped_to[chunk] = chunk.here("stepped to")
+            chunk.go_to(self._start[chunk])
 
     def release(self) -> None:
-        """The parameters go where this rank's optimizers have brought them."""
-        for chunk, here in self._held.items():
-            chunk.go_to(here)
-        self._held.clear()
+        """Give the parameters the values that this rank's steps have made (see `_hold`)."""
+        for chunk, values in self._stepped_to.items():
+            chunk.go_to(values)
+        self._stepped_to.clear()
 
-    def take_shrink(self, chunk: Chunk) -> Scalar:
-        """By which the caller is to multiply `before`."""
-        return self._shrinks.pop(chunk, 1.0)
+    def take_decay_factor(self, chunk: Chunk) -> Scalar:
+        """1 - lr * weight decay, by which the caller must multiply `before`; 1 if that is done."""
+        return self._decay_factors.pop(chunk, 1.0)
 
-    def shrink(self) -> None:
-        """Take the decay from where parameters stood, now."""
-        for chunk, factor in self._shrinks.items():
+    def apply_decay(self) -> None:
+        """Multiply `before` of all chunks by their decay factors."""
+        for chunk, factor in self._decay_factors.items():
             self.before[chunk].mul_(factor)
-        self._shrinks = {}
+        self._decay_factors = {}
 
-    # -- what has stepped, and by how much --
+    # -- which optimizers have stepped, and their learning rates --
 
     @property
     def any_stepped(self) -> bool:
@@ -192,7 +195,7 @@ class OptimizerSteps:
 
     @property
     def all_stepped(self) -> bool:
-        """No step of this backward's gradients is to come."""
+        """All optimizers have stepped since the last backward."""
         return self._stepping is None and all(of in self._stepped for of, _ in self._of.distinct)
 
     def unstepped(self, parameters: Sequence[ModelParameter]) -> Sequence[Flag]:
@@ -203,11 +206,11 @@ class OptimizerSteps:
         return [owner is None or owner[0] not in self._stepped for owner in owners]
 
     def rates_of(self, chunk: Chunk, each: bool = False) -> list[tuple[Scalar, Scalar]]:
-        """The learning rate that updates are told in, and the decay: of each parameter, or those of
-        all, if all have the same.
+        """(learning rate, lr * weight decay) of each parameter; one pair if all are equal. Updates
+        are in units of this learning rate.
 
-        A parameter of fewer bits than what is kept of it rounds most of its decay away. There decay
-        is a part of what the step has done: taken apart, it would be undone by the update."""
+        A half-precision parameter rounds most of its decay away. Its decay counts as part of the
+        update, and is 0 here: applied separately, the decay would be undone by the update."""
         scales = self._of.rate_scales
         each = each or bool(scales)
         pairs = self._of.of_chunk(chunk)
@@ -228,14 +231,15 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _moves(optimizer: Optimizer) -> bool:
-    """It has a learning rate above 0, as far as the host knows."""
+def _has_rate(optimizer: Optimizer) -> bool:
+    """Some learning rate is not 0, or is on a device, where it is not read."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return any(isinstance(lr, Tensor) or lr != 0 for lr in rates)
 
 
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
-    """The pieces of a chunk by these factors, in place: one for each parameter, or one for all."""
+    """Multiply each parameter's slice of `whole` (flat) in place. factors: one for each parameter
+    of the chunk, or one for all."""
     first, *others = factors
     if all(same_number(first, other) for other in others):
         whole.mul_(first)
@@ -247,14 +251,14 @@ def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
 
 
 def _on(factor: Scalar, device: torch.device) -> Tensor:
-    """A number on a device, filled in there: to copy it would wait."""
+    """The factor as a tensor on a device. A number is filled in there: a copy would wait."""
     if isinstance(factor, Tensor):
         return factor.to(device, non_blocking=True)
     return torch.full((), factor, device=device)
 
 
 def any_decay(decays: Iterable[Scalar]) -> bool:
-    """Whether some parameters may decay: what a device holds is not read."""
+    """Whether some parameters may decay. Numbers on a device are not read: they count as decay."""
     return any(is_tensor(decay) or decay > 0 for decay in decays)
 
 
@@ -263,7 +267,7 @@ def is_tensor(x: Scalar) -> bool:
 
 
 def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
-    """The learning rate, and by which share of itself a parameter decays in a step."""
+    """(learning rate, share by which decoupled weight decay shrinks a parameter in a step)."""
     lr, decay = rate_of(group), group.get("weight_decay", 0.0)
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
@@ -279,5 +283,5 @@ def _same(a: tuple[Scalar, Scalar], b: tuple[Scalar, Scalar]) -> bool:
 
 
 def same_number(a: Scalar, b: Scalar) -> bool:
-    """As the host knows."""
+    """Both are known to be equal. Two numbers on a device are not compared."""
     return a is b or not (is_tensor(a) or is_tensor(b) or a != b)

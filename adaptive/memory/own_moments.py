@@ -1,7 +1,7 @@
-"""The moments that this rank's optimizers keep, from one dense step to the next.
+"""The moments of this rank's optimizers, from one dense step to the next.
 
-While updates are exchanged they are of this rank's own gradients. Momentum then has a share of its
-lag, and the residual has the rest. Before a dense step they become those of the mean gradient."""
+While updates are exchanged, moments are those of local gradients. Momentum then has a share of its
+lag, and the residual has the rest. Before a dense step they become moments of the mean gradient."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from policies import state as saved
 
 @dataclass(eq=False)
 class MomentState(saved.Stateful):
-    """What has become of the optimizers' moments since the last dense step.
+    """The state of the optimizers' moments since the last dense step.
 
-    differ: they are each rank's own, and residuals may hold updates. own: second moments are of
-    this rank's own gradients, with all of their noise. gradients: residuals hold
-    gradients, if anything. had_full_lag: momentum has had all of its lag. share: of its lag that
-    momentum had in the last step, in [0, 1]. muon_steps: that were seen of a Muon. unknown: some
-    optimizer is yet to be looked at (see inspection.py). by_gradients: one was found that cannot
-    step by itself on each rank, so that gradients are exchanged in all steps."""
+    ranks_differ: ranks have different moments, and residuals may hold updates. local_squares:
+    second moments are those of local gradients, with all of their noise. residuals_hold_gradients:
+    residuals hold gradients, not updates, if they are not empty. had_full_lag: momentum had its
+    full lag in some step. share: the share of its lag that momentum had in the last step, in
+    [0, 1]. muon_steps: steps of Muon. uninspected: some optimizer has not been inspected yet
+    (inspection.py). gradients_only: some optimizer cannot step with local gradients, so that all
+    steps exchange gradients."""
 
-    differ: bool = saved.saved(False)
-    own: bool = saved.saved(False)
-    gradients: bool = saved.saved(False)
+    ranks_differ: bool = saved.saved(False)
+    local_squares: bool = saved.saved(False)
+    residuals_hold_gradients: bool = saved.saved(False)
     had_full_lag: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
-    unknown: bool = saved.saved(False)
-    by_gradients: bool = saved.saved(False)
+    uninspected: bool = saved.saved(False)
+    gradients_only: bool = saved.saved(False)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -58,8 +59,8 @@ class MomentState(saved.Stateful):
 class OwnMoments:
     """First and second moments of the parameters that some optimizer steps.
 
-    owners: who steps them. ranks: world size. old_means: first moments (flat) before a step without
-    momentum, until they take in its gradients."""
+    owners: the optimizer of each parameter. ranks: world size. old_means: copies of first moments
+    (flat) from before a step without momentum, which overwrites first moments with gradients."""
 
     def __init__(self, owners: Owners, ranks: int) -> None:
         self.state = MomentState()
@@ -68,7 +69,7 @@ class OwnMoments:
         self._flats: dict[Chunk, FlatMoments] = {}
 
     def runs(self, chunk: Chunk) -> list[Run]:
-        """The moments of a chunk's parameters, as far as they have both."""
+        """The moments of those of a chunk's parameters that have both moments."""
         return self._flat(chunk).runs(self._of.of_chunk(chunk))
 
     def _all_runs(self) -> Iterator[Run]:
@@ -76,7 +77,7 @@ class OwnMoments:
             yield from self.runs(chunk)
 
     def _flat(self, chunk: Chunk) -> FlatMoments:
-        if chunk not in self._flats:  # nothing is kept for chunks that are no more
+        if chunk not in self._flats:  # drop those of chunks that no longer exist
             kept = {each: flat for each, flat in self._flats.items() if each in self._of.chunks}
             self._flats = {**kept, chunk: FlatMoments(chunk)}
         return self._flats[chunk]
@@ -86,9 +87,8 @@ class OwnMoments:
     def settings_with_share(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """Parameter groups of a step in which momentum of our parameters has its share of the lag;
-        None: as they are. With no lag first moments are kept, since they tell what is noise.
-        """
+        """Parameter groups for a step in which momentum has its share of the lag; None: `groups`.
+        With share 0 first moments are copied first, since they tell the share of noise."""
         if self.state.share == 1 or not is_adaptive(optimizer):
             return None
         if any(self._flat(chunk).left_out(self._of.of_chunk(chunk)) for chunk in self._of.chunks):
@@ -111,8 +111,8 @@ class OwnMoments:
         return changed
 
     def _keep_means(self, optimizer: Optimizer) -> None:
-        """Copy the first moments of chunks with some of an optimizer's parameters, in a buffer that
-        is not needed until after the step."""
+        """Copy the first moments of an optimizer's chunks to a buffer that is free until the step
+        has ended."""
         for chunk in self._of.chunks:
             if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
                 continue
@@ -122,28 +122,29 @@ class OwnMoments:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """After a step without momentum first moments are its gradients: average them."""
+        """After a step without momentum: average the gradients, which are in the place of first
+        moments, with the old first moments."""
         for chunk, old_mean in self.old_means.items():
             for run in self.runs(chunk):
                 average(run, old_mean, run.inside(run.start, run.stop))
         self.old_means = {}
 
     def begin_own_steps(self, share: float) -> None:
-        """From here on moments are this rank's, and momentum has this share of its lag."""
-        self.state.differ = True
-        if not self.state.own:
-            self.state.own = True
+        """From now on moments are of local gradients, and momentum has this share of its lag."""
+        self.state.ranks_differ = True
+        if not self.state.local_squares:
+            self.state.local_squares = True
             for run in self._all_runs():
-                # A second moment of the mean has the signal's, and 1 / N of the noise's.
+                # The second moment of the mean gradient holds 1 / N of the noise.
                 part = mean_share(run, self._ranks, self.state.share)
                 scale = part.mul_(-self._ranks).add_(1 + self._ranks)
                 scale_second_moments(run.tensors, scale)
         self._change_share(share)
 
     def before_sync(self) -> None:
-        """From here on second moments are as the mean gradient's, and momentum has all its lag, and
-        takes what waits in residuals. The ranks have yet to agree on them."""
-        were_own, self.state.own = self.state.own, False
+        """Before an optimizer-state sync: second moments are scaled to those of the mean gradient.
+        Momentum gets its full lag, and takes over the residuals."""
+        were_own, self.state.local_squares = self.state.local_squares, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
             scale_second_moments(run.tensors, of_mean)
@@ -153,13 +154,13 @@ class OwnMoments:
         """Changing the momentum share keeps the pending momentum (the part that later steps will
         still apply) unchanged.
 
-        With a smaller share the residual takes what momentum no longer delivers. With a larger one,
-        and before an optimizer-state sync, momentum takes all of the residual, and delivers over
-        steps what the residual would deliver at once.
+        With a smaller share the residual takes over the part that momentum loses. With a larger
+        share, and before an optimizer-state sync, momentum takes over the whole residual, and
+        applies it over several steps instead of at once.
 
-        Adam divides by what an average that began with zeros lacks. So its first steps are as large
-        as later ones, and it has a lag to deliver besides. A run that began without momentum gets
-        that lag when momentum first has all of it, or it would fall behind by it."""
+        Adam's bias correction makes its first steps as large as later ones, and the pending
+        momentum comes on top. A run that started without momentum gets this pending momentum when
+        momentum first has its full lag. Otherwise it would stay behind a dense run by that much."""
         before, self.state.share = self.state.share, share
         first = not self.state.had_full_lag
         self.state.had_full_lag = not first or share == 1
@@ -170,7 +171,7 @@ class OwnMoments:
                 beta1 = run.group["betas"][0]
                 if not beta1:
                     continue
-                of_mean = mean_share(run, self._ranks, before) if self.state.own else 1.0
+                of_mean = mean_share(run, self._ranks, before) if self.state.local_squares else 1.0
                 if share < before:
                     waiting = undelivered(run, before, of_mean).mul_(before - share)
                     for parameter, piece in chunk.within(waiting, run.start):
@@ -186,8 +187,8 @@ class OwnMoments:
 
 
 def average(run: Run, before: Tensor, part: slice) -> None:
-    """Of elements of a first moment that is a gradient: make it the average again that it was
-    `before` (flat, of a chunk), with this gradient taken in."""
+    """For the elements `part` of a run whose first moment holds a gradient: replace the gradient by
+    its average with `before` (the old first moments of the chunk, flat)."""
     mean = run.mean[part]
     old = before[run.start : run.stop][part].to(mean.dtype)
     torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)

@@ -90,7 +90,7 @@ class RuledMemory(Residual):
     ) -> Tensor | None:
         return self._accumulate(self._kept(parameter), grad, cf, nonfinite)
 
-    def fold(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
+    def flush_into(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
         if nonfinite is True:
             return
         kept = self._kept(parameter)

@@ -1,31 +1,30 @@
-"""Compression in parameter space: each rank's optimizer steps by itself, and what its step has done
-to the parameters is fed back, compressed, exchanged and averaged.
+"""Compression in parameter space: each rank's optimizer steps with local gradients, and the ranks
+compress, exchange and average the resulting updates of the parameters, with error feedback.
 
-An optimizer that divides by the root of a second moment (Adam and those like it) must not be fed
-with decoded gradients: an element that has waited T steps in the residual arrives T times as large,
+An optimizer that divides by the root of a second moment (Adam and the like) must not step with
+decoded sparse gradients: an element that was in the residual for T steps arrives T times as large,
 its second moment grows with T^2, and the optimizer divides the burst away
-(docs/research/defaults.md). So autograd gets this rank's own gradient back, whatever a script does
-to it, and the user's own optimizer makes the step. In a compressed step, with `lr` the learning
-rate of the moment:
+(docs/research/defaults.md). So autograd returns the local gradient, a script may change it, and the
+user's own optimizer steps with it. A compressed step, with `lr` the present learning rate:
 
-1. before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
-   ranks; momentum gets a share of its lag, for this step only. (`lr` of Muon: see muon.py.)
-2. after it: d = (b - parameters) / lr, enlarged by the noise in this rank's second moment
-   (moments.py; of Muon in its momentum, muon.py); r += d; the largest elements c of r are sent,
-   r -= c.
+1. Before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
+   ranks. For this step momentum has a share of its lag only. (`lr` of Muon: see muon.py.)
+2. After `optimizer.step()`: the update d = (b - parameters) / lr is enlarged by the noise in this
+   rank's second moment (moments.py; for Muon in its momentum, muon.py). The residual r += d; the
+   largest elements c of r are sent; r -= c.
 3. parameters = b - lr * mean of c over the ranks, the same on all ranks again.
 
-A dense step is DDP's own: before the first one the ranks agree on what their optimizers keep.
+A dense step is DDP's own. Before the first one the ranks average their optimizers' states.
 
-At CFs where next to nothing waits (int8, int4) there are no bursts. There, beside Adam, the mean
-gradient is exchanged, compressed with error feedback, and the optimizer steps as after a dense
-backward: this trains as well as a dense step does (docs/research/defaults.md). What waits of
-gradients goes with the rank's own gradient into the next step whose updates are exchanged.
+At a CF that loses little (int8, int4) there are no bursts. There Adam steps with the mean gradient,
+compressed with error feedback, which trains as well as a dense step (docs/research/defaults.md).
+The residual then holds gradients. It is added to the local gradient of the next step that exchanges
+updates.
 
-Momentum holds updates back, and so does a residual. With both they would be late twice, so in
-compressed steps momentum keeps only a share of its lag, and what it gives up goes to the residual.
-When the CF falls, momentum gets its lag back, and takes all that waits in the residual: it delivers
-over some ten steps what would throw the model far back in one.
+Momentum delays updates, and so does a residual. To avoid delaying them twice, momentum keeps only a
+share of its lag in compressed steps, and the rest of the pending momentum goes to the residual.
+When the CF falls, momentum gets its full lag back and takes over the residual: it applies in some
+ten steps what would disturb the model if applied in one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from torch.optim import Optimizer
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import Handover, is_torchs_own, rate_of
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
-from adaptive.memory.moments import enlarge, is_adaptive, normalized, take_step
+from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
@@ -75,19 +74,19 @@ class UpdateMemory(Residual):
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
     ) -> Sequence[Flag]:
-        """Of updates: those that have not been stepped."""
+        """While updates are exchanged: the parameters that no optimizer has stepped."""
         if self._steps.pending:
             return self._steps.unstepped(parameters)
         return super().skipped(parameters, grad_energies)
 
 
 class UpdateHandover(Handover):
-    """What is done around the steps of each rank's own optimizers.
+    """Makes updates of the local optimizer steps, and applies the ranks' mean update.
 
-    ranks: world size. lag: the share of its lag that momentum keeps in a step at a CF, in [0, 1].
-    steps: of the optimizers. always: updates are exchanged in every compressed step. So it is where
-    an optimizer that was handed over has no first moment, which would take what waits in updates
-    once gradients are exchanged.
+    ranks: world size. lag: (CF) -> the share of its lag that momentum keeps, in [0, 1].
+    steps: the optimizer steps of this rank. always_updates: every compressed step exchanges
+    updates. This is so if some optimizer has no first moment: when gradients are exchanged, the
+    first moment takes over the updates in the residual.
     """
 
     sends_updates = True
@@ -99,7 +98,7 @@ class UpdateHandover(Handover):
         ranks: int,
         lag: Callable[[float], float],
     ) -> None:
-        self.always = not all(is_adaptive(of) and _averages(of) for of in optimizers)
+        self.always_updates = not all(is_adaptive(of) and _has_mean(of) for of in optimizers)
         self._parameters = parameters
         self._ranks = ranks
         self._lag = cache(lag)
@@ -107,80 +106,82 @@ class UpdateHandover(Handover):
         self.steps = OptimizerSteps(self._of)
         self._moments = OwnMoments(self._of, ranks)
         stepped = any(optimizer.state for optimizer in optimizers)
-        self._moments.state.differ = self._moments.state.had_full_lag = stepped
-        self._targets: dict[Chunk, Tensor] = {}  # where parameters go, as means are decoded
-        self._read: list[Tensor | None] = []  # by the hook's stream, of which others may not know
+        self._moments.state.ranks_differ = self._moments.state.had_full_lag = stepped
+        self._targets: dict[Chunk, Tensor] = {}  # the new parameters, once means are decoded
+        self._read: list[Tensor | None] = []  # kept alive while the hook's stream reads them
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._sync = OptimizerSync(parameters, self._of)
         self._inspection = Inspection(parameters)
         known = [self._inspection.notice(optimizer) for optimizer in optimizers]
-        self._moments.state.unknown = not all(known)
-        self._unknown_stepped = False  # by itself, some optimizer that is not torch's
+        self._moments.state.uninspected = not all(known)
+        self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
 
     @property
     def keeps_momentum(self) -> bool:
-        """Muon does, and whatever else is not one of Adam's kind."""
+        """Muon keeps its momentum, and so does every optimizer that is not adaptive."""
         return not all(is_adaptive(of) for of, _ in self._of.distinct)
 
     # -- what is exchanged --
 
     def exchanges_updates(self, cf: float) -> bool:
-        """Whether they are exchanged in a step that is compressed at `cf`, or gradients: where
-        momentum keeps all of its lag, since next to nothing waits. Alike on all ranks."""
-        return not self._moments.state.by_gradients and (self.always or self._lag(cf) < 1)
+        """Whether a step compressed at `cf` exchanges updates; False: gradients. Gradients are
+        exchanged at a CF that loses so little that momentum keeps all of its lag. The same on all
+        ranks."""
+        updates = self.always_updates or self._lag(cf) < 1
+        return updates and not self._moments.state.gradients_only
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
+        """The chunks of all parameters that some optimizer steps. The same on all ranks."""
         return self._of.chunks
 
     def without_optimizer(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Places of the parameters that no known optimizer steps."""
+        """Indices of the parameters that no known optimizer steps."""
         if len(self._of) == len(self._parameters):
             return []
         return [i for i, p in enumerate(parameters) if p not in self._of]
 
     def backward_ends(self, cf: float) -> None:
-        """The gradients of a step that is compressed at `cf` are there."""
+        """The backward of a step that exchanges updates at `cf` has ended."""
         self._moments.put_back()
         self.steps.backward_ends()
         self._enlargements.clear()
-        if self.gradients_wait:  # of parameters that this backward has not used
+        if self.residuals_hold_gradients:  # of parameters without a gradient now: dropped
             for parameter in self._parameters.values():
                 parameter.filled = False
         self._begin_own_steps(self._lag(cf))
 
     @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
-        """What this rank's step has done to the parameters of a chunk, as updates (flat, in the
-        chunk's scratch), and the squared norm of that, if it is known. Zeros for those that no
-        optimizer has stepped since backward.
+        """(updates, squared norm): the updates that this rank's step has made to a chunk (flat, in
+        the chunk's scratch), and their squared norm; None if it is not known. Updates are zero for
+        parameters that no optimizer has stepped since backward.
 
-        All is done to one block after the other, while that is in the cache."""
+        Block by block, so that all operations on a block find it in the cache."""
         before, work = self.steps.before.get(chunk), chunk.buffer("work")
         if before is None:
             return work.zero_(), None
         rates = self.steps.rates_of(chunk)
         rate = inverse(rates[0][0]) if len(rates) == 1 else None
-        shrink = self.steps.take_shrink(chunk)
+        decay_factor = self.steps.take_decay_factor(chunk)
         energies: list[Scalar] = []
         runs, share = self._moments.runs(chunk), self._moments.state.share
         old_mean = self._moments.old_means.pop(chunk, None)
         self._read.append(old_mean)
         blocks = chunk.blocks()
         # On a device there is one block.
-        of = before, work, blocks[0].joined, runs, old_mean, shrink, rate, share, self._ranks
-        if (energy := take_step(*of)) is not None:
+        args = before, work, blocks[0].joined, runs, old_mean, decay_factor, rate
+        if (energy := fused_updates(*args, share, self._ranks)) is not None:
             energies, blocks = [energy], []
         for block in blocks:
             inside = [run.inside(block.start, block.stop) for run in runs]
             if old_mean is not None:
                 for run, part in zip(runs, inside, strict=True):
                     average(run, old_mean, part)
-            update, stood = work[block.start : block.stop], before[block.start : block.stop]
-            if is_tensor(shrink) or shrink != 1:
-                stood.mul_(shrink)
-            torch.sub(stood, block.joined(update), out=update)
+            update, start = work[block.start : block.stop], before[block.start : block.stop]
+            if is_tensor(decay_factor) or decay_factor != 1:
+                start.mul_(decay_factor)
+            torch.sub(start, block.joined(update), out=update)
             if rate is not None:
                 update.mul_(rate)
             for run, part in zip(runs, inside, strict=True):
@@ -196,16 +197,17 @@ class UpdateHandover(Handover):
             torch._foreach_mul_([piece for piece, _ in muons], factors)
         all_stepped = self.steps.all_stepped
         if not all_stepped:
-            left_out = self.steps.unstepped(chunk.parameters)
-            for without, piece in zip(left_out, chunk.split(work), strict=True):
-                if without:
+            unstepped = self.steps.unstepped(chunk.parameters)
+            for without_step, piece in zip(unstepped, chunk.split(work), strict=True):
+                if without_step:
                     piece.zero_()
         known = rate is not None and all_stepped and not muons
         return work, sum(energies[1:], energies[0]) if known else None
 
     def destination(self, chunk: Chunk) -> Destination | None:
-        """Where the ranks' mean update of a chunk moves the parameters as it is decoded. None where
-        that is not one sum: then `apply` needs the mean itself."""
+        """Where decoding adds -lr * (mean update of a chunk): to the values before the step. None
+        if parameters have several learning rates, or some were not stepped: `apply` then gets the
+        mean itself."""
         rates = self.steps.rates_of(chunk)
         lr, decay = rates[0]
         if len(rates) > 1 or isinstance(lr, Tensor):
@@ -213,17 +215,17 @@ class UpdateHandover(Handover):
         stepped = self.steps.any_stepped
         if stepped and not self.steps.all_stepped:
             return None
-        # A rank that leaves its step out rounds as the others do.
+        # A rank that has not stepped computes 1 - decay as the others do, to round as they do.
         to = self.steps.before[chunk] if stepped else chunk.here("unstepped").mul_(1 - decay)
         self._targets[chunk] = to
         return Destination(to, -lr)
 
     @torch.no_grad()
     def apply(self, chunk: Chunk, mean: Tensor | None, any_stepped: Callable[[], Tensor]) -> None:
-        """Move the parameters of a chunk by the ranks' mean update, which is overwritten. None: it
-        has gone to the chunk's `destination`.
+        """Move the parameters of a chunk by the ranks' mean update.
 
-        any_stepped: how many ranks have stepped (0-dim); called on a rank that has not."""
+        mean: overwritten; None: it was added to the chunk's `destination`. any_stepped: returns the
+        number of ranks that have stepped (0-dim); called only on a rank that has not."""
         if mean is None:
             if self.steps.any_stepped or bool(any_stepped() > 0):
                 chunk.go_to(self._targets[chunk])
@@ -241,9 +243,9 @@ class UpdateHandover(Handover):
 
     @torch.no_grad()
     def mark_nonfinite(self, flag: Flag) -> None:
-        """Some rank's gradients are not finite: see to it that each optimizer has one that is not.
-        A `GradScaler` looks at each optimizer by itself, and then skips all of them on all ranks.
-        (Autograd's result tells the optimizer of the last bucket.)"""
+        """If some rank's gradient was not finite (flag), set one gradient of each optimizer to NaN.
+        A `GradScaler` checks each optimizer's gradients separately, and so skips every optimizer on
+        every rank. With a single optimizer the result of backward is NaN, which is enough."""
         optimizers = {of for of, _ in self._of.distinct}
         for optimizer in optimizers if len(optimizers) > 1 and flag is not False else ():
             grads = (p.grad for p in parameters_of(optimizer) if p in self._of)
@@ -251,23 +253,24 @@ class UpdateHandover(Handover):
                 fill_if(flag, local(grad), nan)
 
     def exchanged(self) -> None:
-        """All chunks have been, and the stream of the optimizers' steps is behind the hook's."""
+        """All chunks have been exchanged, and the optimizers' stream has waited for the hook's."""
         self._moments.put_back()
         self._targets.clear()
         self._read.clear()
         self.steps.exchanged()
 
     @property
-    def gradients_wait(self) -> bool:
-        """Residuals hold gradients, if anything."""
-        return self._moments.state.gradients
+    def residuals_hold_gradients(self) -> bool:
+        """Residuals hold gradients, not updates, if they are not empty."""
+        return self._moments.state.residuals_hold_gradients
 
     @torch.no_grad()
-    def add_waiting(
+    def add_residuals(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], scale: Tensor | None
     ) -> None:
-        """Add what waits of gradients to this rank's own, which are in units of the loss times
-        `scale` (None: 1). If the script throws these away, it is lost with them."""
+        """Add residuals of gradients to the local gradients, and empty them. scale: the loss scale
+        of the local gradients (None: 1). If a script drops these gradients, the residuals are lost.
+        """
         for parameter, grad in zip(parameters, grads, strict=True):
             if parameter.filled and parameter.residual is not None:
                 grad.add_(parameter.residual if scale is None else parameter.residual * scale)
@@ -278,10 +281,10 @@ class UpdateHandover(Handover):
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """An optimizer has its gradients. Returns the parameter groups of its step, if these are to
-        be others than `groups`. RuntimeError for a step within another's, and for one after the
-        exchange of its backward."""
-        self._moments.put_back()  # a step that raised never came to its end
+        """An optimizer is about to step. Returns the parameter groups to step with; None: `groups`.
+        RuntimeError for a step inside another optimizer's step, and for a step after the exchange
+        of its backward's updates."""
+        self._moments.put_back()  # in case the step before has raised
         self._inspection.before_step(optimizer)
         rates = self._rates_before(optimizer)
         self.steps.begin(optimizer)
@@ -292,8 +295,8 @@ class UpdateHandover(Handover):
         return None
 
     def replaced_by(self, optimizer: Optimizer) -> str:
-        """The name of the optimizer in whose place this one is about to step for the first time, if
-        its own kind would have been served otherwise; "" as a rule."""
+        """If this optimizer is about to step parameters for the first time that another optimizer
+        has stepped, and needs another memory: the name of that other optimizer. Else ""."""
         if optimizer in self._of.known or not is_torchs_own(optimizer):
             return ""
         if is_adaptive(optimizer) or is_muon(optimizer):
@@ -302,17 +305,17 @@ class UpdateHandover(Handover):
         return next((type(of).__name__ for of in had if of.state), "")
 
     def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
-        """Learning rates that updates of parameters were told in, which another optimizer is about
-        to step for the first time."""
-        if optimizer in self._of.known or self.gradients_wait:
+        """The old learning rates of parameters that a new optimizer is about to step: the units of
+        the updates in their residuals."""
+        if optimizer in self._of.known or self.residuals_hold_gradients:
             return {}
         taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
         return {parameter: self.learning_rate(parameter) for parameter in taken}
 
     @torch.no_grad()
     def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
-        """What waits of another optimizer's updates would move the parameters by as much as before,
-        whatever the learning rate of the one that has taken its place."""
+        """Rescale residuals of updates from the old optimizer's learning rate to the new one's. So
+        they move the parameters as far as before."""
         for parameter, old in before.items():
             new = self.learning_rate(parameter)
             if parameter.filled and parameter.residual is not None and not same_number(old, new):
@@ -320,11 +323,11 @@ class UpdateHandover(Handover):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> bool:
-        """First moments that were kept take in the gradients of the step: here, or block by
-        block in `outgoing`, if that comes next. Returns whether there is news of an optimizer that
-        is not torch's, which the ranks have yet to agree on."""
+        """An optimizer has stepped. After a step without momentum, first moments are averaged here,
+        or in `outgoing` if that comes next. Returns whether the inspection of an optimizer that is
+        not torch's has found something, on which the ranks must agree (`agree_on_inspection`)."""
         news = self._inspection.after_step(optimizer)
-        self._unknown_stepped |= self.steps.pending and optimizer in self._inspection.seen
+        self._inspected_stepped |= self.steps.pending and optimizer in self._inspection.seen
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
             self._moments.state.muon_steps += optimizer is first
@@ -334,72 +337,73 @@ class UpdateHandover(Handover):
         self.steps.end(optimizer)
         if not (self.steps.pending and self.steps.all_stepped):
             self._moments.put_back()
-            self.steps.shrink()
-        return news and not (self.unknown or self._moments.state.by_gradients)
+            self.steps.apply_decay()
+        return news and not (self.uninspected or self._moments.state.gradients_only)
 
     # -- optimizers that are not torch's --
 
     @property
-    def unknown(self) -> bool:
-        """Some optimizer has yet to step, before it is known what it keeps. Alike on all ranks."""
-        return self._moments.state.unknown
+    def uninspected(self) -> bool:
+        """Some optimizer has not stepped yet, so that its state is not known on any rank."""
+        return self._moments.state.uninspected
 
     @property
     def dense_because(self) -> str:  # type: ignore[override]
-        return "an optimizer that is not torch's makes its first step" if self.unknown else ""
+        return "an optimizer that is not torch's makes its first step" if self.uninspected else ""
 
-    def look(self, exchange: Exchange) -> str:
-        """The ranks agree on what they have found out of optimizers that are not torch's (a
-        collective). Returns why gradients are exchanged from now on, if that is news."""
+    def agree_on_inspection(self, exchange: Exchange) -> str:
+        """The ranks exchange their findings about optimizers that are not torch's (a collective).
+        If gradients must be exchanged from now on, returns why; else ""."""
         state, findings = self._moments.state, self._inspection.findings
-        # One that has no parameters any more will not step: a wrapper, say, of one that does.
+        # An optimizer without parameters never steps (a wrapper of another optimizer, say).
         owners = {of for of, _ in self._of.distinct}
         seen = [of for of in self._inspection.seen if of in findings or of in owners]
         own = [findings.get(of) for of in seen]
-        everyone, stepped = zip(*exchange.gather_objects((own, self._unknown_stepped)), strict=True)
+        gathered = exchange.gather_objects((own, self._inspected_stepped))
+        everyone, stepped = zip(*gathered, strict=True)
         found = [[each for each in theirs if each] for theirs in everyone]
-        state.unknown = {*map(len, found)} != {max(map(len, everyone))}
-        if state.unknown or state.by_gradients or not (why := verdict(found)):
+        state.uninspected = {*map(len, found)} != {max(map(len, everyone))}
+        if state.uninspected or state.gradients_only or not (why := verdict(found)):
             return ""
-        state.by_gradients = True
+        state.gradients_only = True
         if any(stepped):
             self.begin_step(exchange, None)
             for of in seen:
                 take_from_first(of, exchange)
         return why
 
-    # -- dense steps, and ranks that part --
+    # -- optimizer-state sync, before dense steps --
 
     def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
-        """Before gradients are exchanged: the ranks agree on what their optimizers keep
-        (collectives). First moments take what waits in residuals; where an optimizer has none, it
-        goes at once."""
+        """Before gradients are exchanged: optimizer-state sync (collectives), if the ranks' states
+        differ. First moments take over the updates in residuals. Without a first moment these
+        updates move the parameters in the next step."""
         if cf is not None and self.exchanges_updates(cf):
             return
         state = self._moments.state
-        state.gradients, self.steps.over = True, False
-        if state.differ:
+        state.residuals_hold_gradients, self.steps.was_exchanged = True, False
+        if state.ranks_differ:
             self._moments.before_sync()
             self._sync.agree(exchange)
-        state.differ, state.had_full_lag = False, True
+        state.ranks_differ, state.had_full_lag = False, True
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
-        """That the parameter's updates are told in; an optimizer must step it."""
+        """The unit of a parameter's updates. Some optimizer must step the parameter."""
         p = parameter.tensor
         return rate_of(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
 
-    def part(self) -> None:
-        """Before ranks step by themselves for longer: momentum gets all of its lag, and takes what
-        waits in residuals."""
-        self.steps.over = False
+    def begin_local_steps(self) -> None:
+        """Before several local steps: momentum gets its full lag, and takes over the residuals."""
+        self.steps.was_exchanged = False
         self._of.relearn()
         self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed, over = self._moments.state.differ or bool(self._sync.undelivered), self.steps.over
+        differed = self._moments.state.ranks_differ or bool(self._sync.undelivered)
+        was_exchanged = self.steps.was_exchanged
         self.begin_step(exchange, None)
-        self.steps.over = over
-        exchange.take_traffic()  # no step's
+        self.steps.was_exchanged = was_exchanged
+        exchange.take_traffic()  # these bytes belong to no step
         self._sync.deliver(self.learning_rate)
         return differed
 
@@ -409,7 +413,7 @@ class UpdateHandover(Handover):
             self.agree(exchange)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was to go with a dense step waits in residuals again."""
+        """Undelivered updates go back to the residuals first."""
         self._back_to_residuals()
         return self._moments.state.state_dict()
 
@@ -420,7 +424,7 @@ class UpdateHandover(Handover):
         self._moments.old_means.clear()
 
     def abandon(self) -> None:
-        """Forget the steps under way, and what was to go with the next one."""
+        """Forget the steps under way and undelivered updates."""
         self.steps.reset()
         for under_way in (self._sync.undelivered, self._moments.old_means, self._targets):
             under_way.clear()
@@ -440,32 +444,33 @@ class UpdateHandover(Handover):
         return found
 
     def _begin_own_steps(self, share: float) -> None:
-        if not self._moments.state.own:
+        if not self._moments.state.local_squares:
             self._back_to_residuals()
-        self._moments.state.gradients = False
+        self._moments.state.residuals_hold_gradients = False
         self._moments.begin_own_steps(share)
 
     def _back_to_residuals(self) -> None:
         """Undelivered updates go back to the residuals. Gradients left there are dropped, because
         they are in other units and no step has used them."""
-        if self._sync.undelivered and self.gradients_wait:
+        if self._sync.undelivered and self.residuals_hold_gradients:
             for parameter in self._parameters.values():
                 parameter.filled = False
         if self._sync.put_back():
-            self._moments.state.differ, self._moments.state.gradients = True, False
+            state = self._moments.state
+            state.ranks_differ, state.residuals_hold_gradients = True, False
 
 
-def _averages(optimizer: Optimizer) -> bool:
-    """Its gradients, in first moments."""
+def _has_mean(optimizer: Optimizer) -> bool:
+    """Whether the optimizer averages its gradients in first moments (beta1 above 0)."""
     return all(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
 
 
 SMALLEST = torch.finfo(torch.float32).tiny
-"""A learning rate of which float32 has the inverse."""
+"""The smallest learning rate whose inverse float32 can hold."""
 
 
 def inverse(lr: Scalar) -> Scalar:
-    """0 of a smaller learning rate than `SMALLEST`, by which next to nothing moves."""
+    """1 / lr; 0 for a learning rate below `SMALLEST`, which moves next to nothing."""
     if isinstance(lr, Tensor):
         return torch.where(lr >= SMALLEST, 1 / lr, 0.0)
     return 1 / lr if lr >= SMALLEST else 0.0

@@ -163,13 +163,15 @@ class Exchange:
         self._traffic.down += wire / 2
         return self._hold(done, tensor.nbytes, wire, tensor.device)
 
-    def before(self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]) -> Any:
-        """What the replica hands its buckets to, so that they reach the session as they are to be
-        exchanged. calls: the context of a call, see `Averager.replica_calls`."""
+    def receiver_for(
+        self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]
+    ) -> Any:
+        """The object that gets the replica's buckets and passes them on to the session. calls: the
+        context of a hook call, see `Averager.replica_calls`."""
         return session
 
-    def through(self, strategy: Any, cuts: bool) -> Any:
-        """The strategy, as it is to be run. cuts: its units may be cut anywhere."""
+    def adapt(self, strategy: Any, divisible: bool) -> Any:
+        """The strategy, adapted to these collectives. divisible: units may be cut anywhere."""
         return strategy
 
     def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:

@@ -1,14 +1,15 @@
 """Runs exchanges of one or several collectives, in the same order on every rank.
 
-A collective may only be issued in the body of a hook call, never in a future's callback (callbacks
-run in an order that differs between ranks). So an exchange with a second round waits for its first
-in the body of a later hook call, and after the last bucket `finish` drains what is left.
+A collective may only be issued in the body of a hook call, never in a future's callback: callbacks
+run in an order that differs between ranks. So an exchange waits for its first collective in the
+body of a later hook call, and issues its second one there. After the last bucket `finish` issues
+all remaining collectives.
 
-On a CUDA device there are three kinds of streams: backward's, that of the hook's work
-(`HookStream`), and those on which torch runs the callbacks of NCCL's futures, a new one each time.
-An event orders each after what it needs of another. The caching allocator knows nothing of that: it
-gives memory back to the stream that it was allocated on as soon as the last Python reference is
-gone, perhaps before the kernels of a callback have read it. So what a callback uses is kept.
+A CUDA device has three kinds of streams: backward's, the hook's (`HookStream`), and those on which
+torch runs the callbacks of NCCL's futures, a new one for each callback. Events order their work.
+The caching allocator does not know these events. When the last Python reference to a tensor is
+gone, its memory returns to the stream that allocated it, perhaps before a callback's kernels on
+another stream have read it. So the pipeline keeps references to all tensors that a callback uses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class _Running:
-    """An exchange of which so many collectives are `left` to be issued, after the one `issued`."""
+    """One exchange under way. left: number of collectives not issued yet. issued: the future of the
+    collective that was issued last. done: the future of the decoded mean. life: `Pipeline.life`."""
 
     rounds: Generator[Future[Tensor], Any, Any]
     left: int
@@ -45,35 +47,35 @@ class _Running:
 
 
 def done_with(value: Tensor) -> Future[Tensor]:
-    """A future of what is there already."""
+    """A completed future of `value`."""
     done = new_future(value.device)
     done.set_result(value)
     return done
 
 
 class HookStream:
-    """The CUDA stream of the hook's work, so that backward's kernels run beside it, and what must
-    stay in memory until a callback's kernels have run. For other devices it does nothing."""
+    """The CUDA stream of the hook's work, beside backward's stream. It also keeps tensors alive
+    until the callbacks' kernels that use them have run. On other devices it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Torch draws callbacks' streams from the 32 of the usual priority, in turn. One of
-            # these would soon be a callback's, too, and the hook would wait for the network.
+            # Torch takes callbacks' streams in turn from a pool of 32 of normal priority. A stream
+            # of that pool would also run callbacks, and the hook would wait for the network.
             self._stream = torch.cuda.Stream(device, priority=-1)
-        # By what the callback was for, the oldest first.
+        # By the future that the callback completes, the oldest first: (event, references).
         self._kept: dict[object, tuple[torch.cuda.Event, tuple[object, ...]]] = {}
 
     @contextmanager
     def hook_call(self, last: bool) -> Iterator[None]:
-        """What is done inside goes to the stream, after what backward has done until now; backward
-        goes on without it, and after the `last` call waits for all of it: then nothing that the
-        hook has only borrowed from backward's stream can be overwritten too early."""
+        """Run the work inside on this stream, after backward's work until now. Backward's stream
+        does not wait for it, except after the `last` call, when it waits for all of it. So nothing
+        overwrites memory of backward's stream that the hook still uses."""
         if self._stream is None:
             yield
             return
-        self._let_go()
+        self._drop_passed()
         backward = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(backward)
         try:
@@ -84,24 +86,24 @@ class HookStream:
                 backward.wait_stream(self._stream)
 
     def keep(self, *used: object, of: object = None) -> None:
-        """Called at the end of a callback: keep all that it `used`, and that was made in a hook's
-        body, until the device has come so far, `waited_for` the future that it is `of`, or
-        `backward_waited`."""
+        """Called at the end of a callback. Keeps the tensors that the callback `used` until the
+        device has passed this point, or until `waited_for(of)` or `backward_waited` is called. of:
+        the future that the callback completes."""
         if self._stream is not None:
             passed = torch.cuda.Event()
             passed.record(torch.cuda.current_stream(self._device))
             self._kept[object() if of is None else of] = passed, used
 
     def waited_for(self, done: object) -> None:
-        """The hook's stream is behind the callback that has completed this future."""
+        """The hook's stream has waited for this future: drop what its callback used."""
         self._kept.pop(done, None)
 
     def backward_waited(self) -> None:
-        """The stream of backward is behind all callbacks, and the hook's goes on behind it: what
-        was kept can go before the next that needs the memory, the optimizer or a forward."""
+        """Backward's stream has waited for all callbacks, and the hook's stream will wait for
+        backward's: drop all references, so that the optimizer and the forward get the memory."""
         self._kept.clear()
 
-    def _let_go(self) -> None:
+    def _drop_passed(self) -> None:
         for of, (passed, _) in list(self._kept.items()):
             if not passed.query():
                 break
@@ -109,11 +111,11 @@ class HookStream:
 
 
 class Pipeline:
-    """The exchanges of the buckets that wait for a further round.
+    """The exchanges whose collectives have not all been issued.
 
-    timestamps: takes one. stream: of the hook's work. waits: when hook calls have waited for
-    earlier rounds. decoded: when the threads of the process group were decoding. Both are for
-    somebody to take out. life: another object after each `abandon`.
+    timestamps: takes a timestamp. stream: the hook's. waits: spans in which hook calls waited for
+    collectives. decoded: spans in which threads of the process group decoded. The caller drains
+    both. life: identifies the exchanges since the last `abandon`; a new object after each.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp], stream: HookStream) -> None:
@@ -124,11 +126,11 @@ class Pipeline:
         self.decoded: deque[Span] = deque()
         self.life = object()
         self._at_work = threading.Condition()
-        self._decoding = 0  # callbacks
+        self._decoding = 0  # number of callbacks that are decoding
 
     def abandon(self) -> None:
-        """Forget all exchanges that are under way: nothing more of them is issued, decoded, or
-        taken off a memory, once this returns. Waits for no other rank."""
+        """Drop all exchanges under way. Once this returns, none of them issues a collective,
+        decodes, or changes a memory. Waits for no other rank."""
         with self._at_work:
             self.life = object()
             self._at_work.wait_for(lambda: not self._decoding)
@@ -138,7 +140,8 @@ class Pipeline:
 
     @contextmanager
     def callback_of(self, life: object) -> Iterator[None]:
-        """A callback does its work inside. RuntimeError if its exchange was abandoned."""
+        """The context of a callback's work. RuntimeError if its exchange was abandoned. life:
+        `Pipeline.life` when the exchange started."""
         with self._at_work:
             if life is not self.life:
                 raise RuntimeError("this exchange was abandoned")
@@ -157,10 +160,11 @@ class Pipeline:
         decode: Callable[[R], Tensor],
         device: torch.device,
     ) -> Future[Tensor]:
-        """Start an exchange of so many `collectives`; a future of what `decode`, on a thread of the
-        process group, makes of what has arrived.
+        """Start an exchange, then let each exchange of an earlier bucket issue its next collective.
 
-        Then let the exchanges of earlier buckets take their next round."""
+        rounds: the exchange. collectives: the number of futures that it yields. decode: called with
+        the value that `rounds` returns, on a thread of the process group. Returns a future of
+        decode's result."""
         done = new_future(device)
         earlier = list(self._queue)
         self._queue.append(_Running(rounds, collectives, decode, done, self.life))
@@ -170,8 +174,7 @@ class Pipeline:
         return done
 
     def finish(self) -> None:
-        """Let all exchanges issue what they have left: no bucket that is compressed comes any more
-        in this step."""
+        """Issue all remaining collectives. Called after the last compressed bucket of a step."""
         while self._queue:
             self._advance(self._queue[0])
 
@@ -182,8 +185,9 @@ class Pipeline:
         self._issue(running, value)
 
     def _issue(self, running: _Running, before: Tensor | None) -> None:
-        """Issue the next collective, given what the one `before` has brought; decode what the last
-        one brings."""
+        """Issue the exchange's next collective. If it is the last one, its callback decodes.
+
+        before: the value of the collective before; None for the first one."""
         try:
             running.issued = running.rounds.send(before)
         except StopIteration:
@@ -207,13 +211,13 @@ class Pipeline:
                     raise RuntimeError("the exchange issued more collectives than it announced")
                 self.decoded.append((began, self._timestamps()))
                 running.done.set_result(mean)
-        except BaseException as error:  # whoever waits for the bucket must see it, whatever it is
+        except BaseException as error:  # whoever waits for `done` must raise it
             told = error if isinstance(error, Exception) else RuntimeError(repr(error))
             running.done.set_exception(told)  # type: ignore[arg-type]  # torch's stub is wrong
 
 
 def _locals_of(suspended: Any) -> list[object]:
-    """What the local variables of a suspended generator, and of those that it drives, stand for."""
+    """The values of the local variables of a suspended generator, and of generators among them."""
     frame = suspended.gi_frame
     found = [] if frame is None else list(frame.f_locals.values())
     inner = [each for each in found if isinstance(each, GeneratorType)]

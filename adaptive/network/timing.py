@@ -1,17 +1,17 @@
-"""Where the time of a step goes, from its first hook call to the next step's first hook call.
+"""The times of the parts of a step. A step lasts from its first hook call to the next step's.
 
-compute: forward and backward, from the first forward after the exchange to the last hook call, so
-with all micro-batches of an accumulation. compress: hook calls. exchange: waiting for the network,
-as far as backward does not hide it. decode: waiting for the process group's threads to decode. The
-rest is the optimizer and waiting for input.
+compute: forward and backward, from the first forward after the exchange to the last hook call, all
+micro-batches of gradient accumulation included. compress: hook calls, without their waits.
+exchange: waiting for the network, as far as backward does not hide it. decode: waiting for the
+process group's threads to decode. The rest is the optimizer and waiting for input.
 
-A timestamp is a reading of the host's clock. On a device, whose stream the host runs ahead of, it
-is an event on that stream. Nothing waits for the device: a step's times are read one step later
-than on the host, when the device has surely passed the events.
+On the host a timestamp is a reading of the clock. On a device, whose stream runs behind the host, a
+timestamp is an event on that stream. Nothing waits for the device: the times of a step are read one
+step later than on the host, when the device has passed the events.
 
-On the host a hook call holds backward up. On a device the hook's work has a stream of its own,
-beside backward. Only a call that backward's stream waits for takes time from the step: from when
-that stream is through with backward until the hook's is through with its work (`held_up`).
+On the host each hook call delays backward. On a device the hook's work has a stream of its own,
+beside backward's. It delays a step only where backward's stream waits for the hook's: from the end
+of backward's work to the end of the hook's work (`held_up`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Timestamp = Any
 """A number by the host's clock; an event on a device."""
 
 Span = tuple[Timestamp, Timestamp]
-"""From when to when."""
+"""(start, stop)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Timestamps:
 
     @classmethod
     def of(cls, clock: Callable[[], float], device: torch.device) -> Timestamps:
-        """For gradients on `device`. An injected clock is used on all devices."""
+        """The timestamps for gradients on `device`: events on a device, unless the clock is not
+        `time.perf_counter` (one that a test or a model injects)."""
         if device.type == "cpu" or clock is not time.perf_counter:
             return cls(clock)
         return cls(clock, lambda: torch.Event(device, enable_timing=True))
@@ -65,8 +66,8 @@ class Timestamps:
         return event
 
     def between(self, start: Timestamp, stop: Timestamp) -> float:
-        """Seconds; nan if the device has not passed both events yet. A nan of one rank makes the
-        ranks' mean nan."""
+        """Seconds from start to stop; nan if the device has not passed both events yet. One rank's
+        nan makes the ranks' mean nan."""
         if self.event is None:
             return float(stop - start)
         if not (start.query() and stop.query()):
@@ -76,16 +77,16 @@ class Timestamps:
 
 @dataclass
 class StepTiming(saved.Stateful):
-    """The timestamps of one step. On the host, where they are numbers, they are saved if the step
-    has not ended.
+    """The timestamps of one step. A state contains those of a step that has not ended, if they are
+    numbers (on the host).
 
-    began: the first hook call. ended: the next step's first hook call. forward: the beginning of
-    the next step's forward; None if unknown. calls: spans of hook calls; on a device, spans in
-    which backward's stream waited for one. waits: spans of waiting for the network, inside hook
-    calls. arrivals: spans of waiting for means, decoding included, inside hook calls. exchanged:
-    the arrival of the last mean. decoded: spans in which a thread of the process group decoded.
-    cf: the CF sent. wire, statistics, down, hops: what was sent, see `Traffic`. steps: steps that
-    the rank takes until the next exchange, more than one with local steps.
+    began: the first hook call. ended: the next step's first hook call. forward: the start of the
+    next step's forward; None if unknown. calls: spans of hook calls; on a device, spans in which
+    backward's stream waited for a hook call. waits: spans inside hook calls of waiting for the
+    network. arrivals: spans inside hook calls of waiting for means, decoding included. exchanged:
+    when the last mean had been decoded. decoded: spans in which a thread of the process group
+    decoded. cf: the CF sent. wire, statistics, down, hops: see `Traffic`. steps: number of steps
+    until the next exchange, more than one with local steps.
     """
 
     _fields = saved.declare(
@@ -112,8 +113,8 @@ class StepTiming(saved.Stateful):
     forward: Timestamp = None
 
     def split(self, between: Callable[[Timestamp, Timestamp], float]) -> dict[str, float]:
-        """The seconds of a step that has ended, by their names in `Statistics`. between: seconds
-        from one timestamp to another."""
+        """The seconds of each part of a step that has ended, by their names in `Statistics`.
+        between: seconds from one timestamp to another."""
 
         def at(timestamp: Timestamp) -> float:
             return between(self.began, timestamp)
@@ -143,7 +144,7 @@ class StepTiming(saved.Stateful):
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float = -inf, stop: float = inf) -> float:
-    """Seconds of [start, stop] that at least one span covers."""
+    """Seconds of [start, stop] inside at least one span."""
     total, reached = 0.0, start
     for began, ended in sorted(spans):
         began, ended = max(began, reached), min(ended, stop)
@@ -154,22 +155,22 @@ def covered(spans: Iterable[tuple[float, float]], start: float = -inf, stop: flo
 
 
 def shared(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Seconds that both a span and one of the others cover."""
+    """Seconds inside one of `spans` and inside one of `others`."""
     return max(0.0, covered(spans) + covered(others) - covered([*spans, *others]))
 
 
 class ForwardMark:
-    """A forward pre-hook that notes when a step's forward began. A forward without gradients (an
-    evaluation between two steps) does not count, and a compiled one cannot be seen.
+    """A forward pre-hook that records when the forward of a step began. A forward without gradients
+    (an evaluation) is not recorded; a compiled forward cannot be.
 
-    timestamps: None in a copied or pickled model, whose mark does nothing. begins: called before a
-    forward with gradients.
+    timestamps: None in a copied or pickled model, whose hook does nothing. begins: a weak reference
+    to a callback, which is called before each forward with gradients.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp] | None = None) -> None:
         self._timestamps = timestamps
         self._began: Timestamp = None
-        self.begins: Callable[[], Callable[[], None] | None] = lambda: None  # a weak reference
+        self.begins: Callable[[], Callable[[], None] | None] = lambda: None
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         seen = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -180,7 +181,7 @@ class ForwardMark:
             self._began = self._timestamps()
 
     def take(self) -> Timestamp:
-        """The beginning of the first forward since the last call; None if none was seen."""
+        """When the first forward since the last `take` began; None if there was none."""
         began, self._began = self._began, None
         return began
 
@@ -189,9 +190,10 @@ class ForwardMark:
 
 
 class Stopwatch:
-    """Times the steps of one rank: the parts of the last step, and medians at each CF.
+    """Times the steps of one rank: the parts of the last step, and the median step time at each CF.
 
-    A step lasts from its first hook call to the next step's. forward: the model's forward pre-hook.
+    forward: the model's forward pre-hook. timed: (CF, wire bytes, number of steps until the next
+    exchange) of the step whose times `start` returned last; nan if it returned none.
     """
 
     def __init__(self, timestamps: Timestamps) -> None:
@@ -200,18 +202,16 @@ class Stopwatch:
         self.forward = ForwardMark(timestamps)
         self._on_device = timestamps.event is not None
         self._times: dict[float, deque[float]] = {}
-        self._times_of = 1  # the number of local steps that all of `_times` have
+        self._times_of = 1  # `StepTiming.steps` of all times in `_times`
         self._running: StepTiming | None = None
-        # The steps that are over, a readable one first; None: a step that does not count.
+        # Ended steps, the next one to be read first; None: a step that does not count.
         self._over: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
         self._now: Timestamp = nan
         self.timed = (nan, nan, 1)
-        """CF, wire bytes and local steps of the step whose times `start` returned last; nan if it
-        returned none."""
 
     def stop(self, counts: bool) -> float:
-        """End the running step; returns the time. counts: false for a run's first step, which
-        builds DDP's buckets."""
+        """End the running step. Returns the clock's time. counts: False for the first step of a
+        run, in which DDP rebuilds its buckets."""
         if isinstance(self.clock, StepClock):
             self.clock.now = self.ends()
         self._now, forward = self.timestamps(), self.forward.take()
@@ -221,8 +221,7 @@ class Stopwatch:
         return self.clock() if self._on_device else float(self._now)
 
     def ends(self) -> float:
-        """The end of the running step as far as it is known: now, or by a modelled clock the
-        arrival of its bytes."""
+        """When the running step ends: now; by a modelled clock when the step's bytes arrive."""
         clock, running = self.clock, self._running
         if not isinstance(clock, StepClock) or running is None:
             return clock()
@@ -230,9 +229,11 @@ class Stopwatch:
         return clock() + clock.step(*sent, running.cf, running.hops)
 
     def start(self, cf: float, steps: int = 1, delay: int = 0) -> dict[str, float]:
-        """Begin a step at `cf` where the last one ended; the next exchange comes after so many
-        `steps`, and its mean `delay` steps later. Returns the seconds of the last readable step, by
-        their names in `Statistics`."""
+        """Begin a step at `cf` where the last step ended. Returns the seconds of the parts of the
+        last readable step, by their names in `Statistics`.
+
+        steps: number of steps until the next exchange. delay: number of further steps until the
+        mean of that exchange arrives."""
         self._running = StepTiming(self._now, cf, steps)
         timed = self._over[0] if len(self._over) == self._over.maxlen else None
         self.timed = (timed.cf, timed.wire, timed.steps) if timed else (nan, nan, 1)
@@ -256,9 +257,9 @@ class Stopwatch:
     def hook_left(
         self, entered: Timestamp, waits: Iterable[Span], arrivals: Iterable[Span] = ()
     ) -> None:
-        """Note the end of a hook call. waits: spans in which it waited for the network. arrivals:
-        those in which it waited for means."""
-        if self._running is not None:  # a state may have been loaded in the middle of a round
+        """Record the end of a hook call that began at `entered`. waits: spans in which the call
+        waited for the network. arrivals: spans in which it waited for means."""
+        if self._running is not None:  # None after a state was loaded between two exchanges
             if not self._on_device:
                 self._running.calls.append((entered, self.timestamps()))
             self._running.waits += waits
@@ -266,27 +267,27 @@ class Stopwatch:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """A hook call is made inside, and at its end the current stream, backward's, waits for the
-        hook's: so long as that takes the call holds backward up, on a device."""
+        """The context of a hook call at whose end backward's stream waits for the hook's stream. On
+        a device this wait is recorded as the time of the call."""
         before = self.timestamps() if self._on_device else None
         yield
         if self._on_device and self._running is not None:
             self._running.calls.append((before, self.timestamps()))
 
     def decoded(self, spans: Iterable[Span]) -> None:
-        """Note when threads of the process group have decoded."""
+        """Record spans in which threads of the process group decoded."""
         if self._running is not None:
             self._running.decoded += spans
 
     def bucket_done(self, decoded: Iterable[Span]) -> None:
-        """Note the arrival of a bucket's mean, and the spans in which it was decoded. Called on a
+        """Record that a bucket's mean has been decoded, and the spans of decoding. Called on a
         thread of the process group."""
         if self._running is not None:
             self.decoded(decoded)
             self._running.exchanged = self.timestamps()
 
     def sent(self, traffic: Traffic) -> None:
-        """Note the bytes that the running step put on the wire."""
+        """Record the bytes that the running step put on the wire."""
         assert self._running is not None
         self._running.wire, self._running.statistics = traffic.wire, traffic.statistics
         self._running.down, self._running.hops = traffic.down, traffic.hops
@@ -301,8 +302,8 @@ class Stopwatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> float:
-        """Returns the seconds of the pause since the state was saved, which are not timed; 0 with
-        same_clock, where the clock goes on from its saved time."""
+        """Returns the seconds since the state was saved, which belong to no step; 0 with
+        `same_clock`: the clock then goes on from the saved time."""
         saved_at = saved.read(state, "saved_at", float)
         times = saved.read(state, "times", dict[float, list[float]])
         times_of = saved.read(state, "times_of", int)
@@ -317,7 +318,7 @@ class Stopwatch:
         return 0.0 if same_clock else self.clock() - saved_at
 
     def go_on(self, saved_at: float) -> None:
-        """A state that was saved at this time has been loaded."""
+        """Let a modelled clock go on from `saved_at`, when the loaded state was saved."""
         if isinstance(self.clock, StepClock):
             self.clock.now = saved_at
-        self.forward.take()  # a forward before the loaded state
+        self.forward.take()  # forget a forward before the load

@@ -102,7 +102,7 @@ class Session:
             self._parameters, self._step_begins, self._before_step, self._after_step
         )
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
-        self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.through)
+        self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.adapt)
         self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         self._agree(optimizers, scaler)
@@ -298,9 +298,9 @@ class Session:
     # -- a step --
 
     def exchanging(self) -> Exchanging:
-        """What the replica hands its buckets to."""
-        before: Exchanging = self.exchange.before(self, self._averager.replica_calls)
-        return before
+        """The object that gets the replica's buckets."""
+        receiver: Exchanging = self.exchange.receiver_for(self, self._averager.replica_calls)
+        return receiver
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed, or its

@@ -1,9 +1,9 @@
-"""One exchange of all ranks: flat tensors become their mean, as the plan of the step says.
+"""One exchange of all ranks: flat tensors become their mean, compressed at the CF of the step.
 
-A synchroniser (`adaptive/sync/`) decides when there is an exchange, what is exchanged, and what
-becomes of the mean. It calls `begin` before the first tensor, `mean` for each tensor in the same
-order on all ranks, and `end` after the last one. It knows no compressor, no CF and no network:
-these are in here.
+A synchroniser (`adaptive/sync/`) decides when the ranks exchange, which tensors they exchange, and
+what is done with each mean. The synchroniser calls `begin` before the first tensor, `mean` for each
+tensor in the same order on all ranks, and `end` after the last one. It knows no compressor, no CF
+and no network: the averager knows these.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from compressors.base import InvalidPayload
 
 @dataclass(eq=False)
 class Averager:
-    """What an exchange needs of one model.
+    """Averages the flat tensors of one model over the ranks.
 
-    optimizers: those that were handed over. scaler: the loss scale in use, if there is one.
-    settling: backwards after which DDP no longer rebuilds its buckets.
+    optimizers: the optimizers passed to `attach`. scaler: the `GradScaler` passed to `attach`.
+    settling: number of backwards after which DDP no longer rebuilds its buckets.
+    failed: (step, error) of the first exchange that failed. in_backward: a backward has handed over
+    a bucket, and has not ended: the backward is under way, or has raised.
     """
 
     settings: Settings
@@ -63,15 +65,13 @@ class Averager:
     settling: int
     reducer: Reducer = field(init=False)
     failed: tuple[int, BaseException] | None = None
-    """The step whose exchange failed first, and why."""
     in_backward: bool = False
-    """A backward has handed over a bucket, and has not ended: it is under way, or has raised."""
 
     def __post_init__(self) -> None:
         self.reduce_with(self.settings.memory.options.clip_norm)
 
     def reduce_with(self, clip_norm: float | None) -> None:
-        """From here on with the memory as it is now."""
+        """Build a new reducer, with the model's present memory and this largest gradient norm."""
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
         self.requested.follow(self.memory.now)
@@ -86,41 +86,41 @@ class Averager:
         )
 
     def use_memory(self) -> None:
-        """The model's memory has become another one."""
+        """Reduce with the model's present memory from now on."""
         self.reducer.memory = self.memory.now
         self.requested.follow(self.memory.now)
 
     def fall_back(self) -> None:
-        """From the next step on: plain error feedback, and the optimizer's own momentum."""
+        """Replace momentum correction by plain error feedback and the optimizer's own momentum."""
         self.memory.fall_back()
         self.use_memory()
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The precision in which a step that is not compressed is summed; None: as it is."""
+        """The precision in which a dense step sums gradients; None: that of DDP's bucket."""
         rung = self.settings.base.at(self.controller.plan.send)
         return rung.sum_dtype if rung.sent_as_dense else None
 
     @property
     def compresses(self) -> bool:
-        """This step is not dense, in whatever precision."""
+        """Whether this step compresses. A step that sums gradients in bfloat16 counts as dense."""
         return not self.controller.is_dense(self.controller.plan.send)
 
     @property
     def strategy(self) -> Strategy:
-        """By which payloads become the mean in this step."""
+        """The exchange strategy of this step."""
         controller = self.controller
         return self.choice.pick(self.sizes.bucket_nbytes(controller.cfs), controller.plan.send)
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True
     ) -> None:
-        """Before the first tensor: take in the statistics of the step before, and plan this one.
+        """Before the first tensor: read the statistics of the step before, and plan this step.
 
-        alike: returns what must be the same on all ranks now, by parameter name, to be compared
-        with `debug`. of_gradients: those of one backward are exchanged, or what their step does.
-        Before a mean gradient the ranks may have to agree on what their optimizers keep.
-        InvalidPayload if some rank has received what no compressor can have sent."""
+        alike: returns the tensors, by parameter name, that must be the same on all ranks now;
+        `debug` compares them. of_gradients: the gradients of one backward are exchanged, or the
+        updates of one optimizer step. Then the handover may average the optimizers' states first.
+        InvalidPayload if some rank has received bytes that no compressor can have sent."""
         controller, memory = self.controller, self.memory
         controller.begin_step()
         if controller.invalid:
@@ -142,7 +142,8 @@ class Averager:
         self._look_for_changed_gradients()
 
     def _look_for_changed_gradients(self) -> None:
-        """Falling back is decided on an agreed statistic; warnings are each rank's own."""
+        """Fall back to plain error feedback if a script changes gradients between backward and the
+        optimizer's step. All ranks decide by the same agreed statistic; each rank warns."""
         controller, memory = self.controller, self.memory.now
         if controller.agreed.changed > 0 and "velocity" in memory.keeps:
             other = memory.handover.other_optimizer
@@ -154,7 +155,8 @@ class Averager:
             controller.note(UNSCALED)
 
     def listeners(self) -> tuple[OnGradient | None, OnGradient | None]:
-        """Who is told the means of this step, and who this rank's own tensors."""
+        """(on_mean, on_local): callbacks for the mean gradients and the local gradients of this
+        step, of which one adds gradients up for the policy; None: no callback."""
         plan = self.controller.plan
         add = self.requested.sums.add if plan.accumulate else None
         return (None, add) if plan.local_sum else (add, None)
@@ -168,8 +170,8 @@ class Averager:
     ) -> Future[Tensor]:
         """A future of the ranks' mean of `flat`, which is overwritten.
 
-        bucket: gives the place among the tensors of the step. scale: that of the loss, by which
-        `flat` was divided."""
+        bucket: DDP's bucket, whose index is the index of `flat` in this step. scale: the loss scale
+        by which `flat` was divided."""
         controller, plan, cfs = self.controller, self.controller.plan, self.controller.cfs
         on_mean, on_local = self.listeners()
         step = Step(controller.step, cfs, controller.tally, on_mean, on_local)
@@ -182,17 +184,17 @@ class Averager:
         return self.reducer.compressed(step, flat, parameters, self.strategy, bucket.index())
 
     def mean_as_ddp(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of the mean as DDP itself makes it, of sparse or complex gradients."""
+        """A future of the mean of sparse or complex gradients, as DDP itself makes it."""
         return self.exchange.mean_as_ddp(bucket.buffer())
 
     def end(self) -> None:
-        """After the last tensor: issue all collectives that are left, and start agreeing on the
+        """After the last tensor: issue all remaining collectives, and start the all-reduce of the
         statistics."""
         self.pipeline.finish()
         self.controller.end_step(self.watch.take_found())
 
     def wait(self, done: Future[Tensor]) -> None:
-        """Until a mean is there, for the current stream."""
+        """Let the current stream wait until this mean has been decoded."""
         stopwatch, waits = self.controller.stopwatch, self.pipeline.waits
         self.pipeline.finish()
         entered = stopwatch.timestamps()
@@ -202,8 +204,8 @@ class Averager:
 
     @contextmanager
     def replica_calls(self, waits: bool) -> Iterator[None]:
-        """A replica has called: what is done inside is done on our stream. waits: the replica's
-        stream waits for it. RuntimeError once the exchange of an earlier step has failed."""
+        """The context of each call from a replica: work inside goes to the hook's stream. waits:
+        backward's stream waits for that work. RuntimeError if an earlier exchange has failed."""
         self._check_exchanged()
         on_stream = self.pipeline.stream.hook_call(waits)
         timed = self.controller.stopwatch.held_up() if waits else nullcontext()
@@ -211,18 +213,18 @@ class Averager:
             yield
 
     def backward_ended(self) -> None:
-        """The replica has all means."""
+        """The replica has received all means of this backward."""
         self.in_backward = False
 
     @property
     def exchange_now(self) -> tuple[int, object]:
-        """Which one it is, for `noting_failure` in its callbacks."""
+        """(step, `Pipeline.life`) of the present exchange, for `noting_failure` in callbacks."""
         return self.controller.step, self.pipeline.life
 
     @contextmanager
     def noting_failure(self, of: tuple[int, object] | None = None) -> Iterator[None]:
-        """An error or an interrupt inside is one of this exchange (None: of the present one), and
-        of no concern once that was abandoned."""
+        """Record an error or an interrupt inside as a failure of exchange `of` (None: of the
+        present one). Errors of an exchange that was abandoned are not recorded."""
         step, life = of or self.exchange_now
         try:
             yield
@@ -233,13 +235,12 @@ class Averager:
 
     @property
     def whole(self) -> bool:
-        """What this rank holds is that of the end of a step."""
+        """Parameters and memory are those of the end of a step: no exchange failed or is open."""
         return self.failed is None and not self.in_backward
 
     def check_whole(self) -> None:
-        """RuntimeError after an exchange that failed, or a backward that raised: some ranks may
-        have a mean, others not, and what the memory holds may be neither of the step before nor of
-        the step after."""
+        """RuntimeError after an exchange that failed, or a backward that raised. Then some ranks
+        may have a mean that others lack, and the memory may hold half of a step."""
         self._check_exchanged()
         if self.in_backward:
             raise RuntimeError(
@@ -258,13 +259,13 @@ class Averager:
             )
 
     def abandon(self) -> None:
-        """Forget the exchange under way, also one that has failed. Waits for no other rank; what
-        the memory holds is whatever has become of it."""
+        """Drop the exchange under way, also a failed one, without waiting for other ranks. The
+        memory may hold half of a step afterwards."""
         self.pipeline.abandon()
         self.controller.abandon()
         self.failed, self.in_backward = None, False
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model's parameters."""
         return self.parameters.device

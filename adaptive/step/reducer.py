@@ -1,22 +1,22 @@
 """The way of a gradient through one step: from DDP's bucket to the mean that DDP gets back.
 
-1. Open the bucket: look at the local gradients, clip them, add up their norms. A bucket with a
-   gradient that is not finite is nonfinite, so that it ends non-finite on every rank, as in dense
-   DDP, and no memory is touched by it.
-2. Accumulate each gradient into the memory (`adaptive.memory`).
-3. Compress the sum: at the smallest CF wanted from the full tensor, at larger ones from that
-   payload (multi-level compression).
+1. Open the bucket: check the local gradients, clip them, add their norms to the statistics. If a
+   gradient is not finite, the bucket is nonfinite: its mean is non-finite on every rank, as in
+   dense DDP, and no memory changes.
+2. Add each gradient to the residual in the memory (`adaptive.memory`): the error-fed gradient.
+3. Compress the error-fed gradient: the payload at the smallest measured CF is made from the full
+   tensor, each payload at a larger CF from the payload before it (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
-5. When all is there, on a thread of the process group: if any rank's gradients were not finite,
-   nothing comes of the payloads. What the other ranks have accumulated goes with later steps.
-6. Take what was sent off the memory, decode the mean into the bucket's buffer, settle the memory.
+5. When the last collective is done, on a thread of the process group: if any rank's bucket was
+   nonfinite, drop all payloads. The other ranks' error-fed gradients stay for later steps.
+6. Subtract the sent payload from the residual, and decode the mean into the bucket's buffer.
 
-On a device nobody waits to know whether a bucket is nonfinite: a `Flag` goes along, and the device
-does what depends on it. On the host it is a bool, and what is known to be in vain is not done.
+On a device the host never waits to learn whether a bucket is nonfinite: the `Flag` is a tensor, and
+kernels read it. On the host the `Flag` is a bool, and work on a nonfinite bucket is left out.
 
-`Reducer.compressed` is that way. `Reducer.dense` is the shorter one of a step that is not
-compressed: all that the memory holds is sent with the gradient, in one all-reduce. What is called a
-gradient here may be the update that an optimizer's step has made of it (memory/updates.py).
+`Reducer.compressed` takes these six steps. `Reducer.dense` serves an uncompressed step: it adds the
+residual to the gradient, and sends the sum in one all-reduce. A "gradient" here may also be the
+update that an optimizer's step has made of the gradient (memory/updates.py).
 """
 
 from __future__ import annotations
@@ -62,29 +62,33 @@ from compressors.kernels.blocks import Flag, Scalar, either, fill_if, reused
 from policies import DENSE
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
-"""Is told a gradient of a parameter, flat, and whether it is to be passed over as not finite."""
+"""Called with a parameter, its flat gradient, and a flag: True if the gradient must be ignored,
+since some gradient of the bucket is not finite."""
 
 Send = Callable[[Tensor], Future[Tensor]]
 
 
 @runtime_checkable
 class SendsItself(Protocol):
-    """A compressor whose steps are dense, and that turns gradients into their mean itself."""
+    """A compressor that exchanges dense gradients by itself: another library's DDP hook."""
 
     def send(
         self, bucket: dist.GradBucket, work: Tensor, scale: Tensor | None, exchange: Exchange
     ) -> Future[Tensor]:
-        """A future of the ranks' mean of `work`, the bucket's gradients or a wider copy of them.
-        scale: that of the loss, by which `work` was divided."""
+        """A future of the ranks' mean of `work`.
+
+        work: the bucket's gradients, or a float32 copy of half-precision gradients.
+        scale: the loss scale by which `work` was divided."""
         ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the buckets of one step have in common: its number, what is sent and measured, this
-    rank's statistics, and who is told the means and this rank's own gradients.
+    """One step, as all of its buckets see it.
 
-    updates: buckets hold updates, in chunks that stay as they are, and not DDP's gradients."""
+    cfs: the CFs sent and measured. tally: this rank's statistics. on_mean: called with each mean
+    gradient. on_local: called with each local gradient. updates: the buckets are chunks of
+    optimizer updates, the same in every step, and not DDP's buckets of gradients."""
 
     number: int
     cfs: StepCFs
@@ -98,8 +102,9 @@ class Step:
 class Reducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
-    memory: may be replaced between steps. settling: backwards after which DDP no longer rebuilds
-    its buckets. clip_norm: largest norm of a parameter's local gradient, scaled by 1/sqrt(N).
+    memory: may be replaced between steps. settling: number of backwards after which DDP no longer
+    rebuilds its buckets. clip_norm: the largest norm that a parameter's local gradient may have,
+    already divided by sqrt(N).
     """
 
     granularity: Granularity
@@ -113,7 +118,7 @@ class Reducer:
     _buffers: defaultdict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     def end_backward(self) -> None:
-        """The next one may have other buckets."""
+        """Count a backward: DDP rebuilds its buckets after the first ones (`settling`)."""
         self._backwards += 1
 
     def compressed(
@@ -126,37 +131,37 @@ class Reducer:
         to: Destination | None = None,
         energy: Scalar | None = None,
     ) -> Future[Tensor]:
-        """Exchange the gradients of bucket `index` compressed as `step.cfs` says.
+        """Exchange the gradients of bucket `index`, compressed at `step.cfs`: a future of the mean.
 
-        strategy: how payloads become the mean. to: where it goes; the bucket is scratch then.
-        energy: the bucket's squared norm, if it is known. After the last bucket comes
-        `Pipeline.finish`."""
+        strategy: how payloads become the mean. to: where the mean is added; None: to `buffer`, in
+        place of the gradients. energy: the bucket's squared norm, if the caller knows it. The
+        caller calls `Pipeline.finish` after the last bucket."""
         buffers = reused(self._buffers[index], buffer.device)
         bucket = self._open(step, buffer, parameters, buffers, energy)  # 1
-        shards = self.exchange.world_size if strategy.sharded else strategy.parts
-        granularity = self.granularity.in_full if strategy.votes else self.granularity
-        cut = granularity.in_shards if strategy.sharded else granularity.cut
+        shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
+        granularity = self.granularity.uncoded if strategy.votes else self.granularity
+        cut = granularity.cut_sharded if strategy.sharded else granularity.cut
         units = cut(bucket, step.cfs, shards)
         self.exchange.count_floats(sum(unit.floats for unit in units))
         record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, units)
         before = step.tally.copy_of_levels() if strategy.sharded else None
-        by_part = by_shards(units, buffer.numel(), strategy.parts)
-        own = by_part.pop(strategy.part)
-        for unit in itertools.chain(*by_part):
+        by_shard = by_shards(units, buffer.numel(), strategy.node_shards)
+        own = by_shard.pop(strategy.node_shard)
+        for unit in itertools.chain(*by_shard):
             memory.accumulate(unit)
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
         added = None if before is None else step.tally.copy_of_levels() - before
-        # `report` keeps no list of all payloads alive: those that are gathered can go once packed.
-        sums = [payload.parts[0] for payload in payloads] if strategy.takes_sums else []
+        # `report` must not refer to `payloads`: a gathered payload is freed once it is packed.
+        error_fed = [payload.parts[0] for payload in payloads] if strategy.takes_error_fed else []
 
         def report(made: Sequence[Payload]) -> None:
             if added is not None:
                 step.tally.lose(added, _lost_share(made))
                 return
-            for unit, a, payload in zip(units, sums, made, strict=True):
-                in_vain = unit.compressor is EXACT or unit.skipped or bucket.nonfinite is True
-                if not in_vain:
+            for unit, a, payload in zip(units, error_fed, made, strict=True):
+                measured = not (unit.compressor is EXACT or unit.all_skipped)
+                if measured and bucket.nonfinite is not True:
                     levels = compress_levels(unit, a, sent=payload)
                     record_levels(unit, levels, bucket.work, step.tally)
 
@@ -165,9 +170,9 @@ class Reducer:
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange, to)  # 6
-                if to is None:  # else updates, to which no rule of a user's is put
+                if to is None:  # else the mean update has moved the parameters already
                     memory.received(received.nonfinite)
-                _tell(step.on_mean, parameters, bucket.work, received.nonfinite)
+                _call_for_each(step.on_mean, parameters, bucket.work, received.nonfinite)
             fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
             return _written_back(bucket, buffer)
 
@@ -183,15 +188,15 @@ class Reducer:
         send: Send | None = None,
         narrow: torch.dtype | None = None,
     ) -> Future[Tensor]:
-        """All-reduce the gradients and all that the memory holds, uncompressed; the CFs that
-        the tally asks for are measured on what is sent.
+        """All-reduce the sum of gradients and residuals, uncompressed: a future of the mean. The
+        CFs of the tally are measured on the sum.
 
-        send: another way to turn the buffer of each rank into the mean, instead of an all-reduce.
-        narrow: the precision in which it is summed; what this rounds away is lost.
+        send: replaces the all-reduce: makes the ranks' mean of the buffer.
+        narrow: the precision of the all-reduce; rounding errors are not kept in any residual.
         """
         sending: Sequence[Part] = ()
         parts: Sequence[Part] = ()
-        not_finite: Flag = False  # gradients of this rank
+        local_nonfinite: Flag = False  # of this rank's gradients
         tally, memory = step.tally, self.memory
         looked_at = tally.cfs or tally.ladder or tally.measures or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
@@ -200,12 +205,12 @@ class Reducer:
             tally.at("grad").add_(known)
         else:
             bucket = self._open(step, buffer, parameters, {})
-            not_finite, parts = bucket.nonfinite, bucket.parts
-            if not_finite is not True:
+            local_nonfinite, parts = bucket.nonfinite, bucket.parts
+            if local_nonfinite is not True:
                 sending = [part for part in bucket.parts if part.skipped is not True]
-                self._fold(step, bucket, sending)
-            # The others' memories must not take it for sent.
-            fill_if(not_finite, bucket.work, nan)
+                self._flush(step, bucket, sending)
+            # NaN tells the other ranks that nothing was sent, so that they keep their residuals.
+            fill_if(local_nonfinite, bucket.work, nan)
             _written_back(bucket, buffer)
 
         life = self.pipeline.life
@@ -221,10 +226,10 @@ class Reducer:
                 for part in parts if nonfinite is not True else ():
                     of_part = mean[part.start : part.stop]
                     memory.received(part.parameter, of_part, DENSE, nonfinite)
-                if sending:  # what was folded in is not to be taken for sent
+                if sending:  # residuals were kept, so the optimizer must not step with their sum
                     fill_if(nonfinite, mean, nan)
-                _tell(step.on_mean, parameters, mean, nonfinite)
-                self.pipeline.stream.keep(sending, not_finite)
+                _call_for_each(step.on_mean, parameters, mean, nonfinite)
+                self.pipeline.stream.keep(sending, local_nonfinite)
                 return mean
 
         if send is None:
@@ -236,7 +241,7 @@ class Reducer:
         return self.exchange.sum_by(self.pipeline, buffer.div_(self.exchange.world_size))
 
     def _mean_in(self, dtype: torch.dtype, buffer: Tensor) -> Future[Tensor]:
-        """The mean, summed in this precision."""
+        """A future of the ranks' mean of `buffer`, summed in `dtype`."""
         narrow = buffer.to(dtype).div_(self.exchange.world_size)
         self.exchange.count_floats(narrow.nbytes / torch.float32.itemsize)
 
@@ -257,32 +262,33 @@ class Reducer:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         key = Key("", step.number, rank=self.exchange.rank)
-        # A step may have been an early one before it was resumed: then DDP may be through with
-        # cutting buckets anew, after backwards that were thrown away.
+        # The number of the step counts, too: a resumed run repeats its first steps as they were,
+        # with unsettled buckets, though throwaway backwards have settled DDP's buckets since.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         bucket = Bucket(work, key, whole, buffers, updates=step.updates, settled=settled)
         bucket.open(parameters, self.memory, step.tally, self.clip_norm, energy)
-        _tell(step.on_local, parameters, work, bucket.nonfinite)
+        _call_for_each(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(bucket, step.tally)
         return bucket
 
-    def _fold(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Add what the memory holds of these parts to their gradients, and measure the sum (of what
-        would be compressed)."""
+    def _flush(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
+        """Add the residuals of these parts to their gradients, and measure the CFs of the tally on
+        what a compressed step would compress: this sum, or in parameter space the updates."""
         units = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
         measured = bucket.work
         if units:
             grads = [part.grad for part in bucket.parts]
             of = [part.parameter for part in bucket.parts]
-            turned = self.memory.handover.preview(of, grads, [1] * len(grads))
-            measured = bucket.work if turned is grads else torch.cat([*turned])
+            updates = self.memory.handover.preview(of, grads, [1] * len(grads))
+            measured = bucket.work if updates is grads else torch.cat([*updates])
             record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
         for part in parts:
-            self.memory.fold(part.parameter, part.grad, either(bucket.nonfinite, part.skipped))
+            unchanged = either(bucket.nonfinite, part.skipped)
+            self.memory.flush_into(part.parameter, part.grad, unchanged)
         for unit, sample in zip(units, samples, strict=True):
-            if not unit.skipped:
+            if not unit.all_skipped:
                 levels = compress_levels(unit, measured[unit.start : unit.stop])
                 record_levels(unit, levels, measured, step.tally, sample)
 
@@ -290,27 +296,28 @@ class Reducer:
 def _payload(
     step: Step, bucket: Bucket, unit: Unit, memory: BucketMemory, strategy: Strategy
 ) -> Payload:
-    """What this rank hands to a strategy for a unit. The memory is accumulated, not settled.
+    """What this rank hands to a strategy for a unit: the payload, or the error-fed gradient itself.
+    The residual holds the error-fed gradient afterwards; `_decode` subtracts what was sent.
 
-    A rank whose gradients are not finite sends a nonfinite payload, so that all ranks end the step
-    with a non-finite bucket, as in dense DDP."""
+    The payload of a nonfinite bucket is NaN, so that the mean is non-finite on all ranks."""
     compressor, nonfinite = unit.compressor, bucket.nonfinite
     target, addend = memory.open(unit)
-    if strategy.takes_sums and compressor is not EXACT:
+    if strategy.takes_error_fed and compressor is not EXACT:
         a = target if addend is None else target.add_(addend)
         return Payload((a,), unit.spec.at(1.0))
-    if unit.skipped or nonfinite is True:
+    if unit.all_skipped or nonfinite is True:
         sent = compressor.compress(target, unit.spec)
     else:
         levels = compress_levels(unit, target, addend)
-        record_levels(unit, levels, bucket.work, step.tally, times=strategy.parts)
+        record_levels(unit, levels, bucket.work, step.tally, times=strategy.node_shards)
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:
-    """Of their tensors' energy, what payloads lose."""
+    """The share of the compressed tensors' energy that these payloads lose: sum of ||a - c||^2 over
+    sum of ||a||^2."""
     known = [payload.energies for payload in payloads if payload.energies is not None]
     if not known:
         return 0.0
@@ -326,18 +333,18 @@ def _decode(
     exchange: Exchange,
     to: Destination | None,
 ) -> None:
-    """Take what this rank has sent off the memory, and write the mean to where it goes: one unit
-    after the other, so that the decoded payloads of no more than one are in memory. Nothing comes
-    of a nonfinite step, as a device finds out."""
+    """Subtract what this rank has sent from its residuals, and add the mean to `to` (None: write it
+    to the bucket). Units are decoded one after the other, so that the decoded payloads of one unit
+    only are in memory. In a nonfinite step payloads count as zeros."""
     nonfinite = received.nonfinite
     invalid: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
         compressor = unit.compressor
         sent = payloads[exchange.rank] if received.own is None else received.own[i]
         own = sent.as_zeros(nonfinite)
-        memory.take_off(unit, own)
+        memory.subtract_sent(unit, own)
         memory.clear_velocity(unit, own, nonfinite)
-        mean = bucket.of(unit)
+        mean = bucket.slice_of(unit)
         if received.compressors is not None:
             compressor = received.compressors[i]
         if to is None:
@@ -348,19 +355,23 @@ def _decode(
         for payload in payloads:
             invalid = either(invalid, payload.invalid)
     exchange.count_invalid(invalid)
-    # Only this rank keeps what was lost here, and its share of the next mean is 1/N: so N times it.
+    # This rank alone keeps the compression error of the mean. Its gradient has weight 1/N in the
+    # next mean, so the residual takes N times the error.
     memory.add_lost(received.lost, exchange.world_size)
 
 
-def _tell(
-    whom: OnGradient | None, parameters: Sequence[ModelParameter], flat: Tensor, nonfinite: Flag
+def _call_for_each(
+    listener: OnGradient | None,
+    parameters: Sequence[ModelParameter],
+    flat: Tensor,
+    nonfinite: Flag,
 ) -> None:
-    if whom is not None:
+    if listener is not None:
         views = flat.split([parameter.numel for parameter in parameters])
         for parameter, view in zip(parameters, views, strict=True):
-            whom(parameter, view, nonfinite)
+            listener(parameter, view, nonfinite)
 
 
 def _written_back(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """The buffer, where it is of half precision up to date with its wider copy."""
+    """DDP's buffer with the values of `bucket.work`, a float32 copy if the buffer is narrower."""
     return buffer if bucket.work is buffer else buffer.copy_(bucket.work)

@@ -1,30 +1,30 @@
-"""The anchor: where all ranks of a model would stand alike, while each rank steps by itself.
+"""The anchor: parameter values that are the same on all ranks, while each rank makes local steps.
 
-    here     where this rank's parameters stand
-    anchor   where all ranks would stand alike
-    flights  exchanges that are under way, the oldest first
-    unsent   anchor - here - (what this rank has sent, of all flights)
+    here     this rank's parameters
+    anchor   the parameters that all ranks would have without their unsent updates
+    flights  exchanges under way, the oldest first
+    unsent   anchor - here - (sum of c that this rank has sent with these flights)
 
     begin, send   c = C(unsent), which the ranks exchange
     land          anchor -= outer(mean of c);  here += c - outer(mean of c)
 
-How many steps a rank takes between two flights, and after how many of them a flight lands, is the
-business of who has the anchor:
+The synchroniser that owns the anchor decides how many local steps a rank makes between two flights,
+and after how many steps a flight lands:
 
     sync                       steps between flights   steps until one lands
     LocalSteps(H, overlap=V)   H                       1 + V
     LocalSteps("auto")         as planned              likewise
     Delayed(D)                 1                       D
 
-The first is DiLoCo (Douillard and others 2023, algorithm 1), with an overlap Streaming DiLoCo
-(2025). The last is delayed gradient averaging (Zhu and others 2021, algorithm 1).
+`LocalSteps(H)` is DiLoCo (Douillard and others 2023, algorithm 1), with an overlap Streaming DiLoCo
+(2025). `Delayed(D)` is delayed gradient averaging (Zhu and others 2021, algorithm 1).
 
-What compression does not send stays in the rank's own parameters ("error reset", CSER: Xie and
-others 2020, algorithm 2). So no residual is kept, and nothing is lost, not even by rounding. With a
-plain outer step a landing does not move the mean of the ranks' parameters.
+The part of an update that compression does not send stays in the rank's parameters ("error reset",
+CSER: Xie and others 2020, algorithm 2). So no residual is needed, and nothing is lost, not even by
+rounding. With the identity as outer step a landing keeps the mean of the ranks' parameters.
 
-A flight for which some rank had sent what is not finite moves nothing. The other ranks send their
-parts again with the next flight. That rank goes on from the anchor.
+If some rank sent a value that is not finite, the flight moves nothing. That rank goes on from the
+anchor. The other ranks send their updates again with the next flight.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ from policies.state import require
 
 @dataclass(eq=False)
 class Flight:
-    """One exchange that is under way.
+    """One exchange under way.
 
-    due: the backward after which it lands, by the count of who has the anchor. compressed: not all
-    elements were exchanged. summed: the plan asks for the sum of means. sent: what this rank has
-    sent of each chunk (numel,). means: of each chunk."""
+    due: number of the backward after which the flight lands, counted by the synchroniser.
+    compressed: not all elements were exchanged. summed: the plan asks for the sum of means. sent:
+    for each chunk, the c that this rank has sent (numel,). means: for each chunk, a future of the
+    ranks' mean of c."""
 
     due: int
     compressed: bool
@@ -69,59 +70,60 @@ class Flight:
 
 
 class Anchor:
-    """The anchor of one model, and what is under way.
+    """The anchor of one model, and its flights.
 
-    pieces: all of its parameters, in the order in which they are sent. feeds_back: what compression
-    loses stays in the rank's own parameters. False: it is lost, or a memory keeps it. outer_lr,
-    outer_momentum: of the outer step by the mean d, SGD with Nesterov momentum, in the elements
+    chunks: all parameters, in the order in which they are sent. feeds_back: compression errors stay
+    in the rank's parameters; False: they are lost, or a memory keeps them. outer_lr,
+    outer_momentum: of the outer step by the mean d, SGD with Nesterov momentum, for the elements
     that were exchanged: m = outer_momentum m + d, anchor -= outer_lr (d + outer_momentum m).
-    most: flights under way at a time.
+    most: the largest number of flights under way.
     """
 
     def __init__(
         self,
         averager: Averager,
-        pieces: Sequence[Chunk],
+        chunks: Sequence[Chunk],
         feeds_back: bool = True,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         most: int = 1,
     ) -> None:
-        self._averager, self.chunks = averager, pieces
+        self._averager, self.chunks = averager, chunks
         self._feeds_back, self._most = feeds_back, most
         self._lr, self._momentum = outer_lr, outer_momentum
         self.flights: list[Flight] = []
-        self._begun = 0
+        self._begun = 0  # flights since the start: tells which buffers a flight uses
         self._at = {chunk: chunk.here("anchor") for chunk in self.chunks}
-        self._moving: dict[Chunk, Tensor] = {}
+        self._velocity: dict[Chunk, Tensor] = {}  # of the outer momentum
         if outer_momentum:
-            self._moving = {chunk: torch.zeros_like(at) for chunk, at in self._at.items()}
+            self._velocity = {chunk: torch.zeros_like(at) for chunk, at in self._at.items()}
 
     @property
     def moves_mean(self) -> bool:
-        """A landing moves the mean of the ranks' parameters."""
+        """A landing changes the mean of the ranks' parameters (the outer step is no identity)."""
         return (self._lr, self._momentum) != (1.0, 0.0)
 
     def start_here(self) -> None:
-        """All ranks stand alike: the anchor is here, and nothing is under way."""
+        """Set the anchor to this rank's parameters, which all ranks have. Drop all flights."""
         self.flights = []
         for chunk in self.chunks:
             self._at[chunk] = chunk.here("anchor")
 
     def forget_momentum(self) -> None:
-        """Of the outer steps."""
-        for moving in self._moving.values():
-            moving.zero_()
+        """Set the momentum of the outer steps to zero."""
+        for velocity in self._velocity.values():
+            velocity.zero_()
 
     def by_name(self) -> dict[str, Tensor]:
-        """Where the anchor is, by parameter (flat copies)."""
+        """The anchor's values by parameter name (flat copies)."""
         return _by_name(self._at)
 
     # -- a flight --
 
     def begin(self, due: int, reducer: Reducer, updates: bool = False) -> None:
-        """A flight begins, as the plan of this step says. `send` sends it, chunk by chunk. due: not
-        before those that are under way. reducer: exchanges it. updates: see `Step`."""
+        """Begin a flight at the CF of this step; `send` then sends it, chunk by chunk. due: see
+        `Flight`; flights land in order, so it is raised to that of the flight before. reducer:
+        exchanges the chunks. updates: see `Step`."""
         averager, controller = self._averager, self._averager.controller
         on_mean, on_local = averager.listeners()
         step = controller.step, controller.cfs, controller.tally
@@ -133,8 +135,8 @@ class Anchor:
         self.flights.append(Flight(due, averager.compresses, on_mean is not None))
 
     @property
-    def boarding(self) -> bool:
-        """The last flight has chunks that are not sent yet."""
+    def sending(self) -> bool:
+        """Some chunks of the last flight have not been sent yet."""
         return bool(self.flights) and len(self.flights[-1].sent) < len(self.chunks)
 
     @torch.no_grad()
@@ -167,7 +169,8 @@ class Anchor:
         flight.means.append(mean.then(arrived))
 
     def _unsent(self, chunk: Chunk, use: str, flights: Sequence[Flight]) -> Tensor:
-        """What this rank has not sent with these flights (numel,), in the buffer for this use."""
+        """anchor - here - (what this rank has sent with these flights), (numel,), in the chunk's
+        buffer for this use."""
         unsent = chunk.here(use)
         torch.sub(self._at[chunk], unsent, out=unsent)
         for flight in flights:
@@ -175,15 +178,15 @@ class Anchor:
         return unsent
 
     def wait(self) -> None:
-        """For all that is under way. Nothing moves."""
+        """Wait for all flights. No parameter changes."""
         for flight in self.flights:
             for mean in flight.means:
                 mean.wait()
 
     @torch.no_grad()
     def land(self, until: int | None = None) -> None:
-        """All flights that are due by then; None: all. The anchor moves, alike on all ranks, and
-        this rank's parameters with it."""
+        """Land all flights with `due` up to `until` (None: all). The anchor moves, in the same way
+        on all ranks, and this rank's parameters move with it."""
         any_nonfinite: Flag = False
         while self.flights and (until is None or self.flights[0].due <= until):
             self._wait_for(self.flights[0])
@@ -192,8 +195,8 @@ class Anchor:
             self._clear_gradients(any_nonfinite)
 
     def _wait_for(self, flight: Flight) -> None:
-        """Where flights are of several steps, only this tells what the network has cost a step. Of
-        one flight at a time its arrival does, hidden or not, as `StepTime` reckons with it."""
+        """Wait for a flight and record the wait as network time, if several flights may be under
+        way. With one flight at a time the arrivals of its means are recorded instead (`send`)."""
         averager, stopwatch = self._averager, self._averager.controller.stopwatch
         if self._most == 1:
             return
@@ -206,7 +209,7 @@ class Anchor:
         stopwatch.hook_left(began, (), [(began, arrived)])
 
     def _land(self, flight: Flight) -> Flag:
-        """Returns whether some mean was not finite."""
+        """Land one flight. Returns whether some mean was not finite."""
         any_nonfinite: Flag = False
         for chunk, future, sent in zip(self.chunks, flight.means, flight.sent, strict=True):
             mean = future.wait()
@@ -217,43 +220,45 @@ class Anchor:
             if flight.summed:
                 for p, piece in zip(chunk.parameters, chunk.split(mean), strict=True):
                     self._averager.requested.sums.add(p, piece, nonfinite)
-            # Where all was sent this is 0 exactly, so that ranks stand at the same bits.
+            # Exactly 0 where all was sent, so that all ranks get parameters of the same bits.
             rest = self._unsent(chunk, "here", ()).sub_(sent)
             if nonfinite is not False:
                 rest.masked_fill_(~(rest.abs() < LARGEST[rest.dtype]) & nonfinite, 0.0)
             self._move(chunk, mean, flight.compressed, nonfinite)
-            self.stand(chunk, rest)
+            self.set_parameters(chunk, rest)
         return any_nonfinite
 
     def _move(self, chunk: Chunk, mean: Tensor, compressed: bool, nonfinite: Flag) -> None:
         """The outer step of one chunk. mean: zeros if it was not finite.
 
-        Of a compressed flight elements whose mean is 0 were not exchanged. Their momentum waits for
-        the flight that brings them: it would carry them on, again and again, by what was applied
-        already (docs/research/defaults.md)."""
-        if self._moving:
-            moving, all_there = self._moving[chunk], nonfinite ^ True
-            there = mean != 0 if compressed else torch.as_tensor(all_there, device=mean.device)
-            moved = torch.add(mean, moving, alpha=self._momentum)
-            moving.copy_(torch.where(there, moved, moving))
-            mean = torch.where(there, torch.add(mean, moving, alpha=self._momentum), 0.0)
+        In a compressed flight, elements with mean 0 were not exchanged. They do not move, and their
+        momentum does not change: momentum would move them again and again by updates that were
+        applied already (docs/research/defaults.md)."""
+        if self._velocity:
+            velocity, finite = self._velocity[chunk], nonfinite ^ True
+            exchanged = mean != 0 if compressed else torch.as_tensor(finite, device=mean.device)
+            new = torch.add(mean, velocity, alpha=self._momentum)
+            velocity.copy_(torch.where(exchanged, new, velocity))
+            nesterov = torch.add(mean, velocity, alpha=self._momentum)
+            mean = torch.where(exchanged, nesterov, 0.0)
         self._at[chunk].add_(mean, alpha=-self._lr)
 
     @torch.no_grad()
-    def stand(self, chunk: Chunk, rest: Tensor) -> None:
-        """The chunk's parameters become the anchor less `rest` (numel,), which is overwritten."""
+    def set_parameters(self, chunk: Chunk, rest: Tensor) -> None:
+        """Set the chunk's parameters to anchor - rest. rest: (numel,), overwritten."""
         chunk.go_to(torch.sub(self._at[chunk], rest, out=rest))
 
     @torch.no_grad()
-    def leave_rest(self, chunk: Chunk) -> Tensor:
-        """The chunk's parameters become the anchor. Returns what this rank has not sent (numel,),
-        while nothing is under way."""
+    def reset_to_anchor(self, chunk: Chunk) -> Tensor:
+        """Set the chunk's parameters to the anchor, while no flight is under way. Returns what this
+        rank has not sent (numel,)."""
         rest = self._unsent(chunk, "here", ())
         chunk.go_to(self._at[chunk])
         return rest
 
     def _clear_gradients(self, nonfinite: Flag) -> None:
-        """Those that are of where a rank stood that has gone back to the anchor."""
+        """Set gradients that are not finite to zero: they belong to parameters that a nonfinite
+        landing has set back to the anchor."""
         for p in self._averager.parameters:
             if p.grad is not None:
                 grad = local(p.grad)
@@ -262,8 +267,8 @@ class Anchor:
     # -- saved --
 
     def state_dict(self, now: int) -> dict[str, Any]:
-        """By parameter name, between steps; means that are under way are waited for. now: the count
-        of who has the anchor."""
+        """The anchor's state by parameter name, between steps. Waits for the means under way. now:
+        the number of the last backward, in the count of `Flight.due`."""
         self.wait()
         flights = {
             str(i): {
@@ -275,13 +280,13 @@ class Anchor:
             }
             for i, flight in enumerate(self.flights)
         }
-        return {"anchors": self.by_name(), "moving": _by_name(self._moving), "flights": flights}
+        return {"anchors": self.by_name(), "moving": _by_name(self._velocity), "flights": flights}
 
     def _named(self, flat: Sequence[Tensor]) -> dict[str, Tensor]:
         return _by_name(dict(zip(self.chunks, flat, strict=True)))
 
     def load_state_dict(self, state: Mapping[str, Any], now: int) -> None:
-        """The parameters themselves, which are this rank's own, are not part of it."""
+        """Load a `state_dict()`. It does not contain this rank's parameters themselves."""
         self.flights = []
         for saved in state["flights"].values():
             self._begun += 1
@@ -293,22 +298,22 @@ class Anchor:
             self.flights.append(flight)
         for chunk in self.chunks:
             self._at[chunk] = _joined(chunk, state["anchors"], "anchor")
-        self.forget_momentum()  # also of a run without
+        self.forget_momentum()  # the state may be of a run without outer momentum
         if state["moving"]:
-            for chunk, moving in self._moving.items():
-                moving.copy_(_joined(chunk, state["moving"], "here"))
+            for chunk, velocity in self._velocity.items():
+                velocity.copy_(_joined(chunk, state["moving"], "here"))
 
 
 def check_anchor(
     state: Mapping[str, Any], parameters: Collection[ModelParameter], most: int, empty: bool
 ) -> None:
-    """ValueError unless it is an `Anchor.state_dict()` of these parameters, with so many flights at
-    most. empty: there may be no anchor."""
+    """ValueError unless `state` is an `Anchor.state_dict()` of these parameters with at most `most`
+    flights. empty: it may have no anchor."""
     flat = flat_tensors(parameters)
     kept = {"anchors": flat, "moving": flat}
     check_like("sync", state, {**kept, "flights": Mapping}, complete=True)
     like = {"due": int, "compressed": bool, "summed": bool, "mean": flat, "sent": flat}
-    for saved in state["flights"].values():  # of a bad round not finite
+    for saved in state["flights"].values():  # the mean of a bad flight is not finite
         check_like("sync: flights", saved, like, finite=False, complete=True)
         whole = saved["mean"].keys() == saved["sent"].keys() == state["anchors"].keys()
         require(whole, "what is under way has lost something")
@@ -332,13 +337,13 @@ def _joined(chunk: Chunk, by_name: Mapping[str, Tensor], use: str) -> Tensor:
 
 
 def _too_large(x: Tensor) -> Flag:
-    """It has elements that are not finite, or so large that their squares overflow."""
+    """Some elements are not finite, or so large that the sum of squares overflows."""
     (energy,) = squared_norms([x])
     return kernels_for(x).flag(~(energy <= torch.finfo(x.dtype).max))
 
 
 class _Remembering(Wrapped):
-    """A strategy that writes to `sent` what this rank has sent of the bucket (numel,)."""
+    """A strategy that decodes this rank's own payloads of a bucket into `sent` (numel,)."""
 
     def __init__(self, inner: Strategy, sent: Tensor) -> None:
         super().__init__(inner)
@@ -346,16 +351,17 @@ class _Remembering(Wrapped):
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         units, sent = outgoing.units, self._sent.zero_()
-        # What is known now the next flight can leave out, while this one is under way.
-        known = not (self.takes_sums or self.sharded or self.votes or self.parts > 1)
+        # Payloads that are known now are decoded now: the next flight must not send them again.
+        known = not (self.takes_error_fed or self.sharded or self.votes or self.node_shards > 1)
         if known:
             for unit, payload in zip(units, outgoing.payloads, strict=True):
                 self._add(unit, payload.as_zeros(outgoing.bucket.nonfinite))
-        inner = self.inner.rounds(exchange, outgoing)  # a local variable, which is kept alive
+        inner = self.inner.rounds(exchange, outgoing)  # a local variable, for `_locals_of`
         received = yield from inner
         if known:
             return received
-        for unit, lost in received.lost:  # of a mean, whose share of the next one is 1/N
+        # This rank sends N times the compression error of a mean again, as `_decode` explains.
+        for unit, lost in received.lost:
             sent[unit.start : unit.stop].sub_(lost, alpha=exchange.world_size)
         return replace(received, payloads=self._watched(received, units, exchange.rank))
 

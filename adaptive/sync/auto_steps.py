@@ -55,7 +55,7 @@ class AutoStepsSync(OwnStepSync):
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
-        self.handover.always = True  # what waits moves the ranks' own parameters
+        self.handover.always_updates = True  # what waits moves the ranks' own parameters
         self._overlap = choice.overlap
         self._steps, self._backwards = 1, 0
         self._open = False
@@ -82,7 +82,7 @@ class AutoStepsSync(OwnStepSync):
         self.averager.controller.skipped += not self._open
         return last
 
-    def _by_gradients(self, why: str) -> None:
+    def _switch_to_gradients(self, why: str) -> None:
         raise RuntimeError(f"sync=LocalSteps('auto') does not go with this optimizer: {why}")
 
     # -- a step --
@@ -125,7 +125,7 @@ class AutoStepsSync(OwnStepSync):
         reducer = replace(self.averager.reducer, memory=memory)
         due = max(1, overlapped(self._overlap, self.averager.controller.local_steps))
         anchor.begin(due, reducer, updates=True)
-        while anchor.boarding:
+        while anchor.sending:
             anchor.send()
 
     # -- rounds of several steps --
@@ -134,7 +134,7 @@ class AutoStepsSync(OwnStepSync):
     def _part(self) -> Anchor:
         """In a round of several steps, from its first step on: the anchor is where all ranks stand,
         and the residual moves this rank's own parameters."""
-        self.handover.part()
+        self.handover.begin_local_steps()
         if self._anchor is not None:
             return self._anchor
         self._anchor = anchor = Anchor(self.averager, self._chunks)
@@ -146,7 +146,7 @@ class AutoStepsSync(OwnStepSync):
                 if p.filled and p.residual is not None:
                     piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
                 p.filled = False
-            anchor.stand(chunk, rest)
+            anchor.set_parameters(chunk, rest)
         return anchor
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class AutoStepsSync(OwnStepSync):
         as updates."""
         anchor.land()
         for chunk in anchor.chunks:
-            rest = anchor.leave_rest(chunk)
+            rest = anchor.reset_to_anchor(chunk)
             for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
                 p.open_residual().copy_(piece).mul_(inverse(self.handover.learning_rate(p)))
         self._anchor = None

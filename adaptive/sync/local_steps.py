@@ -95,7 +95,7 @@ class LocalStepsSync(Synchroniser):
                 averager.controller.lag = delay // self._every
                 self._anchor.begin(self._count + 1 + delay, averager.reducer)
             entered = stopwatch.timestamps()
-            if self._anchor.boarding:
+            if self._anchor.sending:
                 self._anchor.send()
             stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return done_with(bucket.buffer())
@@ -104,7 +104,7 @@ class LocalStepsSync(Synchroniser):
         averager, controller = self.averager, self.averager.controller
         if self._due:
             entered = controller.stopwatch.timestamps()
-            while self._anchor.boarding:
+            while self._anchor.sending:
                 self._anchor.send()
             averager.end()
             self._next = self._count + self._every

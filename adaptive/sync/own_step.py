@@ -1,5 +1,5 @@
-"""Parameter space: each rank's optimizer steps by its own gradient, and what the step has done is
-exchanged (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
+"""The synchroniser of parameter space: each rank's optimizer steps with local gradients, and the
+ranks exchange the updates (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 log = logging.getLogger("adaptive")
 
 UNDER_WAY = 4
-"""Chunks that are exchanged at once, unless one takes more collectives: what is made of a chunk can
-go once its mean has moved the parameters."""
+"""The largest number of chunks under way, unless the exchange of one takes more collectives. A
+chunk's buffers are freed once its mean has moved the parameters."""
 
 BY_GRADIENTS = (
     "From now on gradients are exchanged, with plain error feedback. Beside an optimizer that "
@@ -45,23 +45,23 @@ TAKES_ITS_PLACE = (
     "AdaptiveCompressor with the new optimizer"
 )
 UNSERVED = -1e9
-"""A rank that has news of an optimizer adds this to the agreed statistic `changed`, which is then
-negative on all ranks."""
+"""A rank whose inspection of an optimizer has found something adds this to the agreed statistic
+`changed`, which is then negative on all ranks."""
 
 
 class OwnStepSync(EveryStepSync):
-    """In a compressed step autograd gets this rank's own gradient back, and after the optimizers'
-    steps the ranks exchange what these have done. At int8 and int4, beside Adam, they exchange
-    gradients, as with SGD."""
+    """In a compressed step autograd gets the local gradient back, and after the optimizers' steps
+    the ranks exchange the updates. With Adam at int8 and int4 they exchange gradients, as with SGD.
+    """
 
-    _nonfinite: Flag = False  # gradients of this rank, in the backward under way
+    _nonfinite: Flag = False  # of this rank's gradients in the backward under way
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
-        # A server's own memory cannot hold what waits of updates and of gradients by turns.
-        self.handover.always |= averager.choice.means.memory is not None
-        self._buckets: set[tuple[int, ...]] = set()  # parameters, as DDP has handed them over
-        # Squared norms of the buckets of the backward under way, which a device adds up at its end.
+        # A server's error memory holds updates only: it cannot alternate with gradients.
+        self.handover.always_updates |= averager.choice.means.memory is not None
+        self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
+        # Squared norms of the buckets of the backward under way, summed at its end on a device.
         self._energies: list[Tensor] = []
 
     @property
@@ -72,7 +72,7 @@ class OwnStepSync(EveryStepSync):
 
     @property
     def by_updates(self) -> bool:
-        """In this step updates are exchanged."""
+        """This step exchanges updates, not gradients."""
         cf = self.averager.controller.plan.send
         return self.averager.compresses and self.handover.exchanges_updates(cf)
 
@@ -83,11 +83,11 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
             self._nonfinite = False
             self._energies.clear()
-            if self.handover.unknown:
-                self._look()
+            if self.handover.uninspected:
+                self._agree_on_inspection()
             self.averager.begin(self.alike)
             if self.averager.controller.agreed.changed < 0:
-                self._look()
+                self._agree_on_inspection()
         if not self.by_updates:
             return self._mean(bucket)
         stopwatch = self.averager.controller.stopwatch
@@ -96,18 +96,18 @@ class OwnStepSync(EveryStepSync):
         stopwatch.hook_left(entered, ())
         return done
 
-    def _look(self) -> None:
-        """Agree on what optimizers that are not torch's turned out to keep (a collective)."""
+    def _agree_on_inspection(self) -> None:
+        """The ranks agree on the inspection of optimizers that are not torch's (a collective)."""
         averager = self.averager
-        if why := self.handover.look(averager.exchange):
-            self._by_gradients(why)
-        elif not self.handover.unknown:
+        if why := self.handover.agree_on_inspection(averager.exchange):
+            self._switch_to_gradients(why)
+        elif not self.handover.uninspected:
             told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
             if told and averager.exchange.first and averager.watch.is_new(told):
                 log.warning("%s", told)
 
-    def _by_gradients(self, why: str) -> None:
-        """Gradients are exchanged from now on. RuntimeError where updates were asked for."""
+    def _switch_to_gradients(self, why: str) -> None:
+        """Exchange gradients from now on. RuntimeError if a script asked for memory="updates"."""
         averager, controller = self.averager, self.averager.controller
         if averager.settings.memory.options.kind == "updates":
             raise RuntimeError(f"memory='updates' does not go with this optimizer: {why}")
@@ -116,15 +116,11 @@ class OwnStepSync(EveryStepSync):
             self.handover.begin_step(averager.exchange, controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """This rank's own. Parameters that no optimizer handed over steps, and gradients that only
-        DDP can average, get the mean."""
+        """The local gradients of a bucket, added to the statistics. Gradients become the ranks'
+        mean if only DDP can average them, or if no optimizer in `attach` steps their parameters."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if is_left_to_ddp(buffer, of):
             return self.averager.mean_as_ddp(bucket)
-        return self._measured(buffer, of)
-
-    def _measured(self, buffer: Tensor, of: Sequence[Tensor]) -> Future[Tensor]:
-        """Add a bucket's gradients to the statistics."""
         averager, tally = self.averager, self.averager.controller.tally
         energy, scale = squared_norm(buffer), loss_scale(averager.scaler, buffer.device)
         sums = averager.controller.plan.accumulate and averager.controller.plan.local_sum
@@ -135,10 +131,10 @@ class OwnStepSync(EveryStepSync):
             self._add_energy(torch.as_tensor(energy, device=tally.vector.device))
         if (seen := tuple(map(id, of))) not in self._buckets:
             for p in of:
-                averager.parameters.find(p)  # raises if it is none of the model's
+                averager.parameters.find(p)  # raises for a parameter of another model
             self._buckets.add(seen)
         left = self.handover.without_optimizer(of)
-        if not (sums or left or self.handover.gradients_wait):
+        if not (sums or left or self.handover.residuals_hold_gradients):
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
         pieces = buffer.split([p.numel for p in parameters])
@@ -146,18 +142,18 @@ class OwnStepSync(EveryStepSync):
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
                 averager.requested.sums.add(parameter, own, self._nonfinite)
-        if self.handover.gradients_wait:
-            self.handover.add_waiting(parameters, pieces, scale)
+        if self.handover.residuals_hold_gradients:
+            self.handover.add_residuals(parameters, pieces, scale)
         return self._mean_of(buffer, [pieces[i] for i in left]) if left else done_with(buffer)
 
     def _add_energy(self, energy: Tensor) -> None:
-        """Count a squared norm (0-dim) of gradients that the loss scale multiplies."""
+        """Add a squared norm (0-dim) of gradients to the statistics, without the loss scale."""
         scale = loss_scale(self.averager.scaler, energy.device)
         energy = energy if scale is None else energy / scale.square()
         self.averager.controller.tally.at("grad").add_(energy)
 
     def _mean_of(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
-        """The ranks' mean of some pieces of a bucket, uncompressed; a future of the bucket."""
+        """Replace these pieces of `buffer` by the ranks' mean, uncompressed: its future."""
         exchange = self.averager.exchange
         flat = torch.cat([*pieces]).div_(exchange.world_size)
         exchange.count_floats(flat.numel())
@@ -170,8 +166,8 @@ class OwnStepSync(EveryStepSync):
         return exchange.total(flat).then(finish)
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        """If some rank's gradients are not finite, all ranks' are not: what a script or a
-        `GradScaler` does then is the same on all ranks."""
+        """If some rank's gradients are not finite, all ranks get NaN in the last bucket. So a
+        script or a `GradScaler` does the same on all ranks."""
         averager, controller = self.averager, self.averager.controller
         if not self.by_updates:
             return super().end_backward(last)
@@ -195,8 +191,8 @@ class OwnStepSync(EveryStepSync):
 
         def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            # On a device this stream is behind the flag's collective, and waits for the bucket's.
-            # A future of both together (`collect_all`) would know no device, and wait for neither.
+            # On a device this stream has waited for the flag's collective; `last.wait()` lets it
+            # wait for the bucket's. `collect_all` of both knows no device, and waits for neither.
             sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
@@ -215,8 +211,8 @@ class OwnStepSync(EveryStepSync):
         self.handover.steps.begin_with_closure(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        if not self.averager.watch.ours:  # gradients of a backward that DDP has not seen
-            self.handover.steps.over = False
+        if not self.averager.watch.ours:  # gradients of a backward outside DDP
+            self.handover.steps.was_exchanged = False
         averager, old = self.averager, self.handover.replaced_by(optimizer)
         told = TAKES_ITS_PLACE.format(new=type(optimizer).__name__, old=old)
         if old and averager.exchange.first and averager.watch.is_new(told):
@@ -231,10 +227,10 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
 
     def make_up(self) -> None:
-        """Exchange what the optimizers' steps have done, and move all ranks by the mean of it.
+        """Exchange the updates of the optimizers' steps; move the parameters by the mean update.
 
-        Once for each compressed backward, on every rank. Where a step was left out that is before
-        the next forward, since other ranks may have made theirs."""
+        Once for each compressed backward, on every rank. If a rank has left its step out, this is
+        before its next forward, since other ranks may have stepped."""
         updates, averager, controller = self.handover, self.averager, self.averager.controller
         updates.steps.forget_raised()
         if not updates.steps.pending:
@@ -245,7 +241,7 @@ class OwnStepSync(EveryStepSync):
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
         on_stream = stream.hook_call(last=True)
         with stopwatch.held_up(), on_stream, averager.noting_failure():
-            grad = tally.at("grad").clone()  # of gradients, not of updates
+            grad = tally.at("grad").clone()  # the reducer adds the norms of updates, undone below
             tally.at("stepped").fill_(float(updates.steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
@@ -253,29 +249,29 @@ class OwnStepSync(EveryStepSync):
             sparse = averager.granularity.compressor.at(cfs.send).selects
             under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
             arrivals: list[Span] = []
-            # Of the oldest all are issued then.
+            # With so many under way, all collectives of the oldest chunk have been issued.
             most = max(UNDER_WAY, strategy.collectives(averager.exchange.world_size))
             for i, chunk in enumerate(updates.chunks):
                 work, energy = updates.outgoing(chunk)
                 to = updates.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
                 under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
-                # Where no optimizer has stepped, a sum that is not there yet tells of the others.
+                # A rank that has not stepped needs the statistics of `end_step` first.
                 if len(under_way) > most and updates.steps.any_stepped:
-                    arrivals.append(self._arrive(*under_way.popleft()))
+                    arrivals.append(self._apply_mean(*under_way.popleft()))
             averager.pipeline.finish()
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
-            arrivals += [self._arrive(*each) for each in under_way]
-        # Backward's stream is behind the hook's, and that behind all callbacks.
+            arrivals += [self._apply_mean(*each) for each in under_way]
+        # Backward's stream has waited for the hook's, and the hook's for all callbacks.
         stream.backward_waited()
         updates.exchanged()
         stopwatch.decoded(drain(averager.pipeline.decoded))
         stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
 
-    def _arrive(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
-        """Move the parameters of a chunk by the ranks' mean update. Returns when that was waited
-        for. What its exchange has needed can go."""
+    def _apply_mean(self, chunk: Chunk, to: Destination | None, done: Future[Tensor]) -> Span:
+        """Wait for a chunk's mean update, and move the chunk's parameters by it. Returns the span
+        of the wait."""
         averager, controller = self.averager, self.averager.controller
         began = controller.stopwatch.timestamps()
         mean = done.wait()
@@ -297,15 +293,15 @@ class OwnStepSync(EveryStepSync):
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
-        agreed = self.averager.memory.now.handover.agree(self.averager.exchange)
-        return list(self.averager.optimizers) if agreed else None
+        differed = self.averager.memory.now.handover.agree(self.averager.exchange)
+        return list(self.averager.optimizers) if differed else None
 
     def stop(self) -> None:
         self.make_up()
 
 
 def _not_finite(x: Tensor, energy: Scalar) -> Flag:
-    """Whether `x`, whose squared norm this is, has an element that is not finite."""
+    """Whether `x` has an element that is not finite. energy: the squared norm of `x`."""
     if isinstance(energy, Tensor):
         return ~energy.isfinite()
     return not isfinite(energy) and not all_finite(x)

@@ -73,7 +73,7 @@ def test_the_rest_reads_no_value_either(compressor, numel):
         compressor.add_to(meta(numel), payload.as_zeros(flag), -1.0)
         packed = compressor.pack_indices(payload)
         assert packed.numel() == compressor.index_nbytes(Spec((numel,), cf))
-        elsewhere = compressor.at_proposed(meta(numel), packed[None], Spec.of(meta(numel), cf, KEY))
+        elsewhere = compressor.at_union(meta(numel), packed[None], Spec.of(meta(numel), cf, KEY))
         compressor.add_to(meta(numel), elsewhere)
         assert isinstance(elsewhere.invalid, torch.Tensor)
 
@@ -93,8 +93,8 @@ def test_bytes_that_nobody_sent_stay_within_bounds(compressor, data, numel, cf):
         compressor.add_to(out, payload)
         compressor.add_to(out, compressor.smaller(payload, 3.0), -1.0)
         packed = raw[size - compressor.index_nbytes(Spec((numel,), cf)) :]
-        voted = compressor.in_full()  # as voting does
-        voted.add_to(out, voted.at_proposed(out, packed[None], Spec.of(out, cf, KEY)), -1.0)
+        voted = compressor.uncoded()  # as voting does
+        voted.add_to(out, voted.at_union(out, packed[None], Spec.of(out, cf, KEY)), -1.0)
         again = torch.empty_like(raw)
         payload.write(again)
         assert bool(payload.invalid) or torch.equal(again, raw)

@@ -302,7 +302,7 @@ def _updates() -> tuple[_Run, dict[str, Any]]:
         (("moments",), None, "'moments' must be Mapping"),
         (("moments", "share"), nan, "'share' must be"),
         (("moments", "share"), 1.5, "'share' must be in [0, 1]"),
-        (("moments", "differ"), 1.0, "'differ' must be bool"),
+        (("moments", "ranks_differ"), 1.0, "'ranks_differ' must be bool"),
         (("memory", "0.weight", "residual"), torch.zeros(3), "memory: 0.weight: residual"),
         (("memory", "0.weight", "lag"), "x", "'memory: 0.weight: lag' must be float"),
         (("memory", "stranger"), {}, "memory has unknown keys: stranger"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.bucket.bucket import SHARE, WHOLE, strided_sample
+from adaptive.bucket.bucket import SAMPLED, WHOLE, strided_sample
 from adaptive.statistics.vector import Statistics, Tally
 from compressors import TopK
 from compressors.base import Key, Spec
@@ -22,7 +22,7 @@ from tests.unit.samples import compressed
 def test_the_sample_is_large_enough_and_small_enough(numel: int) -> None:
     taken = strided_sample(torch.empty(numel, device="meta")).numel()
     assert taken >= min(numel, WHOLE)
-    assert taken <= 2 * (WHOLE + numel // SHARE) + 1
+    assert taken <= 2 * (WHOLE + numel // SAMPLED) + 1
 
 
 def test_a_small_tensor_is_its_own_sample() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaptive.memory.moments import Run, enlarge, take_step
+from adaptive.memory.moments import Run, enlarge, fused_updates
 from adaptive.memory.own_moments import average
 from tests.unit.device_path import device_path, triton_path
 from tests.unit.samples import norm2, normal
@@ -115,10 +115,10 @@ def test_a_step_in_one_pass_is_that_of_several(
     found, here, these = now.clone(), before.clone(), runs()
     old = old_mean if had_mean else None
     arguments = here, found, lambda out: out, these, old, shrink, 200.0, share, ranks
-    assert take_step(*arguments) is None  # on a host
+    assert fused_updates(*arguments) is None  # on a host
     with triton_path():
-        norm = take_step(*arguments)
-        assert take_step(*arguments[:3], these[1:], *arguments[4:]) is None
+        norm = fused_updates(*arguments)
+        assert fused_updates(*arguments[:3], these[1:], *arguments[4:]) is None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(here, stood)
     for a, b in zip(these, those, strict=True):
