@@ -3,7 +3,8 @@
 # optimizers from their packages.
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one).
-# make oldest-test: unit and distributed tests with the oldest torch that pip lets in (4 GB of CUDA).
+# make oldest-test, newest-test: unit and distributed tests with the oldest torch that pip lets in, and
+# with one that is newer than CI's (each 4 GB of CUDA).
 # make docs: the site of docs/, with the API's docstrings, in site/.
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/research/reliability.md's table.
 # make fuzz: random configurations held to invariants (make long-test: 60 of them, always the same).
@@ -12,12 +13,13 @@ FUZZ ?= 200
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-OLDEST := .venv-oldest
-OLDEST_TORCH := 2.6.0
-OLDEST_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
+OTHER_TORCH := 2.6.0
+OTHER := .venv-torch-$(OTHER_TORCH)
+OTHER_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
 	as_they_are saved_forms compatibility compile wrappers nonfinite
 
-.PHONY: demo test long-test browser-test gpu-test oldest-test soak fuzz faults lint docs bench clean
+.PHONY: demo test long-test browser-test gpu-test oldest-test newest-test other-torch-test
+.PHONY: soak fuzz faults lint docs bench clean
 
 demo: $(STAMP)
 	rm -rf logs/demo
@@ -47,10 +49,16 @@ gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/gpu
 
 # Without the extra `dev`: it wants a newer Triton than this torch brings along.
-oldest-test: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -rs --numprocesses 2 tests/unit
-	$(OLDEST)/bin/python -m pytest -rs --numprocesses 2 --dist loadfile \
-		$(OLDEST_TESTS:%=tests/distributed/test_%.py)
+oldest-test:
+	$(MAKE) other-torch-test OTHER_TORCH=2.6.0
+
+newest-test:
+	$(MAKE) other-torch-test OTHER_TORCH=2.14.1
+
+other-torch-test: $(OTHER)/installed
+	$(OTHER)/bin/python -m pytest -rs --numprocesses 2 tests/unit
+	$(OTHER)/bin/python -m pytest -rs --numprocesses 2 --dist loadfile \
+		$(OTHER_TESTS:%=tests/distributed/test_%.py)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.distributed.soak --steps 20000
@@ -80,13 +88,13 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # The versions of all but torch, and what it has its own opinion of, are those that CI runs.
-$(OLDEST)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(OLDEST)
-	sed -E '/^(torch|triton|sympy|mpmath)==/d' constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt \
-		torch==$(OLDEST_TORCH) pytest pytest-timeout pytest-xdist hypothesis \
+$(OTHER)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	sed -E '/^(torch|triton|sympy|mpmath)==/d' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt \
+		torch==$(OTHER_TORCH) pytest pytest-timeout pytest-xdist hypothesis \
 		--editable '.[all]'
-	touch $(OLDEST)/installed
+	touch $(OTHER)/installed
 
 clean:
-	rm -rf $(VENV) .venv-python3.* $(OLDEST) logs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-python3.* .venv-torch-* logs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
