@@ -343,8 +343,9 @@ def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watching() -> list[StepWatch]:
-    """Those that are alive. Simulated ranks are threads, of which another may end just now."""
-    return [watch for ref in tuple(_WATCHES.values()) if (watch := ref()) is not None]
+    """Those that are alive. Simulated ranks are threads, of which another may end just now, and a
+    garbage collection may drop one while a tuple is made of the values: a copy is made at once."""
+    return [watch for ref in _WATCHES.copy().values() if (watch := ref()) is not None]
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
