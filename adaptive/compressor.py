@@ -267,20 +267,23 @@ class AdaptiveCompressor:
                     "the compressor has been attached to a model already: make a new "
                     "AdaptiveCompressor for each model, and after detach()"
                 )
-            return ""
+            # Which collectives follow depends on these two.
+            by_latency = "sync='auto'" if self._if_late is not None else "sync not 'auto'"
+            return f"{by_latency}, {self._settings.network.describe()}"
 
         with on_device_of(inside.model):
             wait_for_all(replica.everyone, "attach() must be called on every rank")
             agree(check_arguments, replica.everyone)
+            settings = self._settings
             if self._if_late is not None and self._is_late(replica, optimizers):
-                self._settings = self._if_late
-            session = Session(self._settings, replica, optimizers, scaler, samples_per_step)
+                settings = self._if_late
+            session = Session(settings, replica, optimizers, scaler, samples_per_step)
             try:
                 replica.start(session.exchanging())
             except BaseException:
                 session.leave()
                 raise
-        self._session = session
+        self._session, self._settings = session, settings
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
 
@@ -288,7 +291,7 @@ class AdaptiveCompressor:
         """A message takes so long that ranks should step by themselves, if their optimizers can (a
         collective)."""
         network, exchange, measured = self._settings.network, Exchange(replica.group), LinkCost()
-        if network.spec is None and network.clock is time.perf_counter:
+        if network.is_real:
             devices = (p.device for _, p in replica.parameters())
             device = next(devices, torch.device("cpu"))
             measured = measure_link(exchange, network.clock, device)

@@ -167,6 +167,16 @@ class Network:
         assert not isinstance(self.link, str)
         return self.link
 
+    @property
+    def is_real(self) -> bool:
+        """No link is emulated, and times are measured: the ranks' own network can be timed."""
+        return self.spec is None and self.clock is time.perf_counter
+
+    def describe(self) -> str:
+        """What must be alike on all ranks, in a readable line."""
+        measured = self.clock is time.perf_counter
+        return f"network={self.spec!r}, step times {'measured' if measured else 'given'}"
+
 
 def network_from(given: Any) -> Network:
     """Of what `AdaptiveCompressor(network=)` was given. TypeError or ValueError otherwise."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -110,8 +109,9 @@ class Session:
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
-        is_real = network.spec is None and network.clock is time.perf_counter
-        if self._choice.measures or (is_real and world_size > 1):  # which tells a dense step's time
+        if self._choice.measures or (
+            network.is_real and world_size > 1
+        ):  # which tells a dense step's time
             self._choice.link = measure_link(self.exchange, network.clock, self.device)
         if world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")

@@ -6,7 +6,6 @@ Errors name the argument, its value and what is accepted.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -271,7 +270,6 @@ class Settings:
     def describe(self, memory: str) -> tuple[str, ...]:
         """What must be alike on all ranks, in readable lines. memory: the one chosen."""
         rungs = dict(sorted(self.base.rungs.items()))
-        measured = self.network.clock is time.perf_counter
         others = "granularity dense_below exchange cf_range sync debug"
         return (
             f"base={self.base!r}",
@@ -279,7 +277,7 @@ class Settings:
             f"policy={self.policy.name!r} {self.policy.state_dict()}",
             f"{self.memory}, chosen {memory!r}",
             *(f"{name}={getattr(self, name)!r}" for name in others.split()),
-            f"network={self.network.spec!r}, step times {'measured' if measured else 'given'}",
+            self.network.describe(),
             "a policy chosen by the library" if self.may_stay_dense else "a policy chosen by name",
         )
 

@@ -90,13 +90,13 @@ class EveryStepSync(Synchroniser):
 
     def _join(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """A future of the mean of a bucket, which may wait for those that follow."""
-        buffer, piece = bucket.buffer(), self._piece
-        if piece and piece[0].buffer().dtype != buffer.dtype:
+        buffer = bucket.buffer()
+        if self._piece and self._piece[0].buffer().dtype != buffer.dtype:
             self._exchange()
-        piece.append(bucket)
+        self._piece.append(bucket)
         least = joined_nbytes(buffer.device) if self.averager.compresses else 0
-        full = sum(each.buffer().nbytes for each in piece) >= least or bucket.is_last()
-        if full and len(piece) == 1:
+        full = sum(each.buffer().nbytes for each in self._piece) >= least or bucket.is_last()
+        if full and len(self._piece) == 1:
             return self._exchange()
         self._promised.append(new_future(buffer.device))
         done = self._promised[-1]
@@ -108,9 +108,8 @@ class EveryStepSync(Synchroniser):
         """Make the ranks' mean of the piece, in units of the scaled loss as its gradients came. The
         memory is in units of the loss itself."""
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
-        buckets, promised = [*self._piece], [*self._promised]
-        self._piece.clear()
-        self._promised.clear()
+        buckets, self._piece = self._piece, []
+        promised, self._promised = self._promised, []
         now, stream = averager.exchange_now, averager.pipeline.stream
         buffers = [bucket.buffer() for bucket in buckets]
         flat = torch.cat(buffers) if promised else buffers[0]

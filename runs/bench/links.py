@@ -33,8 +33,8 @@ DILOCO = "diloco:sync=LocalSteps({}, outer_lr=0.7, outer_momentum=0.9, overlap=0
 
 class Fixed(NamedTuple):
     """A method that does not adapt. label: as `compare` names it. steps: in which its step is
-    timed. dense: the first of these, at whose beginning PyTorch's PowerSGD still sends all; not
-    counted."""
+    timed. dense: so many steps at the beginning do not count, since PyTorch's PowerSGD sends the
+    first of them dense."""
 
     label: str
     steps: int

@@ -58,6 +58,21 @@ def test_it_is_the_default_but_where_messages_are_late() -> None:
     assert len({tuple(left["cfs"]) for left, _ in results[0].values()}) > 2
 
 
+def _differently(rank: int, how: str) -> str:
+    options = {"sync": "auto"}, {"sync": "auto", "network": "100mbit"} if how == "network" else {}
+    model = DDP(small_net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RuntimeError) as raised:
+        AdaptiveCompressor(**options[rank]).attach(model, optimizer=optimizer)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["sync", "network"])
+def test_ranks_that_would_not_all_time_messages_are_told(how: str) -> None:
+    for told in run_ranks(2, _differently, how):
+        assert "set up differently on rank 1 than on rank 0" in told
+
+
 def test_what_does_not_go_with_it_is_refused() -> None:
     for options, told in (
         ({"sync": "always"}, "sync must be 'auto', LocalSteps"),
