@@ -109,9 +109,8 @@ class Session:
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
-        if self._choice.measures or (
-            network.is_real and world_size > 1
-        ):  # which tells a dense step's time
+        # The link also tells how long a dense step takes.
+        if self._choice.measures or (network.is_real and world_size > 1):
             self._choice.link = measure_link(self.exchange, network.clock, self.device)
         if world_size == 1:
             log.warning("world size is 1: there is nobody to send gradients to")
