@@ -404,16 +404,19 @@ def after(future: Future[Any], tensor: Tensor) -> Tensor:
 
 
 def groups_joined() -> int:
-    """How many process groups this rank is in."""
-    return len(distributed_c10d._world.pg_names)
+    """The number that torch puts into the name of a group that its ranks alone make: how many
+    groups this rank is in, or, from torch 2.14 on, how many it has made or seen made."""
+    world = distributed_c10d._world
+    counts_all = "group_count" in distributed_c10d._hash_ranks_to_str.__code__.co_names
+    return world.group_count if counts_all else len(world.pg_names)
 
 
 def join_groups(count: int) -> None:
-    """Before `new_group(use_local_synchronization=True)`: be in `count` groups, as many as that of
-    its ranks that is in most.
+    """Before `new_group(use_local_synchronization=True)`: make groups of this rank alone until its
+    `groups_joined` is `count`, the largest of the new group's ranks.
 
-    torch names the new group by its ranks and by that number. Where the ranks are in different
-    numbers of groups, they wait for each other under different names."""
+    torch names the new group by its ranks and by that number. Ranks with different numbers would
+    wait for each other under different names."""
     for _ in range(groups_joined(), count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
