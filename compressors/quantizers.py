@@ -108,15 +108,14 @@ class Quantizer(Compressor):
             if self._decode_at_once(out, payloads, scale, as_zeros):
                 return
             payloads = [payload.as_zeros(as_zeros) for payload in payloads]
-            first, *others = payloads or [None]
-            straight = first is not None and first.dtype == out.dtype == widened(out.dtype)
+            wide = [each for each in payloads[:1] if each.dtype == out.dtype == widened(out.dtype)]
             for start, stop in self._bounds(out, payloads):
                 block = out[start:stop]
-                if first is not None and straight:
-                    self._decode(first, start, block).mul_(scale)
-                else:
+                for payload in wide:
+                    self._decode(payload, start, block).mul_(scale)
+                if not wide:
                     block.zero_()
-                for payload in others if straight else payloads:
+                for payload in payloads[len(wide) :]:
                     self._add_block(block, payload, start, scale)
 
     def _decode_at_once(

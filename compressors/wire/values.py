@@ -251,7 +251,7 @@ def encode_sum(
     form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, decoded: Tensor | None = None
 ) -> tuple[Parts, Tensor | None]:
     """x += add in place (if given), then encode x. Returns the parts and, unless what they decode
-    to is wanted in `decoded`, `Payload.energies`."""
+    to is wanted in `decoded`, `Payload.energies`, if they are asked for."""
     x, add = x.detach(), None if add is None else add.detach()
     fused = None if decoded is not None else form.fused(x, add, spec.key, decode=False)
     if fused is not None:
@@ -277,9 +277,11 @@ def encode_sum(
             if decoded is not None:
                 decoded[start:stop] = sent
                 continue
+            if not spec.measured:
+                continue
             kept = norm(sent)  # before it is overwritten
             norms.append((norm(block), kept, norm(torch.sub(block, sent, out=sent))))
-    if decoded is not None:
+    if decoded is not None or not spec.measured:
         return parts, None
     total, kept, lost = map(sum_scalars, zip(*norms, strict=True)) if norms else (0.0, 0.0, 0.0)
     return parts, sum_of(total, kept, lost, x)
