@@ -293,7 +293,7 @@ class Compressor(ABC):
     masking: the smallest CF with momentum factor masking: the velocity of sent elements is set to
         zero; inf for never.
     rungs: other compressors, by the CFs at which they work in this one's place.
-    known_gains: gains of rungs that policies assume. Nothing is measured at rungs.
+    known_gains: gains of rungs that policies assume. Rungs are measured for the record only.
     sent_as_dense: a step with this compressor is a dense step that is summed in `sum_dtype`.
         Nothing is compressed, measured or fed back: rounding errors are in no rank's residual.
     """
