@@ -47,13 +47,15 @@ class Spec(NamedTuple):
     """A spec holds all that the size of a payload may depend on. It is the same on every rank.
 
     segments: lengths of the consecutive tensors in the flat tensor; (numel,) if they are compressed
-        as one. cf: the compression factor, 1 or more. dtype: of the flat tensor.
+        as one. cf: the compression factor, 1 or more. dtype: of the flat tensor. measured: the
+        energies of the payload are asked for; a quantizer on a host leaves them out otherwise.
     """
 
     segments: tuple[int, ...]
     cf: float = 1.0
     dtype: torch.dtype = torch.float32
     key: Key = NO_KEY
+    measured: bool = True
 
     @staticmethod
     def of(x: Tensor, cf: float = 1.0, key: Key = NO_KEY) -> Spec:
@@ -291,7 +293,7 @@ class Compressor(ABC):
     masking: the smallest CF with momentum factor masking: the velocity of sent elements is set to
         zero; inf for never.
     rungs: other compressors, by the CFs at which they work in this one's place.
-    known_gains: gains of rungs that policies assume. Nothing is measured at rungs.
+    known_gains: gains of rungs that policies assume. Rungs are measured for the record only.
     sent_as_dense: a step with this compressor is a dense step that is summed in `sum_dtype`.
         Nothing is compressed, measured or fed back: rounding errors are in no rank's residual.
     """

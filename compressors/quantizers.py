@@ -9,7 +9,7 @@ Those that send hardly more than the signs are in `compressors.signs`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -66,7 +66,7 @@ class Quantizer(Compressor):
         if self._decode_fused(out.detach(), [payload], scale, add=True):
             return
         out = out.detach()
-        for start, stop in blocks.block_bounds(out):
+        for start, stop in self._bounds(out, [payload]):
             self._add_block(out[start:stop], payload, start, scale)
 
     def nbytes(self, spec: Spec) -> int:
@@ -107,10 +107,16 @@ class Quantizer(Compressor):
             out = out.detach()
             if self._decode_at_once(out, payloads, scale, as_zeros):
                 return
-            for start, stop in blocks.block_bounds(out):
-                block = out[start:stop].zero_()
-                for payload in payloads:
-                    self._add_block(block, payload.as_zeros(as_zeros), start, scale)
+            payloads = [payload.as_zeros(as_zeros) for payload in payloads]
+            wide = [each for each in payloads[:1] if each.dtype == out.dtype == widened(out.dtype)]
+            for start, stop in self._bounds(out, payloads):
+                block = out[start:stop]
+                for payload in wide:
+                    self._decode(payload, start, block).mul_(scale)
+                if not wide:
+                    block.zero_()
+                for payload in payloads[len(wide) :]:
+                    self._add_block(block, payload, start, scale)
 
     def _decode_at_once(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag
@@ -133,11 +139,21 @@ class Quantizer(Compressor):
 
     def _add_block(self, out: Tensor, payload: Payload, start: int, scale: float) -> None:
         """out += scale * decoded, for a block of elements from `start` on."""
+        dtype = payload.spec.dtype
+        decoded = scratch("decoded", out.numel(), widened(dtype), out.device)
+        out.add_(self._decode(payload, start, decoded).to(dtype), alpha=scale)
+
+    def _decode(self, payload: Payload, start: int, out: Tensor) -> Tensor:
+        """The elements of `payload` from `start` on, a block of them, in `out`."""
         spec, form = payload.spec, self.form(payload.cf)
-        decoded = scratch("decoded", out.numel(), widened(spec.dtype), out.device)
         rows = len(payload.layouts) if isinstance(payload, base.RowsPayload) else 1
-        form.decode_from(payload.parts, spec.segments, start, decoded, spec.dtype, rows)
-        out.add_(decoded.to(spec.dtype), alpha=scale)
+        form.decode_from(payload.parts, spec.segments, start, out, spec.dtype, rows)
+        return out
+
+    def _bounds(self, out: Tensor, payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each block of `out` in which these payloads are decoded."""
+        sizes = [self.form(payload.cf).block for payload in payloads]
+        return blocks.block_bounds(out, max(sizes, default=blocks.CODE_BLOCK))
 
     def nearest(self, spec: Spec) -> float:
         return self._nearest(spec.cf)

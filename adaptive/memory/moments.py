@@ -26,6 +26,7 @@ from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, steps_as
 from adaptive.memory.muon import is_muon
 from compressors.kernels import kernels_for
+from compressors.kernels.blocks import scratch_like
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -110,7 +111,8 @@ def enlarge(update: Tensor, run: Run, part: slice, share: float, ranks: int) -> 
         fused.enlarge(update, mean, square, factor, constant, 1 / ranks, LEAST, run.ends)
         return
     noise = run.by_element(noise[0]), noise[1]
-    update.mul_(_mean_share(mean, square, noise, ranks).rsqrt_())
+    share_of_mean = _mean_share(mean, square, noise, ranks, scratch_like("share", square))
+    update.mul_(share_of_mean.rsqrt_())
 
 
 def fused_updates(
@@ -263,11 +265,14 @@ def _bias(beta: float, step: Tensor) -> Tensor:
     return (1 - beta**step).clamp(min=1 - beta)
 
 
-def _mean_share(mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> Tensor:
+def _mean_share(
+    mean: Tensor, square: Tensor, noise: Noise, ranks: int, out: Tensor | None = None
+) -> Tensor:
     """v of the mean gradient / v of this rank, in [1 / N, 1]: the signal's share, plus 1 / N of the
-    noise's share. Where v has overflown it is 1 / N."""
+    noise's share. Where v has overflown it is 1 / N. out: where it is written; None: a new tensor.
+    """
     factor, constant = _weights(noise, ranks)
-    share = torch.add(square, LEAST)
+    share = torch.add(square, LEAST, out=out)
     share = torch.div(mean, share, out=share).mul_(mean)
     return share.mul_(factor).add_(constant).clamp_(1 / ranks, 1.0)
 

@@ -181,7 +181,7 @@ class UpdateHandover(Handover):
             update, start = work[block.start : block.stop], before[block.start : block.stop]
             if is_tensor(decay_factor) or decay_factor != 1:
                 start.mul_(decay_factor)
-            torch.sub(start, block.joined(update), out=update)
+            block.subtract(start, update)
             if rate is not None:
                 update.mul_(rate)
             for run, part in zip(runs, inside, strict=True):

@@ -24,6 +24,10 @@ BLOCK = 2 * CACHE_BLOCK
 """Elements of a block on a host."""
 
 
+FEW = 8
+"""Views of a block that cost less as so many operations than as a copy of them all."""
+
+
 class Destination(NamedTuple):
     """Where a mean goes in the place of a flat tensor: `times` the mean is added to `out`."""
 
@@ -41,6 +45,15 @@ class Block(NamedTuple):
     def joined(self, out: Tensor) -> Tensor:
         """The values, in `out`."""
         return _join(self.values, out)
+
+    def subtract(self, start: Tensor, out: Tensor) -> None:
+        """out = start - values. Of a few large values none is copied first."""
+        if len(self.values) > FEW or self.values[0].dtype != out.dtype:
+            torch.sub(start, self.joined(out), out=out)
+            return
+        sizes = [*map(len, self.values)]
+        for a, b, c in zip(start.split(sizes), self.values, out.split(sizes), strict=True):
+            torch.sub(a, b, out=c)
 
 
 @dataclass(eq=False)

@@ -45,7 +45,8 @@ class Tally:
     own optimizers are sent. drift: the distance between ranks is measured. norms: the norms of the
     gain "raw" are measured. mean_cfs: the CFs at which means are measured. ranks: all ranks that
     decide alike. shards: shards of each replica of the model. rank: this one. energies: the
-    gradients' norm is measured in a dense step, too, that measures nothing else. known: by name,
+    gradients' norm is measured in a dense step, too, that measures nothing else, and what is kept
+    at a rung whose gain is assumed. known: by name,
     the numbers that the host knows. by_layer: the place of each layer, by name, whose energies at
     each of `cfs` are measured. measures: how many numbers of the policy's own.
     """

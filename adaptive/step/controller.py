@@ -198,6 +198,7 @@ class Controller(saved.Stateful):
         layers = requested.layers if plan.read_sum else ()
         measured = requested.layers if plan.by_layer else ()
         peers = requested.peers if shadow else None
+        recorded = self.step % RECORDED_EVERY == 0
         return Tally(
             cfs=self.cfs.measured,
             ladder=requested.ladder if shadow else (),
@@ -212,8 +213,8 @@ class Controller(saved.Stateful):
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
-            energies=shadow,
-            samples=shadow and (self._decides_by_samples or self.step % RECORDED_EVERY == 0),
+            energies=shadow and (not self._gain_assumed(plan) or recorded),
+            samples=shadow and (self._decides_by_samples or recorded),
             device=self.device,
             known=known,
         )
@@ -222,6 +223,12 @@ class Controller(saved.Stateful):
     def _decides_by_samples(self) -> bool:
         """The gain before error feedback, which is measured on samples, may move the policy."""
         return self.policy.gain == "gradient" and len(self.policy.candidates()) > 1
+
+    def _gain_assumed(self, plan: Plan) -> bool:
+        """No decision needs what a step with this plan would measure: it is at a rung. (Signal gain
+        needs the norm of gradients at every CF.)"""
+        assumed = plan.send in self.sizes.granularity.compressor.known_gains
+        return assumed and self.policy.gain != "signal"
 
     def take_steps(self, local_steps: int) -> None:
         """Exchange after every `local_steps` steps from now on, until the policy plans another

@@ -307,12 +307,24 @@ def _payload(
         return Payload((a,), unit.spec.at(1.0))
     if unit.all_skipped or nonfinite is True:
         sent = compressor.compress(target, unit.spec)
+    elif not _measures(step, unit):
+        sent = compressor.compress(target, unit.spec._replace(measured=False), addend)
+        unknown = torch.full((1, 3), nan, dtype=torch.float64, device=target.device)
+        step.tally.add_levels(unknown, unknown)
     else:
         levels = compress_levels(unit, target, addend)
         record_levels(unit, levels, bucket.work, step.tally, times=strategy.node_shards)
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)
+
+
+def _measures(step: Step, unit: Unit) -> bool:
+    """Whether this step measures what compression keeps of a unit. At a rung whose gain is assumed
+    that is for the record only."""
+    tally, assumed = step.tally, unit.base.known_gains
+    alone = unit.levels == (unit.cf,) and unit.cf in assumed
+    return not alone or tally.energies or bool(tally.by_layer)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:

@@ -21,6 +21,7 @@ from torch import Tensor
 from compressors.base import Key, Spec
 from compressors.kernels import kernels_for, squared_norms
 from compressors.kernels.blocks import (
+    CACHE_BLOCK,
     CODE_BLOCK,
     Array,
     Coding,
@@ -155,6 +156,9 @@ class BlockFormat(ValueFormat):
     shared: int = 0
     codes_rows: bool = False
     """It codes tensors of equal length at once (`Cut.rows`) by torch's operations."""
+    block: int = CODE_BLOCK
+    """Elements of a block on the host: a multiple of CODE_BLOCK, unless each element is a byte or
+    more by itself, and nothing is random."""
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces | None:
         """The pieces that have numbers in the `shared` parts."""
@@ -197,7 +201,7 @@ class BlockFormat(ValueFormat):
 
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
         out = uninitialized(count, widened(dtype), parts[0].device)
-        for start, stop in block_bounds(out):
+        for start, stop in block_bounds(out, self.block):
             self.decode_from(parts, (count,), start, out[start:stop], dtype)
         return out.to(dtype)
 
@@ -228,7 +232,7 @@ class BlockFormat(ValueFormat):
         count: int,
         dtype: torch.dtype,
     ) -> tuple[Parts, Cut]:
-        """The slices of `parts` for `count` elements from `start` (a multiple of CODE_BLOCK) on."""
+        """The slices of `parts` for `count` elements from `start` (a multiple of `block`) on."""
         sizes = zip(
             parts[self.shared :],
             self.block_layout(start, dtype),
@@ -247,7 +251,7 @@ def encode_sum(
     form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, decoded: Tensor | None = None
 ) -> tuple[Parts, Tensor | None]:
     """x += add in place (if given), then encode x. Returns the parts and, unless what they decode
-    to is wanted in `decoded`, `Payload.energies`."""
+    to is wanted in `decoded`, `Payload.energies`, if they are asked for."""
     x, add = x.detach(), None if add is None else add.detach()
     fused = None if decoded is not None else form.fused(x, add, spec.key, decode=False)
     if fused is not None:
@@ -259,13 +263,13 @@ def encode_sum(
         of = form.pieces_of(spec.segments) if x.numel() else None
         if of is not None:
             sums = torch.zeros(3, len(of), dtype=torch.float64, device=x.device)
-            for start, stop in block_bounds(x):
+            for start, stop in block_bounds(x, form.block):
                 block = x[start:stop] if add is None else x[start:stop].add_(add[start:stop])
                 form.look_at(block.to(widened(x.dtype)), cut := of.within(start, stop), sums)
             lengths = torch.from_numpy(of.lengths).to(x.device, non_blocking=True)
             form.share(sums, lengths, parts[: form.shared])
             add = None
-        for start, stop in block_bounds(x) if x.numel() else ():
+        for start, stop in block_bounds(x, form.block) if x.numel() else ():
             block = x[start:stop] if add is None else x[start:stop].add_(add[start:stop])
             block = block.to(widened(x.dtype))
             slices, cut = form._slices(parts, spec.segments, start, stop - start, x.dtype)
@@ -273,9 +277,11 @@ def encode_sum(
             if decoded is not None:
                 decoded[start:stop] = sent
                 continue
+            if not spec.measured:
+                continue
             kept = norm(sent)  # before it is overwritten
             norms.append((norm(block), kept, norm(torch.sub(block, sent, out=sent))))
-    if decoded is not None:
+    if decoded is not None or not spec.measured:
         return parts, None
     total, kept, lost = map(sum_scalars, zip(*norms, strict=True)) if norms else (0.0, 0.0, 0.0)
     return parts, sum_of(total, kept, lost, x)
@@ -356,6 +362,7 @@ class Half(BlockFormat):
 
     coding = Coding("floats")
     codes_rows = fuses = True
+    block = CACHE_BLOCK
 
     def __init__(self, name: str, half: torch.dtype, headroom: float = 1.0) -> None:
         self.name, self.half = name, half
@@ -407,6 +414,8 @@ class Levels(BlockFormat):
             raise ValueError(f"norm must be one of max, l2; got {norm!r}")
         self.name, self.bits, self.bucket, self.norm, self.seed = name, bits, bucket, norm, seed
         self.levels = 2 ** (bits - 1) - 1
+        if bits == 8 and seed is None:
+            self.block = max(CACHE_BLOCK, bucket)
         self.coding = Coding("levels", bits, bucket)
         self.fuses = norm == "max" and bucket <= _FUSED_BUCKET
         self._steps = self.levels if seed is None else self.levels / WIDER  # in the largest value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves
 
-from adaptive import AdaptiveCompressor, Ladder, LinkSpec, LocalSteps, MemoryTimeline, Network
+from adaptive import (
+    AdaptiveCompressor,
+    Fixed,
+    Ladder,
+    LinkSpec,
+    LocalSteps,
+    MemoryTimeline,
+    Network,
+)
 from adaptive.model.chunks import DEVICE_CHUNK
 from adaptive.sync import every_step
 from compressors.kernels import blocks
@@ -96,6 +105,30 @@ def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> No
         dense = found["promised"][1.0]
         assert found["promised"][2.0] == pytest.approx(dense / 2, rel=0.01)
         assert found["promised"][4.0] == pytest.approx(dense / 4, rel=0.03)
+
+
+def _for_the_record(rank: int) -> list[tuple[float, list[int], list[int]]]:
+    """For each CF, the steps that have measured what is kept, and those that have measured the
+    gradients' norm."""
+    found = []
+    for cf in (2.0, 4.0, 20.0):
+        timeline, model = MemoryTimeline(), DDP(small_net(torch.float32))
+        ladder = Ladder({c: name for c, name in ((2, "bf16"), (4, "int8")) if c == cf}, "topk")
+        compressor = AdaptiveCompressor(ladder, policy=Fixed(cf), timeline=timeline)
+        compressor.attach(model)
+        for step in range(12):
+            loss_of(model, step, rank).backward()
+        compressor.flush()
+        reports = [record.report for record in timeline.steps]
+        kept = [r.step for r in reports if r.measurements and isfinite(r.measurements[cf].total)]
+        found.append((cf, kept, [r.step for r in reports if isfinite(r.grad_norm)]))
+    return found
+
+
+def test_at_a_rung_whose_gain_is_assumed_one_step_in_ten_is_measured() -> None:
+    every, few = list(range(12)), [0, 10]
+    expected = [(2.0, [], few), (4.0, few, every), (20.0, every, every)]
+    assert run_ranks(2, _for_the_record)[0] == expected  # who writes the timeline
 
 
 def _in_bfloat16(rank: int) -> dict[str, Any]:

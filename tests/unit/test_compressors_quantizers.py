@@ -339,6 +339,19 @@ def test_several_blocks(quantizer):
 
 
 @every_setting
+def test_energies_that_nobody_asks_for_change_nothing_else(quantizer, cf):
+    spec = Spec.of(normal(CODE_BLOCK + 519), cf, KEY)
+    memories = [normal(CODE_BLOCK + 519, seed=1) for _ in range(2)]
+    payloads = [
+        quantizer.compress(memory, spec._replace(measured=asked), normal(CODE_BLOCK + 519))
+        for memory, asked in zip(memories, (True, False), strict=True)
+    ]
+    assert [payload.energies is None for payload in payloads] == [False, True]
+    assert torch.equal(*memories)
+    assert all(map(torch.equal, payloads[0].parts, payloads[1].parts))
+
+
+@every_setting
 @pytest.mark.parametrize("numel", [1, 1003, CODE_BLOCK + 519])
 @dtypes
 def test_a_device_does_what_the_host_does(quantizer, cf, numel, dtype):
