@@ -51,7 +51,8 @@ class _Run:
         joint = self.joint
         for part in self.parts:
             own = part.parameter
-            own.filled, own.started, own.lag = joint.filled, joint.started, joint.lag
+            own.has_residual, own.started = joint.has_residual, joint.started
+            own.momentum_share = joint.momentum_share
 
 
 class BucketMemory:

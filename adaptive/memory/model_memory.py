@@ -19,7 +19,7 @@ from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
 from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, SGDHandover
-from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
+from adaptive.memory.shorter_momentum import MomentumShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameters
 from adaptive.model.state import check_like, flat_tensors
@@ -40,10 +40,10 @@ class MemoryChoice:
         self.options = options
         self._base = base
         chosen = options if isinstance(options, Momentum) else Momentum()
-        self._lag = chosen.lag
-        if not base.at(inf).momentum_lag > 0:  # of a compressor of the user's own
+        self._share = chosen.share
+        if not base.at(inf).momentum_factor > 0:  # of a compressor of the user's own
             raise ValueError(
-                f"the compressor's momentum_lag={base.at(inf).momentum_lag!r}: must be > 0"
+                f"the compressor's momentum_factor={base.at(inf).momentum_factor!r}: must be > 0"
             )
         self._masking = float(base.masking)  # the smallest CF
         if isinstance(chosen.masking, bool):
@@ -87,8 +87,7 @@ class MemoryChoice:
             return Residual(maybe_unused)
         plain = len(optimizers) == 1 and is_sgd(optimizer)
         if self.takes_updates(optimizers):
-            lag = self._update_lag_at
-            by_updates = UpdateHandover(optimizers, parameters, ranks, lag)
+            by_updates = UpdateHandover(optimizers, parameters, ranks, self._update_share_at)
             return UpdateMemory(maybe_unused, by_updates)
         if self.kind == "updates":
             raise ValueError(
@@ -99,7 +98,7 @@ class MemoryChoice:
         momenta = {group.get("momentum", 0) for o in optimizers for group in o.param_groups}
         if plain and momenta - {0} and isinstance(optimizer, SGD):
             handover = SGDHandover(optimizer, parameters)
-            return MomentumMemory(handover, self._masking, self.lag_at, maybe_unused)
+            return MomentumMemory(handover, self._masking, self.share_at, maybe_unused)
         if self.kind == "auto":
             return Residual(maybe_unused)
         raise ValueError(
@@ -114,19 +113,19 @@ class MemoryChoice:
         plain = len(optimizers) == 1 and is_sgd(next(iter(optimizers)))
         return by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain))
 
-    def lag_at(self, cf: float) -> float:
-        """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""
-        return 1.0 if self._keeps_most(cf) else self._lag_of_base(cf)
+    def share_at(self, cf: float) -> float:
+        """The momentum share in a step at `cf`: 1 where next to nothing stays in the residual."""
+        return 1.0 if self._keeps_most(cf) else self._share_of_base(cf)
 
     def _keeps_most(self, cf: float) -> bool:
         return cf <= self._base.at(cf).keeps_most_to
 
-    def _lag_of_base(self, cf: float) -> float:
-        if self._lag is not None:
-            return self._lag
-        return min(1.0, self._base.at(cf).momentum_lag / cf ** (1 / 3))
+    def _share_of_base(self, cf: float) -> float:
+        if self._share is not None:
+            return self._share
+        return min(1.0, self._base.at(cf).momentum_factor / cf ** (1 / 3))
 
-    def _update_lag_at(self, cf: float) -> float:
+    def _update_share_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/research/defaults.md)."""
         if self._keeps_most(cf):
@@ -187,13 +186,13 @@ class ModelMemory:
             self.now.name = Residual.name
 
     def fall_back(self) -> None:
-        """Plain error feedback from the next step on, and the optimizer's own momentum, with less
-        of its lag."""
+        """Plain error feedback from the next step on, and the optimizer's own momentum, of
+        which a share only."""
         self._gave_up = True
         before = self.now.handover
         self.release()
         if isinstance(before, SGDHandover) and not before.other_optimizer:
-            by = ShorterMomentum(before.optimizer, self._choice.lag_at, self._parameters)
+            by = ShorterMomentum(before.optimizer, self._choice.share_at, self._parameters)
             self.now = Residual(self._parameters.maybe_unused, by)
 
     def falls_back_to(self, kind: Any) -> bool:
@@ -273,9 +272,9 @@ class ModelMemory:
         self.now.forget([*self._parameters.values()])
         owed = self.now.rule.owed if isinstance(self.now, RuledMemory) else True
         for parameter in self._parameters.values():
-            parameter.velocity, parameter.lag = None, 1.0
+            parameter.velocity, parameter.momentum_share = None, 1.0
             parameter.started = parameter.stepped = False
-            parameter.filled = parameter.filled and owed
+            parameter.has_residual = parameter.has_residual and owed
         plain = Residual if self.now.keeps else NoMemory
         self.now = plain(self._parameters.maybe_unused)
 
@@ -285,12 +284,12 @@ class ModelMemory:
         if is_host(self._parameters.device) or self._parameters.maybe_unused():
             return
         for parameter in self._parameters.values():
-            parameter.filled = False
+            parameter.has_residual = False
 
     def discard(self) -> None:
         self.now.forget([*self._parameters.values()])
         for parameter in self._parameters.values():
-            parameter.filled = parameter.started = False
+            parameter.has_residual = parameter.started = False
             parameter.velocity = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,7 +302,7 @@ class ModelMemory:
         """ValueError unless it is a state of the memory of this name, of these parameters."""
         flat = flat_tensors(self._parameters.values())
         keeps = {each.name: each.keeps for each in (self.now, *KINDS)}[kind]
-        plain = {"lag": float, "to_full_lag": float, "stepped": bool}
+        plain = {"momentum_share": float, "to_full_momentum": float, "stepped": bool}
         like = {name: {**dict.fromkeys(keeps, each), **plain} for name, each in flat.items()}
         for name, kept in state.items():
             residual = kept.get("residual") if isinstance(kept, Mapping) else None
@@ -315,7 +314,9 @@ class ModelMemory:
         for name, kept in state.items():
             lost = sorted({*of_rule} - kept.keys())
             require(not lost or len(lost) == len(of_rule), f"{name!r} has lost {', '.join(lost)}")
-            whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
+            whole = (
+                ("velocity" in kept) == ("to_full_momentum" in kept) <= ("momentum_share" in kept)
+            )
             require(bool(kept) and whole, f"the memory of {name!r} has lost something")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -332,7 +333,7 @@ class ModelMemory:
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
         shortened = isinstance(self.now.handover, ShorterMomentum) or self.falls_back_to(kind)
         if shortened and kind == Residual.name and state:
-            of = LagShare
+            of = MomentumShare
         if of is None:
             check_like("moments", state, {})
         else:

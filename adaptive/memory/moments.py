@@ -154,8 +154,8 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
-    """The pending momentum of a run with full lag, the updates that later steps would still make of
-    it: beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
+    """The pending momentum of a run with momentum share 1, the updates that later steps would still
+    make of it: beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
 
     share: see `noise_of`. share_of_square: v is multiplied by this number (flat, or 1)."""
     beta1 = run.group["betas"][0]
@@ -165,7 +165,7 @@ def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
 
 def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> None:
     """Set the first moment so that its pending momentum is `waiting` (flat, overwritten) with this
-    share of its lag, above 0: the inverse of `undelivered`."""
+    momentum share, above 0: the inverse of `undelivered`."""
     beta1 = run.group["betas"][0]
     scale = _bias(_decay_of_mean(beta1, share), run.step) * (1 - beta1) / beta1 / share
     run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(run.by_element(scale)))
@@ -213,10 +213,10 @@ def decay_of_square(group: Group) -> float:
 
 
 @lru_cache(maxsize=64)
-def with_lag(beta1: float, share: float) -> float:
-    """The decay b of a first moment with a share of the lag: b / (1 - b) is `share` times
+def decay_with_share(beta1: float, share: float) -> float:
+    """The decay b of a first moment with a momentum share: b / (1 - b) is `share` times
     beta1 / (1 - beta1)."""
-    return MomentumRule(beta1).with_lag(share).momentum if share else 0.0
+    return MomentumRule(beta1).with_share(share).momentum if share else 0.0
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def noise_of(run: Run, share: float) -> Noise:
     about noise: then all counts as signal.
 
     scale: a number, or one for each parameter (flat) if a device counts steps. share: the share of
-    its lag that momentum had in the steps, in [0, 1]."""
+    the steps, in [0, 1]."""
     beta1, beta2 = _decay_of_mean(run.group["betas"][0], share), run.group["betas"][1]
     if beta1 == 0:
         return 0.0, -1.0
@@ -253,9 +253,9 @@ def _noise(beta1: float, beta2: float, step: Tensor) -> Noise:
 
 
 def _decay_of_mean(beta1: float, share: float) -> float:
-    """The decay of the first moment while momentum has a share of its lag. With share 0 it is
+    """The decay of the first moment with a momentum share. With share 0 it is
     beta1, by which `own_moments.average` updates the first moment after such a step."""
-    return with_lag(beta1, share) if share else beta1
+    return decay_with_share(beta1, share) if share else beta1
 
 
 def _bias(beta: float, step: Tensor) -> Tensor:

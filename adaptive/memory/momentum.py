@@ -29,7 +29,7 @@ class MomentumMemory(Residual):
     """A velocity and its residual for each parameter.
 
     handover: in the place of an SGD, whose momentum settings are the velocities'. masking: see
-    `NoMemory`. lag: share of the momentum's lag in a compressed step at a CF, in (0, 1].
+    `NoMemory`. share_at: (CF) -> the momentum share in a compressed step, in (0, 1].
     """
 
     name = "momentum"
@@ -39,18 +39,18 @@ class MomentumMemory(Residual):
         self,
         handover: SGDHandover,
         masking: float,
-        lag: Callable[[float], float],
+        share_at: Callable[[float], float],
         maybe_unused: Callable[[], bool],
     ) -> None:
         super().__init__(maybe_unused, handover)
         self._of = handover
         self.masking = masking
-        self._lag = cache(lag)
+        self._share_at = cache(share_at)
 
     def open(
         self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
     ) -> Tensor | None:
-        velocity, rule = self._move(parameter, grad, self._lag(cf), nonfinite)
+        velocity, rule = self._move(parameter, grad, self._share_at(cf), nonfinite)
         if velocity is None:
             return super().open(parameter, grad, cf)
         residual = parameter.open_residual()
@@ -87,20 +87,26 @@ class MomentumMemory(Residual):
 
     def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
         begun = (parameter.started, parameter.stepped, self._of.has_buffer(parameter))
-        return (*super().update_key(parameter), *begun, parameter.lag, self._of.rule(parameter))
+        return (
+            *super().update_key(parameter),
+            *begun,
+            parameter.momentum_share,
+            self._of.rule(parameter),
+        )
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
-        rule, lag = self._of.rule(parameter), self._lag(cf)
+        rule, share = self._of.rule(parameter), self._share_at(cf)
         if not rule.momentum:
             return None
-        return rule.with_lag(lag), rule.change_of_lag(parameter.lag, lag)
+        return rule.with_share(share), rule.velocity_scale(parameter.momentum_share, share)
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         state = super().state_dict(parameter)
         if parameter.started and parameter.velocity is not None:
-            full = self._of.rule(parameter).change_of_lag(parameter.lag, 1.0)
-            state |= {"velocity": parameter.velocity.clone(), "lag": parameter.lag}
-            state["to_full_lag"] = full  # for `adaptive.reshard_states`
+            share = parameter.momentum_share
+            state |= {"velocity": parameter.velocity.clone(), "momentum_share": share}
+            # For `adaptive.reshard_states`.
+            state["to_full_momentum"] = self._of.rule(parameter).velocity_scale(share, 1.0)
         return {**state, "stepped": True} if parameter.stepped else state
 
     def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
@@ -108,12 +114,12 @@ class MomentumMemory(Residual):
         saved = state.get("velocity")
         parameter.started = saved is not None
         parameter.stepped = bool(state.get("stepped", False))
-        parameter.velocity, parameter.lag = None, state.get("lag", 1.0)
+        parameter.velocity, parameter.momentum_share = None, state.get("momentum_share", 1.0)
         if saved is not None:
             parameter.velocity = parameter.zeros().copy_(saved)
 
     def _move(
-        self, parameter: ModelParameter, grad: Tensor, lag: float, nonfinite: Flag
+        self, parameter: ModelParameter, grad: Tensor, share: float, nonfinite: Flag
     ) -> tuple[Tensor | None, MomentumRule]:
         """The velocity after a step, if there is momentum, and the rule by which it has moved."""
         full = self._of.rule(parameter)
@@ -124,17 +130,12 @@ class MomentumMemory(Residual):
             return None, full
         if parameter.velocity is None:
             parameter.velocity = parameter.zeros()
-        _change_lag(parameter, full, lag)
-        rule = full.with_lag(lag)
+        scale = full.velocity_scale(parameter.momentum_share, share)
+        if scale != 1:
+            parameter.velocity.mul_(scale)
+        parameter.momentum_share = share
+        rule = full.with_share(share)
         scale_if(nonfinite ^ True, parameter.velocity, rule.momentum)
         parameter.velocity.add_(grad, alpha=rule.rate(first))
         parameter.started = True
         return parameter.velocity, rule
-
-
-def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> None:
-    """From now on the velocity moves with this share of the momentum's lag."""
-    factor = rule.change_of_lag(parameter.lag, lag)
-    if parameter.velocity is not None and factor != 1:
-        parameter.velocity.mul_(factor)
-    parameter.lag = lag

@@ -48,7 +48,7 @@ class OptimizerSync:
         agree_on_states(states, exchange)
         for parameter, state in states.items():
             self._keep(parameter.tensor, state)
-        if any(exchange.gather_objects(any(parameter.filled for _, parameter in ours))):
+        if any(exchange.gather_objects(any(parameter.has_residual for _, parameter in ours))):
             for chunk in self._of.chunks:
                 self._take(chunk, exchange)
 
@@ -87,11 +87,11 @@ class OptimizerSync:
     def _take(self, chunk: Chunk, exchange: Exchange) -> None:
         waiting = chunk.buffer("work")
         for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
-            if parameter.filled and parameter.residual is not None:
-                piece.copy_(parameter.residual)
+            if parameter.unsent is not None:
+                piece.copy_(parameter.unsent)
             else:
                 piece.zero_()
-            parameter.filled = False
+            parameter.has_residual = False
         mean = exchange.total(waiting.div_(exchange.world_size)).wait().clone()
         means = zip(chunk.parameters, chunk.split(mean), strict=True)
         self.undelivered |= {parameter.tensor: piece for parameter, piece in means}

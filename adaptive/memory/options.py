@@ -65,23 +65,24 @@ class Momentum:
     """Momentum correction (DGC: Lin and others 2018, section 3), for torch's SGD with momentum,
     handed over: velocities are accumulated and sent in the gradients' place.
 
-    lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while gradients are
-        compressed (docs/research/defaults.md). 1 is DGC's rule; None: the compressor's own.
+    share: the momentum share while gradients are compressed, in (0, 1]: a gradient's mean delay in
+        the velocity is this share of m / (1 - m) steps (docs/research/defaults.md). 1 is DGC's
+        rule; None: the compressor's own.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others).
     clip_norm: see `Residual`.
 
     ValueError or TypeError for a value that is not accepted."""
 
-    lag: float | None = None
+    share: float | None = None
     masking: bool | float | None = None
     clip_norm: float | None = None
     kind: ClassVar[str] = "momentum"
     dtype: ClassVar[torch.dtype] = torch.float32
 
     def __post_init__(self) -> None:
-        if self.lag is not None:
-            checks.fraction("lag", self.lag)
+        if self.share is not None:
+            checks.fraction("share", self.share)
         if self.masking is not None and not isinstance(self.masking, bool):
             checks.real("masking", self.masking, least=1)
         _check_clip_norm(self.clip_norm)

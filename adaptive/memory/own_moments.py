@@ -1,7 +1,7 @@
 """The moments of this rank's optimizers, from one dense step to the next.
 
-While updates are exchanged, moments are those of local gradients. Momentum then has a share of its
-lag, and the residual has the rest. Before a dense step they become moments of the mean gradient."""
+While updates are exchanged, moments are those of local gradients, and the momentum share is below
+1: the residual has the rest. Before a dense step they become moments of the mean gradient."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from adaptive.memory.flat_moments import FlatMoments
 from adaptive.memory.moments import (
     Run,
+    decay_with_share,
     deliver,
     is_adaptive,
     mean_share,
     scale_second_moments,
     undelivered,
-    with_lag,
 )
 from adaptive.memory.owners import Owners
 from adaptive.model.chunks import Chunk
@@ -34,16 +34,16 @@ class MomentState(saved.Stateful):
 
     ranks_differ: ranks have different moments, and residuals may hold updates. local_squares:
     second moments are those of local gradients, with all of their noise. residuals_hold_gradients:
-    residuals hold gradients, not updates, if they are not empty. had_full_lag: momentum had its
-    full lag in some step. share: the share of its lag that momentum had in the last step, in
-    [0, 1]. muon_steps: steps of Muon. uninspected: some optimizer has not been inspected yet
-    (inspection.py). gradients_only: some optimizer cannot step with local gradients, so that all
-    steps exchange gradients."""
+    residuals hold gradients, not updates, if they are not empty. had_full_momentum: the momentum
+    share was 1 in some step. share: the momentum share of the last step, in [0, 1]. muon_steps:
+    steps of Muon. uninspected: some optimizer has not been inspected yet (inspection.py).
+    gradients_only: some optimizer cannot step with local gradients, so that all steps exchange
+    gradients."""
 
     ranks_differ: bool = saved.saved(False)
     local_squares: bool = saved.saved(False)
     residuals_hold_gradients: bool = saved.saved(False)
-    had_full_lag: bool = saved.saved(False)
+    had_full_momentum: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
     uninspected: bool = saved.saved(False)
@@ -82,12 +82,12 @@ class OwnMoments:
             self._flats = {**kept, chunk: FlatMoments(chunk)}
         return self._flats[chunk]
 
-    # -- momentum's share of its lag --
+    # -- the momentum share --
 
     def settings_with_share(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """Parameter groups for a step in which momentum has its share of the lag; None: `groups`.
+        """Parameter groups for a step with the present momentum share; None: `groups`.
         With share 0 first moments are copied first, since they tell the share of noise."""
         if self.state.share == 1 or not is_adaptive(optimizer):
             return None
@@ -101,7 +101,7 @@ class OwnMoments:
             if not ours or not beta1:
                 changed.append(group)
                 continue
-            betas = (with_lag(beta1, self.state.share), *beta2)
+            betas = (decay_with_share(beta1, self.state.share), *beta2)
             changed.append({**group, "params": ours, "betas": betas})
             others = [p for p in group["params"] if p not in self._of]
             changed += [{**group, "params": others}] if others else []
@@ -130,7 +130,7 @@ class OwnMoments:
         self.old_means = {}
 
     def begin_own_steps(self, share: float) -> None:
-        """From now on moments are of local gradients, and momentum has this share of its lag."""
+        """From now on moments are of local gradients, and this is the momentum share."""
         self.state.ranks_differ = True
         if not self.state.local_squares:
             self.state.local_squares = True
@@ -143,7 +143,7 @@ class OwnMoments:
 
     def before_sync(self) -> None:
         """Before an optimizer-state sync: second moments are scaled to those of the mean gradient.
-        Momentum gets its full lag, and takes over the residuals."""
+        The momentum share is 1, and momentum takes over the residuals."""
         were_own, self.state.local_squares = self.state.local_squares, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
@@ -160,10 +160,10 @@ class OwnMoments:
 
         Adam's bias correction makes its first steps as large as later ones, and the pending
         momentum comes on top. A run that started without momentum gets this pending momentum when
-        momentum first has its full lag. Otherwise it would stay behind a dense run by that much."""
+        momentum share first is 1. Otherwise it would stay behind a dense run by that much."""
         before, self.state.share = self.state.share, share
-        first = not self.state.had_full_lag
-        self.state.had_full_lag = not first or share == 1
+        first = not self.state.had_full_momentum
+        self.state.had_full_momentum = not first or share == 1
         if before == share and not syncs:
             return
         for chunk in self._of.chunks:
@@ -180,9 +180,9 @@ class OwnMoments:
                 had = 1.0 if first and share == 1 else before
                 waiting = undelivered(run, before, of_mean).mul_(had)
                 for parameter, piece in chunk.within(waiting, run.start):
-                    if parameter.filled and parameter.residual is not None:
-                        piece.add_(parameter.residual)
-                    parameter.filled = False
+                    if parameter.unsent is not None:
+                        piece.add_(parameter.unsent)
+                    parameter.has_residual = False
                 deliver(run, waiting, share, of_mean)
 
 

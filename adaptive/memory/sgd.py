@@ -81,11 +81,12 @@ class SGDHandover(Handover):
         if self.rests or self._dense.count <= RESTING or self._parameters.maybe_unused():
             return
         # On all ranks or on none, after so many dense steps without a bad one.
-        if any(parameter.filled for parameter in parameters):
+        if any(parameter.has_residual for parameter in parameters):
             return
         self._add_to_buffers(exchange)
         for parameter in parameters:
-            parameter.velocity, parameter.started, parameter.lag = None, False, 1.0
+            parameter.velocity, parameter.started = None, False
+            parameter.momentum_share = 1.0
         self._dense.rests = True
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
@@ -146,10 +147,10 @@ class SGDHandover(Handover):
             if exchange is None and parameter.started and parameter.velocity is not None:
                 rule = self.rule(parameter)
                 ahead = rule.momentum / (1 - rule.momentum) if rule.momentum < 1 else 0.0
-                ahead = ahead * rule.change_of_lag(parameter.lag, 1.0) * rule.sent_share
+                ahead = ahead * rule.velocity_scale(parameter.momentum_share, 1.0) * rule.sent_share
                 parameter.open_residual().add_(parameter.velocity, alpha=ahead)
-            if parameter.filled and parameter.residual is not None:
-                parameter.residual.mul_(1 / self._gradient_to_velocity(parameter))
+            if parameter.unsent is not None:
+                parameter.unsent.mul_(1 / self._gradient_to_velocity(parameter))
 
     def state_dict(self) -> dict[str, Any]:
         return self._dense.state_dict()
@@ -168,8 +169,9 @@ class SGDHandover(Handover):
         """Add the ranks' mean velocities to SGD's own. Collectives."""
         for chunk in chunks(self._parameters.values()):
             velocities = [p.zeros() if p.velocity is None else p.velocity for p in chunk]
-            shares = [self.rule(p).change_of_lag(p.lag, 1.0) / exchange.world_size for p in chunk]
-            own = torch.cat(torch._foreach_mul(velocities, shares))
+            scales = [self.rule(p).velocity_scale(p.momentum_share, 1.0) for p in chunk]
+            weights = [scale / exchange.world_size for scale in scales]
+            own = torch.cat(torch._foreach_mul(velocities, weights))
             started = torch.tensor([float(p.started) for p in chunk], dtype=own.dtype)
             started = started.to(own.device, non_blocking=True)
             total = exchange.total(torch.cat([own, started])).wait()

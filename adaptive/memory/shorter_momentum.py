@@ -24,8 +24,8 @@ from policies.state import Stateful, require, saved
 
 
 @dataclass(eq=False)
-class LagShare(Stateful):
-    """The share of its momentum's lag that the optimizer's buffers are at."""
+class MomentumShare(Stateful):
+    """The momentum share with which the optimizer's buffers have moved."""
 
     share: float = saved(1.0)
 
@@ -34,20 +34,20 @@ class LagShare(Stateful):
 
 
 class ShorterMomentum(Handover):
-    """Steps of an SGD with a share of its momentum's lag. One that a script makes anew takes the
+    """Steps of an SGD with a momentum share. One that a script makes anew takes the
     first one's place.
 
-    lag: the share in a compressed step at a CF, in (0, 1]. In a dense step it is 1. What a buffer
-    has yet to deliver stays when the share changes."""
+    share_at: (CF) -> the momentum share in a compressed step, in (0, 1]. In a dense step it is 1.
+    The pending momentum stays when the share changes."""
 
     def __init__(
-        self, optimizer: Optimizer, lag: Callable[[float], float], parameters: ModelParameters
+        self, optimizer: Optimizer, share_at: Callable[[float], float], parameters: ModelParameters
     ) -> None:
-        self._optimizer, self._lag, self._parameters = optimizer, lag, parameters
-        self._now, self._wanted = LagShare(), 1.0
+        self._optimizer, self._share_at, self._parameters = optimizer, share_at, parameters
+        self._now, self._wanted = MomentumShare(), 1.0
 
     def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
-        self._wanted = 1.0 if cf is None else self._lag(cf)
+        self._wanted = 1.0 if cf is None else self._share_at(cf)
 
     def before_step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]]
@@ -55,14 +55,14 @@ class ShorterMomentum(Handover):
         if optimizer is not self._optimizer:
             if not steps_as(optimizer, SGD) or not _tensors(optimizer) & _tensors(self._optimizer):
                 return None
-            self._optimizer, self._now = optimizer, LagShare()  # made anew, with new buffers
+            self._optimizer, self._now = optimizer, MomentumShare()  # made anew, with new buffers
         self._move_to(self._wanted, groups)
         if self._now.share == 1:
             return None
         return [changed for group in groups for changed in self._with_share(group)]
 
     def _with_share(self, group: Group) -> list[dict[str, Any]]:
-        rule = MomentumRule.of(group).with_lag(self._now.share)
+        rule = MomentumRule.of(group).with_share(self._now.share)
         shorter = {"momentum": rule.momentum, "lr": group["lr"] * rule.gain}
         return with_settings([group], shorter, lambda _: True, self._parameters)
 
@@ -74,12 +74,12 @@ class ShorterMomentum(Handover):
             return
         for group in groups:
             rule = MomentumRule.of(group)
-            gains = rule.with_lag(before).gain / rule.with_lag(share).gain
+            gains = rule.with_share(before).gain / rule.with_share(share).gain
             ours = (p for p in group["params"] if p in self._parameters)
             found = [self._optimizer.state.get(p, {}).get("momentum_buffer") for p in ours]
             buffers = [local(buffer) for buffer in found if buffer is not None]
             if buffers:
-                torch._foreach_mul_(buffers, gains * rule.change_of_lag(before, share))
+                torch._foreach_mul_(buffers, gains * rule.velocity_scale(before, share))
 
     def hand_back(self, exchange: Exchange | None) -> None:
         self._move_to(1.0, self._optimizer.param_groups)
@@ -89,7 +89,7 @@ class ShorterMomentum(Handover):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The optimizer's state is loaded by the script."""
-        self._now = LagShare()
+        self._now = MomentumShare()
         if state:
             self._now.load_state_dict(state)
 

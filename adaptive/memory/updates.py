@@ -8,7 +8,7 @@ its second moment grows with T^2, and the optimizer divides the burst away
 user's own optimizer steps with it. A compressed step, with `lr` the present learning rate:
 
 1. Before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
-   ranks. For this step momentum has a share of its lag only. (`lr` of Muon: see muon.py.)
+   ranks. For this step the momentum share is below 1. (`lr` of Muon: see muon.py.)
 2. After `optimizer.step()`: the update d = (b - parameters) / lr is enlarged by the noise in this
    rank's second moment (moments.py; for Muon in its momentum, muon.py). The residual r += d; the
    largest elements c of r are sent; r -= c.
@@ -21,10 +21,10 @@ compressed with error feedback, which trains as well as a dense step (docs/resea
 The residual then holds gradients. It is added to the local gradient of the next step that exchanges
 updates.
 
-Momentum delays updates, and so does a residual. To avoid delaying them twice, momentum keeps only a
-share of its lag in compressed steps, and the rest of the pending momentum goes to the residual.
-When the CF falls, momentum gets its full lag back and takes over the residual: it applies in some
-ten steps what would disturb the model if applied in one.
+Momentum delays updates, and so does a residual. To avoid delaying them twice, the momentum share is
+below 1 in compressed steps, and the rest of the pending momentum goes to the residual. When the CF
+falls, the momentum share is 1 again, and momentum takes over the residual: it applies in some ten
+steps what would disturb the model if applied in one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UpdateMemory(Residual):
 class UpdateHandover(Handover):
     """Makes updates of the local optimizer steps, and applies the ranks' mean update.
 
-    ranks: world size. lag: (CF) -> the share of its lag that momentum keeps, in [0, 1].
+    ranks: world size. share_at: (CF) -> the momentum share, in [0, 1].
     steps: the optimizer steps of this rank. always_updates: every compressed step exchanges
     updates. This is so if some optimizer has no first moment: when gradients are exchanged, the
     first moment takes over the updates in the residual.
@@ -96,17 +96,17 @@ class UpdateHandover(Handover):
         optimizers: Sequence[Optimizer],
         parameters: ModelParameters,
         ranks: int,
-        lag: Callable[[float], float],
+        share_at: Callable[[float], float],
     ) -> None:
         self.always_updates = not all(is_adaptive(of) and _has_mean(of) for of in optimizers)
         self._parameters = parameters
         self._ranks = ranks
-        self._lag = cache(lag)
+        self._share_at = cache(share_at)
         self._of = Owners(parameters, optimizers)
         self.steps = OptimizerSteps(self._of)
         self._moments = OwnMoments(self._of, ranks)
         stepped = any(optimizer.state for optimizer in optimizers)
-        self._moments.state.ranks_differ = self._moments.state.had_full_lag = stepped
+        self._moments.state.ranks_differ = self._moments.state.had_full_momentum = stepped
         self._targets: dict[Chunk, Tensor] = {}  # the new parameters, once means are decoded
         self._read: list[Tensor | None] = []  # kept alive while the hook's stream reads them
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
@@ -125,9 +125,9 @@ class UpdateHandover(Handover):
 
     def exchanges_updates(self, cf: float) -> bool:
         """Whether a step compressed at `cf` exchanges updates; False: gradients. Gradients are
-        exchanged at a CF that loses so little that momentum keeps all of its lag. The same on all
+        exchanged at a CF that loses so little that the momentum share is 1. The same on all
         ranks."""
-        updates = self.always_updates or self._lag(cf) < 1
+        updates = self.always_updates or self._share_at(cf) < 1
         return updates and not self._moments.state.gradients_only
 
     @property
@@ -148,8 +148,8 @@ class UpdateHandover(Handover):
         self._enlargements.clear()
         if self.residuals_hold_gradients:  # of parameters without a gradient now: dropped
             for parameter in self._parameters.values():
-                parameter.filled = False
-        self._begin_own_steps(self._lag(cf))
+                parameter.has_residual = False
+        self._begin_own_steps(self._share_at(cf))
 
     @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
@@ -272,9 +272,9 @@ class UpdateHandover(Handover):
         of the local gradients (None: 1). If a script drops these gradients, the residuals are lost.
         """
         for parameter, grad in zip(parameters, grads, strict=True):
-            if parameter.filled and parameter.residual is not None:
-                grad.add_(parameter.residual if scale is None else parameter.residual * scale)
-            parameter.filled = False
+            if parameter.unsent is not None:
+                grad.add_(parameter.unsent if scale is None else parameter.unsent * scale)
+            parameter.has_residual = False
 
     # -- around an optimizer's step --
 
@@ -318,8 +318,8 @@ class UpdateHandover(Handover):
         they move the parameters as far as before."""
         for parameter, old in before.items():
             new = self.learning_rate(parameter)
-            if parameter.filled and parameter.residual is not None and not same_number(old, new):
-                parameter.residual.mul_(old * inverse(new))
+            if parameter.unsent is not None and not same_number(old, new):
+                parameter.unsent.mul_(old * inverse(new))
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> bool:
@@ -385,7 +385,7 @@ class UpdateHandover(Handover):
         if state.ranks_differ:
             self._moments.before_sync()
             self._sync.agree(exchange)
-        state.ranks_differ, state.had_full_lag = False, True
+        state.ranks_differ, state.had_full_momentum = False, True
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """The unit of a parameter's updates. Some optimizer must step the parameter."""
@@ -393,7 +393,8 @@ class UpdateHandover(Handover):
         return rate_of(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
 
     def begin_local_steps(self) -> None:
-        """Before several local steps: momentum gets its full lag, and takes over the residuals."""
+        """Before several local steps: the momentum share is 1, and momentum takes over the
+        residuals."""
         self.steps.was_exchanged = False
         self._of.relearn()
         self._begin_own_steps(1.0)
@@ -454,7 +455,7 @@ class UpdateHandover(Handover):
         they are in other units and no step has used them."""
         if self._sync.undelivered and self.residuals_hold_gradients:
             for parameter in self._parameters.values():
-                parameter.filled = False
+                parameter.has_residual = False
         if self._sync.put_back():
             state = self._moments.state
             state.ranks_differ, state.residuals_hold_gradients = True, False

@@ -42,8 +42,8 @@ def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
     rank with a parameter that is not finite gets the mean of the others."""
     for p in parameters:
         own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
-        if p.filled and p.residual is not None:
-            own -= p.residual
+        if p.unsent is not None:
+            own -= p.unsent
         p.tensor.copy_(_mean(own, exchange).view_as(p.tensor))
     exchange.take_traffic()  # no step's
 

@@ -143,9 +143,9 @@ class AutoStepsSync(OwnStepSync):
         for chunk in anchor.chunks:
             rest = chunk.buffer("here").zero_()
             for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
-                if p.filled and p.residual is not None:
-                    piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
-                p.filled = False
+                if p.unsent is not None:
+                    piece.copy_(p.unsent).mul_(self.handover.learning_rate(p))
+                p.has_residual = False
             anchor.set_parameters(chunk, rest)
         return anchor
 

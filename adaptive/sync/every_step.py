@@ -232,7 +232,7 @@ class EveryStepSync(Synchroniser):
     def start_over(self) -> bool:
         self._stood = None
         kept = self.averager.parameters.values()
-        waits = any(each.filled or each.velocity is not None for each in kept)
+        waits = any(each.has_residual or each.velocity is not None for each in kept)
         self.averager.memory.discard()
         self.averager.requested.follow(self.averager.memory.now)
         return waits

@@ -168,7 +168,7 @@ class LocalStepsSync(Synchroniser):
         optimizers = list(self._optimizers)
         unite_moments(parameters, optimizers, exchange)
         for p in parameters:
-            p.filled = False
+            p.has_residual = False
         self._anchor.start_here()
         return optimizers
 

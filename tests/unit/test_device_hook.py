@@ -274,7 +274,7 @@ def test_no_value_is_read_where_sgd_gets_its_momentum_back() -> None:
     for _ in range(RESTING + 1):
         hook.run()
         for parameter in hook.parameters:
-            parameter.filled = False  # as the ranks agree, steps later
+            parameter.has_residual = False  # as the ranks agree, steps later
         handover.begin_step(hook.exchange, None)
     assert isinstance(handover, SGDHandover)
     assert handover.rests
