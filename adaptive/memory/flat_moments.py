@@ -150,7 +150,7 @@ class FlatMoments:
             return
         if holder is not None and holder.get(name) is view:
             holder[name] = view.clone()
-        self._part(i, name).zero_()
+        self._slice(i, name).zero_()
 
     def _take(self, i: int, name: str, state: Any) -> None:
         """The optimizer keeps something else under this name, or nothing."""
@@ -169,13 +169,13 @@ class FlatMoments:
             flat = self.tensors[name]
         if flat.dtype != here.dtype or flat.device != here.device:
             return
-        parameter, part = self.chunk.parameters[i], self._part(i, name)
-        view = part if name == "step" else shaped(part, parameter.local.detach())
+        parameter, place = self.chunk.parameters[i], self._slice(i, name)
+        view = place if name == "step" else shaped(place, parameter.local.detach())
         view.copy_(here)
         views[name] = state[name] = view if name == "step" else like(view, parameter.tensor)
         self._holders[i][name] = state
 
-    def _part(self, i: int, name: str) -> Tensor:
+    def _slice(self, i: int, name: str) -> Tensor:
         """Of what is kept under a name."""
         if name == "step":
             assert self._steps is not None

@@ -95,13 +95,13 @@ def have_noise(state: Mapping[str, Any]) -> bool:
     return "exp_avg" in state and "exp_avg_sq" in state
 
 
-def enlarge(update: Tensor, run: Run, part: slice, share: float, ranks: int) -> None:
+def enlarge(update: Tensor, run: Run, elements: slice, share: float, ranks: int) -> None:
     """Enlarge an update (flat, in place) to what the second moment of the mean gradient would make:
     divide each element by sqrt(v of the mean gradient / v of this rank).
 
-    part: the elements of the run that belong to the update; on a device all. share: see `noise_of`.
-    """
-    mean, square = run.mean[part], run.square[part]
+    elements: the elements of the run that belong to the update; on a device all. share: see
+    `noise_of`."""
+    mean, square = run.mean[elements], run.square[elements]
     noise = noise_of(run, share)
     factor, constant = _weights(noise, ranks)
     tensors = [x for x in (update, mean, square, factor) if isinstance(x, Tensor)]
@@ -139,10 +139,10 @@ def fused_updates(
     read(update)
     squares = []
     for run in runs:
-        part = slice(run.start, run.stop)
-        old, weight = None if old_mean is None else old_mean[part], 1 - run.group["betas"][0]
+        elements = slice(run.start, run.stop)
+        old, weight = None if old_mean is None else old_mean[elements], 1 - run.group["betas"][0]
         limits = *_weights(noise_of(run, share), ranks), 1 / ranks, LEAST, run.ends
-        flats = before[part], update[part], run.mean, run.square, old
+        flats = before[elements], update[elements], run.mean, run.square, old
         squares.append(fused.take_step(*flats, decay_factor, rate, weight, *limits))
     return torch.cat(squares).sum() if len(squares) > 1 else squares[0].sum()
 

@@ -136,8 +136,8 @@ class OwnMoments:
             self.state.local_squares = True
             for run in self._all_runs():
                 # The second moment of the mean gradient holds 1 / N of the noise.
-                part = mean_share(run, self._ranks, self.state.share)
-                scale = part.mul_(-self._ranks).add_(1 + self._ranks)
+                of_mean = mean_share(run, self._ranks, self.state.share)
+                scale = of_mean.mul_(-self._ranks).add_(1 + self._ranks)
                 scale_second_moments(run.tensors, scale)
         self._change_share(share)
 
@@ -186,9 +186,9 @@ class OwnMoments:
                 deliver(run, waiting, share, of_mean)
 
 
-def average(run: Run, before: Tensor, part: slice) -> None:
-    """For the elements `part` of a run whose first moment holds a gradient: replace the gradient by
+def average(run: Run, before: Tensor, elements: slice) -> None:
+    """For some elements of a run whose first moment holds a gradient: replace the gradient by
     its average with `before` (the old first moments of the chunk, flat)."""
-    mean = run.mean[part]
-    old = before[run.start : run.stop][part].to(mean.dtype)
+    mean = run.mean[elements]
+    old = before[run.start : run.stop][elements].to(mean.dtype)
     torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)

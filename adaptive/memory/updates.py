@@ -176,17 +176,17 @@ class UpdateHandover(Handover):
         for block in blocks:
             inside = [run.inside(block.start, block.stop) for run in runs]
             if old_mean is not None:
-                for run, part in zip(runs, inside, strict=True):
-                    average(run, old_mean, part)
+                for run, elements in zip(runs, inside, strict=True):
+                    average(run, old_mean, elements)
             update, start = work[block.start : block.stop], before[block.start : block.stop]
             if is_tensor(decay_factor) or decay_factor != 1:
                 start.mul_(decay_factor)
             torch.sub(start, block.joined(update), out=update)
             if rate is not None:
                 update.mul_(rate)
-            for run, part in zip(runs, inside, strict=True):
-                if part.start < part.stop:
-                    enlarge(work[run.start : run.stop][part], run, part, share, self._ranks)
+            for run, elements in zip(runs, inside, strict=True):
+                if elements.start < elements.stop:
+                    enlarge(work[run.start : run.stop][elements], run, elements, share, self._ranks)
             energies.append(squared_norm(update))
         if rate is None:
             multiply(work, chunk, [inverse(lr) for lr, _ in rates])

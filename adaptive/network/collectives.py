@@ -1,7 +1,7 @@
-"""The collectives of the gradient exchange: asynchronous, and their bytes counted.
+"""The collectives of the gradient exchange. They are asynchronous, and count their bytes.
 
-Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
-future's callback (callbacks run in an order that differs between ranks).
+A collective may only be issued in the body of a hook call, since DDP calls the hook in the same
+order on all ranks. Callbacks of futures run in an order that differs between ranks.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ T = TypeVar("T")
 
 @atexit.register
 def _let_threads_finish() -> None:
-    """A thread of the process group that is still in Python when the interpreter is taken down
-    aborts the process (torch 2.13, plain DDP too): give them the moment that they need."""
+    """Wait a moment at exit. A thread of the process group that still runs Python code when the
+    interpreter shuts down aborts the process (torch 2.13, plain DDP too)."""
     time.sleep(0.05)
 
 
 @dataclass
 class Traffic:
-    """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
-    algorithms), how many of these are statistics, which do not grow with the model, and elements
-    of gradients sent, indices not counted. down: of the bytes on the wire those that bring means
-    back, which a server would send in the ranks' stead. inside: bytes that a rank sent inside its
-    node, where it is one of several (`two_level.py`); they are not among those on the wire. hops:
-    messages that had to wait for one another, but for statistics; those of several buckets count
-    one by one. buckets: that were exchanged. by_others: some collectives were issued by others."""
+    """The traffic of one rank, counted since the last step.
+
+    payload: bytes handed to collectives. wire: bytes that the rank put on the wire, by ring
+    algorithms. statistics: the bytes of `wire` that are statistics, which do not grow with the
+    model. floats: elements of gradients sent, without indices. down: the bytes of `wire` that bring
+    means back, which a parameter server would send. inside: with two levels, bytes sent inside the
+    node, which are no part of `wire`. hops: messages that wait for one another, without those of
+    statistics, added up over buckets. buckets: number of buckets exchanged. by_others: some
+    collectives were issued by another library."""
 
     payload: int = 0
     wire: float = 0.0
@@ -55,21 +57,21 @@ class Traffic:
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
-    """Bytes a rank sends to all-gather `payload` bytes among `world_size` ranks."""
+    """Bytes that one rank sends to all-gather `payload` bytes among `world_size` ranks."""
     return payload * (world_size - 1)
 
 
 def reduce_wire_bytes(payload: float, world_size: int) -> float:
-    """Bytes a rank sends to all-reduce `payload` bytes among `world_size` ranks."""
+    """Bytes that one rank sends to all-reduce `payload` bytes among `world_size` ranks."""
     return payload * 2 * (world_size - 1) / world_size
 
 
 @dataclass
 class PendingSum:
-    """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
-    of the process group when the interpreter exits, which aborts the process.
+    """A sum of small tensors over all ranks, under way. It has no callback, because a callback that
+    still runs when the interpreter exits aborts the process.
 
-    copies: the number of ranks with the same tensor, which counts once."""
+    copies: number of ranks of a node. These have the same tensor, which counts once."""
 
     tensor: Tensor
     group: dist.ProcessGroup
@@ -79,12 +81,12 @@ class PendingSum:
     _copied: torch.Event | None = None
 
     def start(self) -> dist.Work:
-        """Begin; every rank must do so at the same place among its collectives."""
+        """Issue the collective, if that has not been done. A collective."""
         self.work = self.work or dist.all_reduce(self.tensor, group=self.group, async_op=True)
         return self.work
 
     def wait(self) -> Tensor:
-        """The sum over all ranks; on a device it is the stream that waits, not the host."""
+        """The sum. On a device the stream waits for it, not the host."""
         self.start().wait()
         if self.copies > 1:
             self.tensor.div_(self.copies)
@@ -92,7 +94,8 @@ class PendingSum:
         return self.tensor
 
     def fetch(self) -> None:
-        """Let a device copy the sum to the host once it is there, while the host goes on."""
+        """On a device: let the device copy the sum to the host when it is there. The host goes
+        on."""
         if self.tensor.device.type == "cpu" or self._copied is not None:
             return
         self._copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
@@ -101,7 +104,7 @@ class PendingSum:
         self._copied.record()
 
     def read(self) -> Tensor:
-        """The sum over all ranks, on the host."""
+        """The sum, on the host, which waits for it."""
         self.fetch()
         if self._copy is None or self._copied is None:
             return self.wait()
@@ -110,7 +113,7 @@ class PendingSum:
 
 
 class RunsRounds(Protocol):
-    """What runs an exchange of several collectives: the pipeline."""
+    """Runs an exchange of several collectives: the `Pipeline`, which stands on this file."""
 
     def run(
         self,
@@ -124,12 +127,15 @@ class RunsRounds(Protocol):
 
 
 class Exchange:
-    """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
+    """The asynchronous collectives of one process group. They count their bytes, and may run on an
+    emulated link.
 
-    everyone: all ranks that decide alike, whose statistics are summed; None: those of the group.
-    Where a model is sharded they are more: the group then has the ranks that hold the same shard.
-    distinct: the ranks with states of their own. replicas: the ranks with the same parameters.
-    first: this rank logs and writes for all.
+    everyone: the ranks that decide alike, whose statistics are summed; None: those of the group. In
+    a sharded model the group has the ranks with the same shard, and `everyone` all ranks.
+    world_size, rank: number of ranks in the group, and this rank among them. ranks, place: the same
+    in `everyone`. first: this rank logs and writes for all ranks. distinct: the ranks whose saved
+    states differ. replicas: the ranks with the same parameters.
+    invalid: flags of `count_invalid` that nobody has taken yet.
     """
 
     def __init__(
@@ -148,12 +154,12 @@ class Exchange:
         self.distinct, self.replicas = self.everyone, group
         self._link = link
         self._traffic = Traffic()
-        self.invalid: deque[Tensor] = deque()  # of `count_invalid`, to be drained
+        self.invalid: deque[Tensor] = deque()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
-        """Sum `tensor` over the ranks, in place."""
-        self._round_the_ring(2)  # other shards of a model may not be empty
-        if tensor.numel() == 0:  # on every rank, since sizes agree
+        """A future of the sum of `tensor` over the group, in place."""
+        self._round_the_ring(2)  # also if empty: hops must be the same for all shards of a model
+        if tensor.numel() == 0:  # on all ranks of the group
             nothing = new_future(tensor.device)
             nothing.set_result(tensor)
             return nothing
@@ -166,31 +172,33 @@ class Exchange:
     def receiver_for(
         self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]
     ) -> Any:
-        """The object that gets the replica's buckets and passes them on to the session. calls: the
+        """The object that gets the replica's buckets, and passes them on to the session. calls: the
         context of a hook call, see `Averager.replica_calls`."""
         return session
 
     def adapt(self, strategy: Any, divisible: bool) -> Any:
-        """The strategy, adapted to these collectives. divisible: units may be cut anywhere."""
+        """The strategy, adapted to these collectives. divisible: units may be cut at any
+        element."""
         return strategy
 
     def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
-        """The same in a hook's body, in as many collectives as it takes."""
+        """The same as `all_reduce`, in as many collectives as needed. Only in the body of a hook
+        call."""
         return self.all_reduce(tensor)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
-        """The same anywhere, in one collective."""
+        """The same as `all_reduce`, in one collective. Also outside of hook calls."""
         return self.all_reduce(tensor)
 
     def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
-        """The mean over the ranks as DDP itself makes it, also of sparse gradients, where the
-        process group can sum these (gloo gathers their indices and values). Not counted."""
+        """A future of the ranks' mean, made as DDP makes it without a hook. Sparse gradients need a
+        process group that can sum them (gloo gathers their indices and values). Not counted."""
         work = dist.all_reduce(gradients.div_(self.world_size), group=self.group, async_op=True)
         return future_of(work, self.group, gradients).then(lambda future: future.value()[0])
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
-        """A sum of a small `tensor` over everyone, in place, for somebody to start and read. An
-        emulated link does not hold it back."""
+        """The sum of a small `tensor` over everyone, in place: the caller starts and reads it. It
+        counts as statistics. An emulated link does not delay it."""
         wire = reduce_wire_bytes(tensor.nbytes, self.ranks)
         self._traffic.payload += tensor.nbytes
         self._traffic.wire += wire
@@ -199,22 +207,22 @@ class Exchange:
         return PendingSum(tensor, self.everyone)
 
     def gather_objects(self, own: T) -> list[T]:
-        """Of each rank of the group, in order. Waits for them."""
+        """The object of each rank of the group, in order. Waits for all of them."""
         found = [own] * self.world_size
         dist.all_gather_object(found, own, group=self.group)
         return found
 
     def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
-        """Whether the flag is set on any rank of everyone: a tensor of one element, above 0 if so.
-        Counted as statistics, which an emulated link does not hold back."""
+        """A future of one element, above 0 if the flag is set on some rank of everyone. It counts
+        as statistics. An emulated link does not delay it."""
         tensor = torch.as_tensor(flag, device=device).to(torch.float32).reshape(1)
         self.sum_later(tensor)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         return future_of(work, self.everyone, tensor).then(lambda future: after(future, tensor))
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
-        """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
-        rank's payload is of the mean, not of its own gradients."""
+        """A future of the payloads of all ranks, (world size, n). payload: uint8 (n,). means: each
+        payload is of a mean, not of the rank's own gradients."""
         n, size = self.world_size, payload.numel()
         out = uninitialized(n * size, payload.dtype, payload.device)
         work = all_gather_single(out, payload, self.group)
@@ -224,8 +232,8 @@ class Exchange:
         return self._receive(work, size, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
-        """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
-        1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
+        """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] bytes to
+        rank 1, and so on. A future of the bytes received, (world size, sizes[rank])."""
         n, size = self.world_size, sizes[self.rank]
         out = uninitialized(n * size, payload.dtype, payload.device)
         work = dist.all_to_all_single(
@@ -236,12 +244,12 @@ class Exchange:
         return self._receive(work, payload.nbytes, wire, out.view(n, size))
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
-        """Send `payload` (uint8, n elements) to rank `to`, and receive as much (n,) from rank
+        """Send `payload` (uint8, n elements) to rank `to`. A future of the payload (n,) of rank
         `source`. Every rank must be the `to` of one rank and the `source` of another."""
         return self._pass(payload, to, source, payload.numel())
 
     def _pass(self, own: Tensor, to: int, source: int, nbytes: int) -> Future[Tensor]:
-        """nbytes: of all that the node sends."""
+        """As `pass_on`. own: what this rank sends of the node's `nbytes` bytes."""
         out = uninitialized(own.numel(), own.dtype, own.device)
         ranks = range(self.world_size)
         received, sent = ([own.numel() * (i == at) for i in ranks] for at in (source, to))
@@ -252,20 +260,20 @@ class Exchange:
     def to_neighbours(
         self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int]
     ) -> Arriving:
-        """Send `payload` (uint8, n elements) to each of the `receivers`, and receive as much from
-        each of the `sources` (ranks of the group). Every rank must be in as many of the lists of
-        others as it says, in the same order of calls."""
+        """Send `payload` (uint8, n elements) to each of the `receivers`, and receive a payload of n
+        bytes from each of the `sources` (ranks of the group). If rank a has b among its receivers,
+        b must have a among its sources in the same call."""
         rows = uninitialized(len(sources) * payload.numel(), payload.dtype, payload.device)
         rows = rows.view(len(sources), payload.numel())
         calls: list[tuple[Any, Tensor, int]] = [
             *((dist.irecv, row, rank) for row, rank in zip(rows.unbind(), sources, strict=True)),
             *((dist.isend, payload, rank) for rank in receivers),
         ]
-        # By the ranks of the default group, in all versions of torch.
+        # All versions of torch take ranks of the default group here.
         each = [(*call, dist.get_global_rank(self.group, rank)) for *call, rank in calls]
         if is_host(payload.device) or not each:
             works = [call(tensor, rank, self.group) for call, tensor, rank in each]
-        else:  # NCCL's would wait for one another
+        else:  # with NCCL separate calls would wait for one another
             batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
             works = dist.batch_isend_irecv(batch)
         nbytes = payload.numel() * len(receivers)
@@ -278,9 +286,9 @@ class Exchange:
         return arriving
 
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
-        """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
-        it back as the link would. done: theirs, as any future of this group's."""
-        done = known_there(done, self.group, tensor.device)
+        """Count an all-reduce of `tensor`, compressed by `cf`, that another library has issued on
+        this group, and delay it by the emulated link. done: the future of the all-reduce."""
+        done = future_with_device(done, self.group, tensor.device)
         self._traffic.by_others = True
         self.count_floats(tensor.numel() / cf)
         nbytes = round(torch.float32.itemsize * tensor.numel() / cf)
@@ -290,54 +298,56 @@ class Exchange:
         return self._hold(done, nbytes, wire, tensor.device)
 
     def count_floats(self, floats: float) -> None:
-        """So many elements of gradients are sent, of one bucket."""
+        """Count the elements sent for one bucket."""
         self._traffic.floats += floats
         self._traffic.buckets += 1
 
     def count_invalid(self, flag: Flag) -> None:
-        """Something that has arrived on a device cannot have been sent. The host raises at once."""
+        """Keep a flag of a device: it is set if bytes have arrived that no compressor can have
+        made. (On the host decoding raises an error at once.)"""
         if isinstance(flag, Tensor):
             self.invalid.append(flag)
 
     @property
     def sent(self) -> float:
-        """Bytes on the wire since the last `take_traffic`, but for statistics."""
+        """Bytes on the wire since the last `take_traffic`, without statistics."""
         return self._traffic.wire - self._traffic.statistics
 
     @property
     def shards(self) -> int:
-        """In how many parts each replica of the model is; 1 if it is not sharded."""
+        """Number of shards of each replica of the model; 1 if it is not sharded."""
         return self.ranks // self.world_size
 
     def take_traffic(self) -> Traffic:
-        """What was counted so far; counting starts again from zero."""
+        """The traffic counted since the last call. Counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 
     def _round_the_ring(self, times: int = 1) -> None:
-        """A collective whose messages go from rank to rank."""
+        """Count the hops of `times` rounds from rank to rank."""
         self._traffic.hops += times * (self.world_size - 1)
 
     def _hold(
         self, done: Future[Tensor], nbytes: int, wire: float, device: torch.device
     ) -> Future[Tensor]:
-        """Count what was sent; `done`, no sooner than an emulated link has carried it."""
+        """Count the bytes. Returns `done`, delayed by the emulated link if there is one."""
         self._traffic.payload += nbytes
         self._traffic.wire += wire
         return self._link.hold(done, wire, device) if self._link else done
 
     def _receive(self, work: dist.Work, nbytes: int, wire: float, rows: Tensor) -> Future[Tensor]:
-        """A future of the `rows` that a collective fills; fails if that has failed, instead of
-        handing on a buffer that nothing was received in."""
+        """A future of `rows`, which a collective fills. It fails if the collective has failed."""
         done = future_of(work, self.group, rows).then(lambda future: after(future, rows))
         return self._hold(done, nbytes, wire, rows.device)
 
 
 @dataclass(eq=False)
 class Arriving:
-    """What neighbours have sent, there or under way (a point-to-point exchange has no future with
-    gloo). payload: this rank's own, to be left alone until then. held: when an emulated link lets
-    it through."""
+    """The messages of neighbours, perhaps under way. (With gloo point-to-point messages have no
+    future.)
+
+    payload: this rank's message, which must not change until all have arrived. held: a future of
+    the messages, delayed by the emulated link; None without one."""
 
     works: Sequence[dist.Work]
     payload: Tensor
@@ -345,34 +355,38 @@ class Arriving:
     held: Future[Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """Called once: as the emulated link does, or nobody."""
+        """Wait for all messages: (sources, bytes). To be called once, by the emulated link if there
+        is one."""
         for work in self.works:
             work.wait()
         return self.rows
 
     def payloads(self) -> Tensor:
-        """(sources, bytes), once all are there."""
+        """Wait for all messages, and for the emulated link: (sources, bytes)."""
         return self.wait() if self.held is None else self.held.wait()
 
 
 def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather every rank's `own`, one after the other. (torch renamed all_gather_into_tensor, which
-    warns since; older versions have only that.)"""
+    """Gather every rank's `own` to `out`, one after the other. (New versions of torch call this
+    all_gather_single, and warn of the old name.)"""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, own, group=group, async_op=True)
 
 
 def future_of(work: dist.Work, group: dist.ProcessGroup, tensor: Tensor) -> Future[Any]:
-    """The future of a collective of the group, on this tensor: the one place where it is taken.
+    """The future of a collective of the group on this tensor. All futures of collectives are taken
+    here.
 
-    gloo's futures know no device. Only one stream waits until gloo has copied what has arrived to a
-    GPU: the default stream, on a thread of gloo's. So there a future that knows the device is
-    completed on that stream. Whatever waits for it, or follows it, is then behind the copy."""
-    return known_there(work.get_future(), group, tensor.device)
+    gloo's futures know no device. On a GPU, gloo copies the result to the device behind one stream,
+    the default stream of a thread of gloo. So the future returned here knows the device, and is
+    completed on that stream. Work that waits for the future then comes after the copy."""
+    return future_with_device(work.get_future(), group, tensor.device)
 
 
-def known_there(future: Future[Any], group: dist.ProcessGroup, device: torch.device) -> Future[Any]:
-    """A future of collectives of the group that knows the device, on which what they bring lies."""
+def future_with_device(
+    future: Future[Any], group: dist.ProcessGroup, device: torch.device
+) -> Future[Any]:
+    """A future like `future`, of a collective of the group, that knows the device of its result."""
     if device.type != "cuda" or not _is_gloo(group, device):
         return future
     done: Future[Any] = new_future(device)
@@ -381,7 +395,7 @@ def known_there(future: Future[Any], group: dist.ProcessGroup, device: torch.dev
         try:
             with torch.cuda.stream(torch.cuda.default_stream(device)):
                 done.set_result(arrived.value())
-        except Exception as error:  # whoever waits for the collective must see it, whatever it is
+        except Exception as error:  # the waiter must see every error
             done.set_exception(error)
 
     future.add_done_callback(complete)
@@ -389,37 +403,37 @@ def known_there(future: Future[Any], group: dist.ProcessGroup, device: torch.dev
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo carries the group's tensors on the device."""
+    """Whether gloo exchanges the group's tensors on this device."""
     try:
         return bool(group._get_backend(device).name() == "gloo")
-    except RuntimeError:  # a group written in Python has none of torch's
+    except RuntimeError:  # a process group written in Python has no backend of torch's
         return False
 
 
 def after(future: Future[Any], tensor: Tensor) -> Tensor:
-    """The tensor that a collective has filled; raises what went wrong with it. (Process groups
-    differ in what they take for the collective's value.)"""
+    """The tensor that a collective has filled; raises the error of a collective that has failed.
+    (The value of the future itself differs between process groups.)"""
     future.value()
     return tensor
 
 
 def groups_joined() -> int:
-    """How many process groups this rank is in."""
+    """Number of process groups that this rank is in."""
     return len(distributed_c10d._world.pg_names)
 
 
 def join_groups(count: int) -> None:
-    """Before `new_group(use_local_synchronization=True)`: be in `count` groups, as many as that of
-    its ranks that is in most.
+    """Join process groups of this rank alone, until the rank is in `count` groups. To be called
+    before `new_group(use_local_synchronization=True)`, with the largest number of its ranks.
 
-    torch names the new group by its ranks and by that number. Where the ranks are in different
-    numbers of groups, they wait for each other under different names."""
+    torch names the new group by its ranks and by that number. If ranks are in different numbers of
+    groups, they wait for each other under different names."""
     for _ in range(groups_joined(), count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def drain(queue: deque[T]) -> list[T]:
-    """All that threads have put into the queue so far."""
+    """Take all items out of a queue that other threads may be adding to."""
     taken = []
     with suppress(IndexError):
         while True:

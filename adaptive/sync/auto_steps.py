@@ -90,7 +90,7 @@ class AutoStepsSync(OwnStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if self._steps > 1:
             with self.averager.noting_failure():
-                self._part().land(self._backwards)
+                self._open_anchor().land(self._backwards)
         return super().before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -107,7 +107,7 @@ class AutoStepsSync(OwnStepSync):
         averager.check_whole()
         with averager.noting_failure():
             self._open, self._backwards = False, 0
-            anchor = self._part()
+            anchor = self._open_anchor()
             anchor.land()
         entered = controller.stopwatch.timestamps()
         with averager.replica_calls(waits=True):
@@ -117,7 +117,7 @@ class AutoStepsSync(OwnStepSync):
         controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         if controller.local_steps == 1:
             with averager.noting_failure():
-                self._meet(anchor)
+                self._close_anchor(anchor)
 
     def _send(self, anchor: Anchor) -> None:
         """Begin to exchange how far each rank has come from the anchor."""
@@ -131,7 +131,7 @@ class AutoStepsSync(OwnStepSync):
     # -- rounds of several steps --
 
     @torch.no_grad()
-    def _part(self) -> Anchor:
+    def _open_anchor(self) -> Anchor:
         """In a round of several steps, from its first step on: the anchor is where all ranks stand,
         and the residual moves this rank's own parameters."""
         self.handover.begin_local_steps()
@@ -150,7 +150,7 @@ class AutoStepsSync(OwnStepSync):
         return anchor
 
     @torch.no_grad()
-    def _meet(self, anchor: Anchor) -> None:
+    def _close_anchor(self, anchor: Anchor) -> None:
         """A round of one step follows: all ranks stand at the anchor, and what was not sent waits
         as updates."""
         anchor.land()
@@ -197,7 +197,7 @@ class AutoStepsSync(OwnStepSync):
         up for. From here on all ranks have an anchor, or none."""
         self.make_up()
         if self._backwards:
-            self._part()
+            self._open_anchor()
         if self._anchor is not None:
             self._anchor.land()
         return self._anchor
@@ -227,10 +227,10 @@ class AutoStepsSync(OwnStepSync):
 
     def _state_dict(self) -> dict[str, Any]:
         """By parameter name, between steps; what is under way is waited for."""
-        apart: dict[str, Any] = {"anchors": {}, "moving": {}, "flights": {}}
+        kept: dict[str, Any] = {"anchors": {}, "moving": {}, "flights": {}}
         if self._anchor is not None:
-            apart = self._anchor.state_dict(self._backwards)
-        return {"backwards": self._backwards, **apart}
+            kept = self._anchor.state_dict(self._backwards)
+        return {"backwards": self._backwards, **kept}
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """ValueError unless it is a state of rounds of these parameters."""

@@ -34,9 +34,9 @@ class Synchroniser:
         raise NotImplementedError
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        """Called after the last `reduce` of a backward. last: the future that this `reduce` has
-        returned. Returns the future that replaces `last`. If gradients of some rank are not finite,
-        and `p.grad` would not show it on all ranks, its gradients are set to NaN."""
+        """Called after the last `reduce` of a backward. last: a future of some gradients of this
+        backward, as autograd gets them. Returns the future that takes its place. If some rank's
+        gradients are not finite, these gradients become NaN on all ranks."""
         raise NotImplementedError
 
     # -- a step --
