@@ -32,10 +32,9 @@ class FlatMoments:
         self.chunk = chunk
         self.tensors: dict[str, Tensor] = {}
         self._ends = [0, *accumulate(chunk.sizes)]
-        # Of each parameter, what the optimizer keeps as we have made it, by name.
-        self._views: list[dict[str, Tensor]] = [{} for _ in chunk.sizes]
-        self._holders: list[dict[str, Any]] = [{} for _ in chunk.sizes]  # the states they are in
-        self._lengths = [0] * len(chunk.sizes)  # of the states that were taken in
+        self._views: list[dict[str, Tensor]] = []  # for each parameter, by name
+        self._seen: list[dict[str, Tensor]] = []  # the same, and tensors that are left out
+        self._lengths: list[int] = []  # of the states that were taken in
         self._left_out = False
         self._steps: Tensor | None = None
         self._runs: list[Run] = []
@@ -95,92 +94,56 @@ class FlatMoments:
 
     def left_out(self, owners: Sequence[Owner]) -> bool:
         """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
-        device is not that of the others."""
+        device is not that of the first parameter's."""
         self._take_in(owners)
         return self._left_out
 
     def _take_in(self, owners: Sequence[Owner]) -> None:
-        """Make views of what optimizers keep, where they are not there already."""
+        """Let `tensors` hold what the optimizers keep, and the optimizers keep views of them. All
+        of it is made anew if an optimizer keeps another tensor than when it was made last."""
         optimizer, adaptive = None, False
         states: list[dict[str, Any]] = []
         for (of, _), parameter in zip(owners, self.chunk.parameters, strict=True):
             if of is not optimizer:
                 optimizer, adaptive = of, is_adaptive(of)
             states.append(of.state.get(parameter.tensor, {}) if adaptive else {})
-        if not self._left_out and [*map(len, states)] == self._lengths and self._hold(states):
+        if [*map(len, states)] == self._lengths and self._were_seen(states):
             return
-        self._runs_for = ()
+        self.tensors, self._steps, self._left_out, self._runs_for = {}, None, False, ()
+        self._views, self._seen = [{} for _ in states], [{} for _ in states]
         for i, state in enumerate(states):
-            if i == 0:
-                self._check_kinds(state)
             for name in MOMENTS:
-                if state.get(name) is not self._views[i].get(name):
+                if isinstance(state.get(name), Tensor):
                     self._take(i, name, state)
         self._lengths = [*map(len, states)]
-        taken = zip(states, self._views, strict=True)
-        self._left_out = any("exp_avg" in state and "exp_avg" not in own for state, own in taken)
 
-    def _hold(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """These states hold all of our views."""
-        for state, views in zip(states, self._views, strict=True):
-            for name, view in views.items():
-                if state.get(name) is not view:
+    def _were_seen(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """These states hold the tensors that they held when they were taken in."""
+        for state, seen in zip(states, self._seen, strict=True):
+            for name, tensor in seen.items():
+                if state.get(name) is not tensor:
                     return False
         return True
 
-    def _check_kinds(self, state: Mapping[str, Any]) -> None:
-        """Begin anew with what is of another precision, or on another device, than before."""
-        for name in MOMENTS:
-            flat = self._steps if name == "step" else self.tensors.get(name)
-            kept = state.get(name)
-            if flat is None or not isinstance(kept, Tensor):
-                continue
-            if (kept.dtype, kept.device) != (flat.dtype, flat.device):
-                for i in range(len(self._views)):
-                    self._let_go(i, name)
-                if name == "step":
-                    self._steps = None
-                else:
-                    del self.tensors[name]
-
-    def _let_go(self, i: int, name: str) -> None:
-        """What was kept under this name is no longer ours, but may still be an optimizer's."""
-        view, holder = self._views[i].pop(name, None), self._holders[i].pop(name, None)
-        if view is None:
-            return
-        if holder is not None and holder.get(name) is view:
-            holder[name] = view.clone()
-        self._slice(i, name).zero_()
-
-    def _take(self, i: int, name: str, state: Any) -> None:
-        """The optimizer keeps something else under this name, or nothing."""
-        views, kept = self._views[i], state.get(name)
-        here = local(kept).clone() if isinstance(kept, Tensor) else None
-        self._let_go(i, name)
-        if here is None:
-            return
+    def _take(self, i: int, name: str, state: dict[str, Any]) -> None:
+        """Replace the tensor of this name in the state of parameter i by a view of a flat one."""
+        here, parameter = local(state[name]), self.chunk.parameters[i]
         if name == "step":
             if self._steps is None:
                 self._steps = here.new_zeros(len(self._views))
-            flat = self._steps
+            flat, view = self._steps, self._steps[i]
         else:
             if name not in self.tensors:
                 self.tensors[name] = here.new_zeros(self.chunk.numel)
             flat = self.tensors[name]
-        if flat.dtype != here.dtype or flat.device != here.device:
-            return
-        parameter, place = self.chunk.parameters[i], self._slice(i, name)
-        view = place if name == "step" else shaped(place, parameter.local.detach())
-        view.copy_(here)
-        views[name] = state[name] = view if name == "step" else like(view, parameter.tensor)
-        self._holders[i][name] = state
-
-    def _slice(self, i: int, name: str) -> Tensor:
-        """Of what is kept under a name."""
-        if name == "step":
-            assert self._steps is not None
-            return self._steps[i]
-        return self.tensors[name][self._ends[i] : self._ends[i + 1]]
+            view = shaped(flat[self._ends[i] : self._ends[i + 1]], parameter.local.detach())
+        if (flat.dtype, flat.device) == (here.dtype, here.device):
+            view.copy_(here)
+            state[name] = view if name == "step" else like(view, parameter.tensor)
+            self._views[i][name] = state[name]
+        elif name == "exp_avg":
+            self._left_out = True
+        self._seen[i][name] = state[name]
 
 
 def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -119,9 +119,9 @@ def describe(optimizers: Sequence[Optimizer]) -> str:
     return ", ".join(told) or "none"
 
 
-def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether an optimizer's step has a closure. args, kwargs: as torch passes them to hooks."""
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure of an optimizer's step, or None. args, kwargs: as torch passes them to hooks."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) 
 
     args, kwargs: as torch passes them to the hook, the optimizer first. Returns the hook's result:
     None, or new (args, kwargs)."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if closure is None:
         act()
         return None

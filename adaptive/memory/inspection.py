@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.handover import is_torchs_own
-from adaptive.model.parameters import ModelParameters, local
+from adaptive.model.parameters import ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange
 
 NEAR = 0.5
@@ -99,7 +99,7 @@ class Inspection:
 
     def _in_state(self, optimizer: Optimizer) -> tuple[str, tuple[str, ...]]:
         """What there is in its state that ranks cannot agree on, and which of it are weights."""
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = {*parameters_of(optimizer)}
         gaps: dict[str, Any] = {}  # of each name, squared norms: of state less parameter, parameter
         for p, state in optimizer.state.items():
             if p not in stepped:
@@ -205,7 +205,7 @@ def _numbers(optimizer: Optimizer, tensors: bool) -> dict[str, Any]:
     places = _places(optimizer)
     found = {name + key: e for name, of in places for key, e in of.items() if type(e) is float}
     if tensors:
-        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ours = {*map(id, parameters_of(optimizer))}
         for name, place in places:
             _copy(name, {k: e for k, e in place.items() if k not in TORCHS}, ours, found)
     return found

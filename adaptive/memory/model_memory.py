@@ -18,8 +18,7 @@ from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
 from adaptive.memory.rule import MemoryRule, RuledMemory
-from adaptive.memory.sgd import DenseSteps, SGDHandover
-from adaptive.memory.shorter_momentum import MomentumShare, ShorterMomentum
+from adaptive.memory.sgd import DenseSteps, MomentumShare, SGDHandover, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameters
 from adaptive.model.state import check_like, flat_tensors

@@ -3,7 +3,7 @@ the updates (see `adaptive/memory/updates.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from adaptive.memory.handover import Group, rate_of
 from adaptive.memory.moments import is_adaptive, is_decoupled
 from adaptive.memory.owners import Owners
 from adaptive.model.chunks import Chunk
-from adaptive.model.parameters import ModelParameter
+from adaptive.model.parameters import ModelParameter, parameters_of
 from compressors.kernels.blocks import Flag, Scalar
 
 STEPPED_LATE = (
@@ -225,10 +225,6 @@ class OptimizerSteps:
             return rates
         of = (scales.get(p.tensor, 1.0) for p in chunk.parameters)
         return [(lr * scale, decay) for (lr, decay), scale in zip(rates, of, strict=True)]
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _has_rate(optimizer: Optimizer) -> bool:

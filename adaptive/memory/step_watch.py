@@ -27,12 +27,12 @@ from torch.optim.optimizer import (
 )
 
 from adaptive.memory.handover import (
-    has_closure,
+    closure_of,
     is_torchs_own,
     stand_in_for,
     when_gradients_are_there,
 )
-from adaptive.model.parameters import is_dense, local, storage_of
+from adaptive.model.parameters import is_dense, local, parameters_of, storage_of
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
@@ -182,7 +182,7 @@ class StepWatch:
     def _compare(self, optimizer: Optimizer) -> None:
         """Before an optimizer reads its gradients: have they been changed since backward? Those of
         other optimizers may yet be."""
-        ours = [p for group in optimizer.param_groups for p in group["params"]]
+        ours = [*parameters_of(optimizer)]
         written = [(p.grad, *self._written.pop(p)) for p in ours if p in self._written]
         for grad, which, count in written:
             if grad is None or id(grad) != which or grad._version != count:
@@ -217,7 +217,7 @@ class StepWatch:
         if not self.is_ours(optimizer):
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
         self._left_at = None
-        if has_closure(args, kwargs):
+        if closure_of(args, kwargs) is not None:
             self._call_step_begins(optimizer)
         stands_in = args[0]  # another watch's hook may have put a stand-in there
         stand_in, replaced = stand_in_for(stands_in), False
@@ -288,8 +288,7 @@ class StepWatch:
 
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Whether it has one of the parameters."""
-        ours = self._parameters
-        return any(p in ours for group in optimizer.param_groups for p in group["params"])
+        return any(p in self._parameters for p in parameters_of(optimizer))
 
     def gradient_arrives(self, p: Tensor) -> None:
         """One of the few, or the witness, has a new gradient, which is yet to be added to `p.grad`.

@@ -49,14 +49,13 @@ from adaptive.memory.optimizer_steps import (
     any_decay,
     is_tensor,
     multiply,
-    parameters_of,
     same_number,
 )
 from adaptive.memory.optimizer_sync import OptimizerSync
 from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.memory.owners import Owners
 from adaptive.model.chunks import Chunk, Destination
-from adaptive.model.parameters import ModelParameter, ModelParameters, local
+from adaptive.model.parameters import ModelParameter, ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if

@@ -7,13 +7,14 @@ The tensors kept for the parameters of a bucket can lie in one flat tensor, in t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from adaptive.model.replicas import Replica
 from compressors.kernels.blocks import Flag, fill_if
@@ -155,6 +156,11 @@ class ModelParameters(dict[Tensor, ModelParameter]):
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self), torch.device("cpu"))
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:

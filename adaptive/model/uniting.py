@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.model.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, parameters_of
 from adaptive.model.state import check_like
 from adaptive.network.collectives import Exchange
 from policies.state import read, require
@@ -106,7 +106,7 @@ class Agreed:
         """Give the optimizer what was loaded of its parameters."""
         if not self._moments:
             return
-        of = enumerate(p for group in optimizer.param_groups for p in group["params"])
+        of = enumerate(parameters_of(optimizer))
         names = {i: self._parameters[p].name for i, p in of if p in self._parameters}
         by_name, found = self._parameters.by_name(), {}
         for i, name in names.items():

@@ -24,7 +24,7 @@ from adaptive.exchange.choice import measure_link
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import FALLEN_BACK, Groups, StepWatch
-from adaptive.model.parameters import ModelParameters
+from adaptive.model.parameters import ModelParameters, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.model.state import SavedPart, check_state, load_parts, refusing, swapped
 from adaptive.model.uniting import Agreed
@@ -221,8 +221,7 @@ class Session:
         """ValueError if one is of another model, or the way to synchronise cannot go with them."""
         exchanged = {*self._parameters, *self._parameters.left_to_ddp.values()}
         for each in optimizers:
-            owned = {p for group in each.param_groups for p in group["params"]}
-            if exchanged and exchanged.isdisjoint(owned):
+            if exchanged and exchanged.isdisjoint(parameters_of(each)):
                 raise ValueError(
                     f"optimizer must be one of the model's parameters, got a "
                     f"{type(each).__name__} with none of those that the ranks exchange. If it "

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from adaptive.memory.options import NAMED, Memory
 from adaptive.memory.rule import MemoryRule
+from adaptive.model.parameters import parameters_of
 from compressors import Compressor
 from policies import Policy, checks
 
@@ -223,7 +224,7 @@ def check_all_moved(
     what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> None:
     """ValueError unless the optimizers together have all parameters. what: a name for the error."""
-    moved = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    moved = {p for each in optimizers for p in parameters_of(each)}
     left = [name for tensor, name in names.items() if tensor not in moved]
     if left:
         got = ", ".join(type(each).__name__ for each in optimizers) or "none"
