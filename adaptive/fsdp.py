@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from adaptive.model.parameters import largest_shard, local
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.network.collectives import groups_joined, join_groups
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.config import Settings
 from adaptive.settings.synchronisation import EveryStep
 from adaptive.step.reducer import SendsItself

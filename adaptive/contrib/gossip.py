@@ -75,7 +75,7 @@ from adaptive.model.parameters import ModelParameter, shaped
 from adaptive.model.state import SavedPart, check_like, flat_tensors
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import Arriving
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.synchronisation import Synchronisation, check_all_moved
 from adaptive.statistics.vector import Tally
 from adaptive.step.averager import Averager

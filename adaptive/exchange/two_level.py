@@ -46,7 +46,6 @@ from adaptive.model.replicas import Exchanging, Replica
 from adaptive.network.collectives import (
     Exchange,
     PendingSum,
-    RunsRounds,
     after,
     all_gather_single,
     future_of,
@@ -55,8 +54,7 @@ from adaptive.network.collectives import (
     join_groups,
     reduce_wire_bytes,
 )
-from adaptive.network.link import EmulatedLink, new_future
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import EmulatedLink, done_with, new_future
 from compressors.kernels.blocks import uninitialized
 from policies import checks
 
@@ -346,11 +344,11 @@ class NodeExchange(Exchange):
 
     # -- for other callers --
 
-    def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
+    def sum_by(self, run: Callable[..., Future[Tensor]], tensor: Tensor) -> Future[Tensor]:
         def rounds() -> Generator[Future[Tensor], Any, Tensor]:
             return (yield self.all_reduce(tensor))
 
-        return pipeline.run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
+        return run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
         """The sum over nodes in one collective of all ranks: the ranks of a node have the same

@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from adaptive.network.link import EmulatedLink, new_future
+from adaptive.network.link import EmulatedLink, done_with, new_future
 from compressors.kernels.blocks import Flag, is_host, uninitialized
 
 T = TypeVar("T")
@@ -112,20 +112,6 @@ class PendingSum:
         return self._copy
 
 
-class RunsRounds(Protocol):
-    """Runs an exchange of several collectives: the `Pipeline`, which stands on this file."""
-
-    def run(
-        self,
-        rounds: Generator[Future[Tensor], Any, T],
-        collectives: int,
-        decode: Callable[[T], Tensor],
-        device: torch.device,
-    ) -> Future[Tensor]:
-        """See `Pipeline.run`."""
-        ...
-
-
 class Exchange:
     """The asynchronous collectives of one process group. They count their bytes, and may run on an
     emulated link.
@@ -160,9 +146,7 @@ class Exchange:
         """A future of the sum of `tensor` over the group, in place."""
         self._round_the_ring(2)  # also if empty: hops must be the same for all shards of a model
         if tensor.numel() == 0:  # on all ranks of the group
-            nothing = new_future(tensor.device)
-            nothing.set_result(tensor)
-            return nothing
+            return done_with(tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
         done = future_of(work, self.group, tensor).then(lambda future: after(future, tensor))
@@ -181,9 +165,9 @@ class Exchange:
         element."""
         return strategy
 
-    def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
-        """The same as `all_reduce`, in as many collectives as needed. Only in the body of a hook
-        call."""
+    def sum_by(self, run: Callable[..., Future[Tensor]], tensor: Tensor) -> Future[Tensor]:
+        """The same as `all_reduce`, in as many collectives as needed, which `run` runs (see
+        `Pipeline.run`). Only in the body of a hook call."""
         return self.all_reduce(tensor)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
@@ -282,7 +266,7 @@ class Exchange:
         self._traffic.hops += 1  # to all of them at once
         arriving = Arriving(works, payload, rows)
         if self._link is not None:
-            arriving.held = self._link.hold(arriving, nbytes, rows.device)
+            arriving.held = self._link.hold(arriving.wait, nbytes, rows.device)
         return arriving
 
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
@@ -333,7 +317,7 @@ class Exchange:
         """Count the bytes. Returns `done`, delayed by the emulated link if there is one."""
         self._traffic.payload += nbytes
         self._traffic.wire += wire
-        return self._link.hold(done, wire, device) if self._link else done
+        return self._link.hold(done.wait, wire, device) if self._link else done
 
     def _receive(self, work: dist.Work, nbytes: int, wire: float, rows: Tensor) -> Future[Tensor]:
         """A future of `rows`, which a collective fills. It fails if the collective has failed."""

@@ -46,13 +46,6 @@ class _Running:
     issued: Future[Tensor] = field(init=False)
 
 
-def done_with(value: Tensor) -> Future[Tensor]:
-    """A completed future of `value`."""
-    done = new_future(value.device)
-    done.set_result(value)
-    return done
-
-
 class HookStream:
     """The CUDA stream of the hook's work, beside backward's stream. It also keeps tensors alive
     until the callbacks' kernels that use them have run. On other devices it does nothing."""

@@ -44,7 +44,7 @@ from adaptive.model.chunks import Chunk
 from adaptive.model.parameters import ModelParameter, local
 from adaptive.model.state import check_like, flat_tensors
 from adaptive.network.collectives import Exchange, drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.step.averager import Averager
 from adaptive.step.reducer import Reducer, Step
 from compressors.base import Payload

@@ -36,7 +36,7 @@ from adaptive.model.chunks import chunked
 from adaptive.model.state import SavedPart
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.synchronisation import LocalSteps
 from adaptive.step.averager import Averager
 from adaptive.sync.anchor import Anchor, check_anchor

@@ -21,7 +21,7 @@ from adaptive.memory.updates import UpdateHandover
 from adaptive.model.chunks import Chunk, Destination
 from adaptive.model.parameters import is_left_to_ddp
 from adaptive.network.collectives import drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.network.timing import Span
 from adaptive.step.averager import Averager
 from adaptive.step.reducer import Step
