@@ -85,16 +85,9 @@ class OptimizerSync:
             own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
 
     def _take(self, chunk: Chunk, exchange: Exchange) -> None:
-        waiting = chunk.buffer("work")
-        for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
-            if parameter.unsent is not None:
-                piece.copy_(parameter.unsent)
-            else:
-                piece.zero_()
-            parameter.has_residual = False
-        mean = exchange.total(waiting.div_(exchange.world_size)).wait().clone()
-        means = zip(chunk.parameters, chunk.split(mean), strict=True)
-        self.undelivered |= {parameter.tensor: piece for parameter, piece in means}
+        residuals = chunk.take_residuals(chunk.buffer("work"))
+        mean = exchange.total(residuals.div_(exchange.world_size)).wait().clone()
+        self.undelivered |= {parameter.tensor: piece for parameter, piece in chunk.pieces(mean)}
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ class UpdateHandover(Handover):
             energies.append(squared_norm(update))
         if rate is None:
             multiply(work, chunk, [inverse(lr) for lr, _ in rates])
-        pairs = zip(chunk.parameters, chunk.split(work), strict=True) if self._enlargements else ()
+        pairs = chunk.pieces(work) if self._enlargements else ()
         muons = [(piece, p.tensor) for p, piece in pairs if p.tensor in self._enlargements]
         if muons:
             factors = [self._enlargements[p] for _, p in muons]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -105,6 +105,28 @@ class Chunk:
     def split(self, flat: Tensor) -> list[Tensor]:
         """The elements of each parameter in `flat` (numel,), as views."""
         return list(flat.split(self.sizes))
+
+    def pieces(self, flat: Tensor) -> Iterator[tuple[ModelParameter, Tensor]]:
+        """Each parameter, with a view of its elements in `flat` (numel,)."""
+        return zip(self.parameters, self.split(flat), strict=True)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """A copy of each parameter's elements in `flat` (numel,), by the parameter's name."""
+        return {p.name: piece.clone() for p, piece in self.pieces(flat)}
+
+    def fill(self, flat: Tensor, by_name: Mapping[str, Tensor]) -> Tensor:
+        """Fill `flat` (numel,) with these elements of each parameter; returns it."""
+        for p, piece in self.pieces(flat):
+            piece.copy_(by_name[p.name])
+        return flat
+
+    def take_residuals(self, out: Tensor) -> Tensor:
+        """Move the residuals to `out` (numel,): zero where a residual is empty. Returns `out`."""
+        for p, piece in self.pieces(out.zero_()):
+            if p.unsent is not None:
+                piece.copy_(p.unsent)
+            p.has_residual = False
+        return out
 
     def within(self, flat: Tensor, start: int) -> Iterator[tuple[ModelParameter, Tensor]]:
         """The parameters inside `flat`, which is the chunk's elements from `start` on, each with a

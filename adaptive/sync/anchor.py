@@ -218,7 +218,7 @@ class Anchor:
             for each in (mean, sent):
                 fill_if(nonfinite, each, 0.0)
             if flight.summed:
-                for p, piece in zip(chunk.parameters, chunk.split(mean), strict=True):
+                for p, piece in chunk.pieces(mean):
                     self._averager.requested.sums.add(p, piece, nonfinite)
             # Exactly 0 where all was sent, so that all ranks get parameters of the same bits.
             rest = self._unsent(chunk, "here", ()).sub_(sent)
@@ -293,15 +293,16 @@ class Anchor:
             slot = self._begun % self._most
             flight = Flight(saved["due"] + now, saved["compressed"], saved["summed"])
             for chunk in self.chunks:
-                flight.sent.append(_joined(chunk, saved["sent"], f"sent {slot}"))
-                flight.means.append(done_with(_joined(chunk, saved["mean"], f"mean {slot}")))
+                sent, mean = chunk.buffer(f"sent {slot}"), chunk.buffer(f"mean {slot}")
+                flight.sent.append(chunk.fill(sent, saved["sent"]))
+                flight.means.append(done_with(chunk.fill(mean, saved["mean"])))
             self.flights.append(flight)
         for chunk in self.chunks:
-            self._at[chunk] = _joined(chunk, state["anchors"], "anchor")
+            self._at[chunk] = chunk.fill(chunk.buffer("anchor"), state["anchors"])
         self.forget_momentum()  # the state may be of a run without outer momentum
         if state["moving"]:
             for chunk, velocity in self._velocity.items():
-                velocity.copy_(_joined(chunk, state["moving"], "here"))
+                chunk.fill(velocity, state["moving"])
 
 
 def check_anchor(
@@ -325,15 +326,10 @@ def check_anchor(
 
 
 def _by_name(flat: Mapping[Chunk, Tensor]) -> dict[str, Tensor]:
-    pairs = ((c, zip(c.parameters, c.split(x), strict=True)) for c, x in flat.items())
-    return {p.name: piece.clone() for _, pieces in pairs for p, piece in pieces}
-
-
-def _joined(chunk: Chunk, by_name: Mapping[str, Tensor], use: str) -> Tensor:
-    flat = chunk.buffer(use)
-    for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
-        piece.copy_(by_name[p.name])
-    return flat
+    found: dict[str, Tensor] = {}
+    for chunk, x in flat.items():
+        found |= chunk.by_name(x)
+    return found
 
 
 def _too_large(x: Tensor) -> Flag:

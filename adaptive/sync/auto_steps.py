@@ -141,11 +141,9 @@ class AutoStepsSync(OwnStepSync):
         # What is exchanged is in other units.
         self.averager.requested.follow(self.averager.memory.now)
         for chunk in anchor.chunks:
-            rest = chunk.buffer("here").zero_()
-            for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
-                if p.unsent is not None:
-                    piece.copy_(p.unsent).mul_(self.handover.learning_rate(p))
-                p.has_residual = False
+            rest = chunk.take_residuals(chunk.buffer("here"))
+            for p, piece in chunk.pieces(rest):
+                piece.mul_(self.handover.learning_rate(p))
             anchor.set_parameters(chunk, rest)
         return anchor
 
@@ -156,7 +154,7 @@ class AutoStepsSync(OwnStepSync):
         anchor.land()
         for chunk in anchor.chunks:
             rest = anchor.reset_to_anchor(chunk)
-            for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
+            for p, piece in chunk.pieces(rest):
                 p.open_residual().copy_(piece).mul_(inverse(self.handover.learning_rate(p)))
         self._anchor = None
         self.averager.requested.follow(self.averager.memory.now)
