@@ -73,7 +73,7 @@ from adaptive.memory.rule import Kept
 from adaptive.memory.step_watch import Groups
 from adaptive.model.chunks import Chunk, chunks
 from adaptive.model.parameters import ModelParameter, shaped
-from adaptive.model.state import SavedPart, check_like, flat_tensors
+from adaptive.model.state import check_like, flat_tensors
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import Arriving
 from adaptive.network.link import done_with
@@ -574,11 +574,7 @@ class GossipSync(Synchroniser):
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        return SavedPart(self.state_dict, self.check, self.load_state_dict)
-
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name, between steps; what is under way is waited for."""
         self._receive_all()
         kept: dict[str, Tensor] = {}
         for chunk in self._chunks:
@@ -593,7 +589,6 @@ class GossipSync(Synchroniser):
         return chunk.kept if used_up else {"offset": chunk.offset, **chunk.kept}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless it is a state of gossip of these parameters."""
         flat = flat_tensors(self.parameters)
         kept = {
             f"{p.name}: {what}": flat[p.name]
@@ -606,7 +601,6 @@ class GossipSync(Synchroniser):
         require(0 <= state["backwards"] < self._every, "'sync' is not in a round of so many steps")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The parameters themselves, which are this rank's own, are not part of it."""
         self._open = False
         self._backwards, self._mixed = state["backwards"], state["mixed"]
         for chunk in self._chunks:

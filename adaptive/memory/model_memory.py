@@ -21,7 +21,7 @@ from adaptive.memory.rule import MemoryRule, RuledMemory
 from adaptive.memory.sgd import DenseSteps, MomentumShare, SGDHandover, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameters
-from adaptive.model.state import check_like, flat_tensors
+from adaptive.model.state import SavedPart, check_like, flat_tensors
 from adaptive.model.wrappers import advice, steps_a_part
 from adaptive.network.collectives import Exchange
 from compressors import Compressor
@@ -114,22 +114,17 @@ class MemoryChoice:
 
     def share_at(self, cf: float) -> float:
         """The momentum share in a step at `cf`: 1 where next to nothing stays in the residual."""
-        return 1.0 if self._keeps_most(cf) else self._share_of_base(cf)
-
-    def _keeps_most(self, cf: float) -> bool:
-        return cf <= self._base.at(cf).keeps_most_to
-
-    def _share_of_base(self, cf: float) -> float:
+        base = self._base.at(cf)
+        if cf <= base.keeps_most_to:
+            return 1.0
         if self._share is not None:
             return self._share
-        return min(1.0, self._base.at(cf).momentum_factor / cf ** (1 / 3))
+        return min(1.0, base.momentum_factor / cf ** (1 / 3))
 
     def _update_share_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/research/defaults.md)."""
-        if self._keeps_most(cf):
-            return 1.0
-        return max(0.0, 1 - log10(cf))
+        return 1.0 if cf <= self._base.at(cf).keeps_most_to else max(0.0, 1 - log10(cf))
 
     def __str__(self) -> str:
         return f"memory={self.options!r}"
@@ -297,7 +292,21 @@ class ModelMemory:
         states = {parameter.name: self.now.state_dict(parameter) for parameter in parameters}
         return {name: state for name, state in states.items() if state}
 
-    def check(self, state: Mapping[str, Any], kind: str) -> None:
+    def parts(self, kind: str) -> dict[str, SavedPart]:
+        """What is saved, where the memory in use is of this kind. (Memory and handover may be
+        replaced between a check and the loading.)"""
+        return {
+            "moments": SavedPart(
+                lambda: self.now.handover.state_dict(),
+                lambda state: self._check_handover(state, kind),
+                lambda state: self.now.handover.load_state_dict(state),
+            ),
+            "memory": SavedPart(
+                self.state_dict, lambda state: self._check(state, kind), self.load_state_dict
+            ),
+        }
+
+    def _check(self, state: Mapping[str, Any], kind: str) -> None:
         """ValueError unless it is a state of the memory of this name, of these parameters."""
         flat = flat_tensors(self._parameters.values())
         keeps = {each.name: each.keeps for each in (self.now, *KINDS)}[kind]
@@ -322,12 +331,7 @@ class ModelMemory:
         for parameter in self._parameters.values():
             self.now.load_state_dict(parameter, state.get(parameter.name, {}))
 
-    def handover_state(self) -> dict[str, Any]:
-        """What has become of what optimizers keep."""
-        return self.now.handover.state_dict()
-
-    def check_handover(self, state: Mapping[str, Any], kind: str) -> None:
-        """The same as `check`, of this."""
+    def _check_handover(self, state: Mapping[str, Any], kind: str) -> None:
         of: type[Stateful] | None
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
         shortened = isinstance(self.now.handover, ShorterMomentum) or self.falls_back_to(kind)
@@ -337,6 +341,3 @@ class ModelMemory:
             check_like("moments", state, {})
         else:
             of().load_state_dict(state)
-
-    def load_handover(self, state: Mapping[str, Any]) -> None:
-        self.now.handover.load_state_dict(state)

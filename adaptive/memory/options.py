@@ -23,19 +23,12 @@ def _check_clip_norm(clip_norm: Any) -> None:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Of a memory without settings of its own. kind: its name, or "auto"."""
+    """A memory without settings of its own. kind: its name, or "auto". dtype, clip_norm: see
+    `Residual`."""
 
     kind: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the residual."""
-        return torch.float32
-
-    @property
-    def clip_norm(self) -> float | None:
-        """To which each parameter's local gradient is clipped, before 1 / sqrt(world size)."""
-        return None
+    dtype: ClassVar[torch.dtype] = torch.float32
+    clip_norm: ClassVar[float | None] = None
 
 
 @dataclass(frozen=True)

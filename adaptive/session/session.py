@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +97,10 @@ class Session:
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
         self._watch = StepWatch(
-            self._parameters, self._step_begins, self._before_step, self._after_step
+            self._parameters,
+            lambda optimizer: self._sync.step_begins(optimizer),
+            self._before_step,
+            lambda optimizer: self._sync.after_step(optimizer),
         )
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
         self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.adapt)
@@ -275,15 +277,12 @@ class Session:
             log.info("%s", TOO_SMALL)
 
     def _warn(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
-        """Log what the user should know of this setup, once a process."""
-        sync, warnings = self.settings.sync, []
+        """Log what the user should know of this setup."""
+        sync = self.settings.sync
         if sync.takes_optimizer:
-            warnings.append(self._memory.warning(optimizers))
+            self._averager.warn_once(self._memory.warning(optimizers))
         if sync.lets_ranks_differ and replica.sends_buffers:
-            warnings.append(BROADCASTS)
-        for warning in filter(None, warnings):
-            if self.exchange.first and self._watch.is_new(warning):
-                log.warning("%s", warning)
+            self._averager.warn_once(BROADCASTS)
 
     def _start_watching(self, replica: Replica) -> None:
         """What the script does with the gradients, and when the model's forward begins."""
@@ -324,20 +323,13 @@ class Session:
         return done
 
     def _forward_begins(self) -> None:
-        dropped = self._watch.moved_far() and self._sync.start_over()
-        if dropped and self.exchange.first and self._watch.is_new(MOVED):
-            log.warning("%s", MOVED)
+        if self._watch.moved_far() and self._sync.start_over():
+            self._averager.warn_once(MOVED)
         self._sync.forward_begins()
-
-    def _step_begins(self, optimizer: Optimizer) -> None:
-        self._sync.step_begins(optimizer)
 
     def _before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         self.agreed.before_step(optimizer)
         return self._sync.before_step(optimizer, groups)
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        self._sync.after_step(optimizer)
 
     # -- between steps --
 
@@ -473,19 +465,12 @@ class Session:
         """What is saved, in the order in which it is: synchronisers move what memories hold. Of a
         state that is to be loaded, kind: its memory's name; resharded: it was made for another
         number of ranks."""
-        base, memory, controller = self.settings.base, self._memory, self.controller
+        base, sync, controller = self.settings.base, self._sync, self.controller
         return {
-            "sync": self._sync.saved(),
+            "sync": SavedPart(sync.state_dict, sync.check, sync.load_state_dict),
             "compressor": swapped(base),
             **self._choice.parts(self.device, resharded),
-            "moments": SavedPart(
-                memory.handover_state,
-                partial(memory.check_handover, kind=kind),
-                memory.load_handover,
-            ),
-            "memory": SavedPart(
-                memory.state_dict, partial(memory.check, kind=kind), memory.load_state_dict
-            ),
+            **self._memory.parts(kind),
             **self._requested.parts(self._parameters.values()),
             "controller": swapped(controller, same_clock=same_clock, resharded=resharded),
         }
@@ -503,30 +488,21 @@ class Session:
         else:
             averager.pipeline.abandon()  # before something is loaded that it could change
         with refusing(), checking:
-            expected = self._expected(state)
+            expected = self._identity()
+            # That it fell back was told in the run that the state is of.
+            kind = expected["memory_kind"] = self._memory.kind_of(state.get("memory_kind"))
             resharded = saved.read(state, "resharded_from", int | None) is not None
-            parts = self._parts(expected["memory_kind"], resharded, same_clock)
+            parts = self._parts(kind, resharded, same_clock)
             check_state(state, expected, parts)
-        self._fall_back_with(expected["memory_kind"])
+        if self._memory.falls_back_to(kind):
+            averager.fall_back()
+            if self.exchange.first:
+                log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         self.abandon()
         self._watch.they_move()
         with averager.noting_failure():
             load_parts(state, parts)
             controller.stopwatch.go_on(state["controller"]["saved_at"])
-
-    def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What must be the same in this state."""
-        expected = self._identity()
-        # That it fell back was told in the run that the state is of, and need not be found again.
-        expected["memory_kind"] = self._memory.kind_of(state.get("memory_kind"))
-        return expected
-
-    def _fall_back_with(self, kind: str) -> None:
-        """Be as the run of a state that is about to be loaded, whose memory had this name."""
-        if self._memory.falls_back_to(kind):
-            self._averager.fall_back()
-            if self.exchange.first:
-                log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is loaded."""

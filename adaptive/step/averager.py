@@ -8,6 +8,7 @@ and no network: the averager knows these.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from adaptive.settings.sizes import Sizes
 from adaptive.step.controller import Controller
 from adaptive.step.reducer import OnGradient, Reducer, SendsItself, Step
 from compressors.base import InvalidPayload
+
+log = logging.getLogger("adaptive")
 
 
 @dataclass(eq=False)
@@ -153,6 +156,11 @@ class Averager:
         unscaled = controller.agreed.unscaled > 0 and self.scaler is None
         if unscaled and self.watch.is_new(UNSCALED):
             controller.note(UNSCALED)
+
+    def warn_once(self, told: str) -> None:
+        """Log a warning on the first rank, unless it is empty or was logged before."""
+        if told and self.exchange.first and self.watch.is_new(told):
+            log.warning("%s", told)
 
     def listeners(self) -> tuple[OnGradient | None, OnGradient | None]:
         """(on_mean, on_local): callbacks for the mean gradients and the local gradients of this

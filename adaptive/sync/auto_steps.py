@@ -33,7 +33,6 @@ from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.step_watch import Groups
 from adaptive.memory.updates import inverse
 from adaptive.model.chunks import chunked
-from adaptive.model.state import SavedPart
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain
 from adaptive.network.link import done_with
@@ -220,18 +219,13 @@ class AutoStepsSync(OwnStepSync):
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        return SavedPart(self._state_dict, self._check, self._load_state_dict)
-
-    def _state_dict(self) -> dict[str, Any]:
-        """By parameter name, between steps; what is under way is waited for."""
+    def state_dict(self) -> dict[str, Any]:
         kept: dict[str, Any] = {"anchors": {}, "moving": {}, "flights": {}}
         if self._anchor is not None:
             kept = self._anchor.state_dict(self._backwards)
         return {"backwards": self._backwards, **kept}
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless it is a state of rounds of these parameters."""
+    def check(self, state: Mapping[str, Any]) -> None:
         rest = dict(state)
         backwards = rest.pop("backwards", None)
         check_anchor(rest, self.averager.parameters.values(), 1, empty=True)
@@ -239,8 +233,7 @@ class AutoStepsSync(OwnStepSync):
         require(fits, f"'sync: backwards' must be a whole number >= 0, got {backwards!r}")
         require(not state["moving"], "'sync: moving' must be empty")
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The parameters themselves, which are this rank's own, are not part of it."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._open, self._backwards, self._anchor = False, state["backwards"], None
         if state["anchors"]:
             self._anchor = Anchor(self.averager, self._chunks)

@@ -7,8 +7,9 @@ into their mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.memory.step_watch import Groups
-from adaptive.model.state import SavedPart, check_like
+from adaptive.model.state import check_like
 from adaptive.step.averager import Averager
 
 
@@ -106,6 +107,13 @@ class Synchroniser:
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        """The synchroniser's part of a saved state."""
-        return SavedPart(dict, lambda state: check_like("sync", state, {}), lambda _: None)
+    def state_dict(self) -> dict[str, Any]:
+        """The synchroniser's own state, between steps."""
+        return {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless this is a `state_dict()` of a synchroniser like this one."""
+        check_like("sync", state, {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check` has accepted. Parameters are not part of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from adaptive.network.link import new_future
 from adaptive.step.averager import Averager
 from adaptive.sync.base import Synchroniser
 from compressors.kernels import kernels_for
-
-log = logging.getLogger("adaptive")
 
 
 class AsDDP(Synchroniser):
@@ -176,9 +173,7 @@ class EveryStepSync(Synchroniser):
         if averager.optimizers:
             averager.watch.note_change()
             return
-        told = averager.memory.not_seen()
-        if told and averager.exchange.first and averager.watch.is_new(told):
-            log.warning("%s", told)
+        averager.warn_once(averager.memory.not_seen())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
@@ -205,9 +200,7 @@ class EveryStepSync(Synchroniser):
         averager, memory = self.averager, self.averager.memory
         self._stood = None
         if not averager.optimizers:
-            told = memory.not_handed_over(optimizer)
-            if told and averager.exchange.first and averager.watch.is_new(told):
-                log.warning("%s", told)
+            averager.warn_once(memory.not_handed_over(optimizer))
         if not averager.watch.ours:
             return None  # another DDP's gradients, say, which no memory has changed
         changed = memory.now.handover.before_step(optimizer, groups)

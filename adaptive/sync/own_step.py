@@ -3,7 +3,6 @@ ranks exchange the updates (see `adaptive/memory/updates.py`). A dense step is D
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from math import inf, isfinite, nan
@@ -28,8 +27,6 @@ from adaptive.step.reducer import Step
 from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
-
-log = logging.getLogger("adaptive")
 
 UNDER_WAY = 4
 """The largest number of chunks under way, unless the exchange of one takes more collectives. A
@@ -102,9 +99,8 @@ class OwnStepSync(EveryStepSync):
         if why := self.handover.agree_on_inspection(averager.exchange):
             self._switch_to_gradients(why)
         elif not self.handover.uninspected:
-            told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
-            if told and averager.exchange.first and averager.watch.is_new(told):
-                log.warning("%s", told)
+            others = (of for of in averager.optimizers if not is_torchs_own(of))
+            averager.warn_once(unmeasured(others))
 
     def _switch_to_gradients(self, why: str) -> None:
         """Exchange gradients from now on. RuntimeError if a script asked for memory="updates"."""
@@ -213,10 +209,9 @@ class OwnStepSync(EveryStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward outside DDP
             self.handover.steps.was_exchanged = False
-        averager, old = self.averager, self.handover.replaced_by(optimizer)
-        told = TAKES_ITS_PLACE.format(new=type(optimizer).__name__, old=old)
-        if old and averager.exchange.first and averager.watch.is_new(told):
-            log.warning("%s", told)
+        if old := self.handover.replaced_by(optimizer):
+            new = type(optimizer).__name__
+            self.averager.warn_once(TAKES_ITS_PLACE.format(new=new, old=old))
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
