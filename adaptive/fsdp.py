@@ -20,8 +20,9 @@ What differs from DDP:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,14 +158,8 @@ class ShardedReplica(Replica):
         self.module.register_forward_pre_hook(self._forward_begins)
         for unit in self._units:
             for module in unit.group.modules:
-                module.set_all_reduce_hook(self._hook(unit))
+                module.set_all_reduce_hook(partial(self._reduce, unit))
                 module.register_forward_pre_hook(_ArrivalMarks(unit))
-
-    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
-        def exchange_between_replicas(flat: Tensor) -> None:
-            self._reduce(unit, flat)
-
-        return exchange_between_replicas
 
     def _forward_begins(self, *_: Any) -> None:
         self._buckets = 0  # a backward that raised has not ended
@@ -246,10 +241,7 @@ class _ArrivalMarks:
             p, whole = sharded.sharded_param, getattr(sharded, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and self._seen.get(p) is not whole:
                 self._seen[p] = whole
-                whole.register_post_accumulate_grad_hook(self._mark(p))
-
-    def _mark(self, p: DTensor) -> Callable[[Tensor], None]:
-        return lambda _: self._unit.arrived.add(p)
+                whole.register_post_accumulate_grad_hook(lambda _, p=p: self._unit.arrived.add(p))
 
 
 def _units(root: Any) -> Iterator[_Unit]:

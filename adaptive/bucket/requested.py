@@ -7,7 +7,7 @@ them: with many layers they are more bytes than a step at a large CF sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,39 +103,32 @@ class RequestedStatistics:
 
     def parts(self, parameters: Collection[ModelParameter]) -> dict[str, SavedPart]:
         """The parts of a saved state, between two steps; empty where a measurement is not asked
-        for."""
-        by_name = {p.name: p for p in parameters}
-        flat = flat_tensors(parameters)
+        for. (A fallback of the memory replaces the ladder between a check and the loading.)"""
+        by_name, flat = {p.name: p for p in parameters}, flat_tensors(parameters)
+
+        def peers() -> dict[str, Tensor]:
+            return {} if self.peers is None else self.peers.state_dict()
+
+        def load_shadow(state: Mapping[str, Any]) -> None:
+            if self._shadow is not None:
+                self._shadow.load_state_dict(state, by_name)
+
+        def load_peers(state: Mapping[str, Any]) -> None:
+            if self.peers is not None:
+                self.peers.load_state_dict(state)
+
         return {
             "shadow": SavedPart(
                 lambda: self._shadow.state_dict() if self._shadow else {},
                 lambda state: check_shadow(state, by_name if self.ladder else {}, len(self.ladder)),
-                lambda state: self._load_shadow(state, by_name),
+                load_shadow,
             ),
             "sum": SavedPart(
                 self.sums.state_dict,
                 lambda state: check_like("sum", state, flat, finite=False),
                 lambda state: self.sums.load_state_dict(state, by_name),
             ),
-            "peers": _as_it_is("peers", lambda: self.peers),
+            "peers": SavedPart(
+                peers, lambda state: check_like("peers", state, peers(), complete=True), load_peers
+            ),
         }
-
-    def _load_shadow(self, state: Mapping[str, Any], by_name: Mapping[str, ModelParameter]) -> None:
-        if self._shadow is not None:
-            self._shadow.load_state_dict(state, by_name)
-
-
-def _as_it_is(name: str, find: Callable[[], Peers | None]) -> SavedPart:
-    """A saved part whose tensors always have the same shapes. find: returns the object to save, if
-    there is one."""
-
-    def save() -> dict[str, Tensor]:
-        part = find()
-        return {} if part is None else part.state_dict()
-
-    def load(state: Mapping[str, Any]) -> None:
-        part = find()
-        if part is not None:
-            part.load_state_dict(state)
-
-    return SavedPart(save, lambda state: check_like(name, state, save(), complete=True), load)

@@ -14,7 +14,7 @@ from adaptive.exchange.choice import (
     in_one_collective,
 )
 from adaptive.exchange.strategies import Strategy
-from adaptive.exchange.two_level import TwoLevel, find_nodes, open_exchange
+from adaptive.exchange.two_level import NodeExchange, TwoLevel, find_nodes
 from adaptive.model.replicas import Replica
 from adaptive.network.collectives import Exchange
 from adaptive.network.link import EmulatedLink
@@ -100,7 +100,9 @@ class ExchangeOptions:
         nodes = None
         if replica.everyone is replica.group:  # a sharded model has levels of its own
             nodes = find_nodes(levels, self.levels is not None, replica.group)
-        return open_exchange(replica, link, nodes)
+        if nodes is None:
+            return Exchange(replica.group, link, replica.everyone)
+        return NodeExchange(nodes, replica.everyone, link)
 
     def choice(
         self, base: Compressor, world_size: int, adapt: Callable[[Strategy, bool], Strategy]

@@ -42,7 +42,7 @@ from adaptive.exchange.strategies import (
     unpack,
 )
 from adaptive.model.parameters import is_left_to_ddp
-from adaptive.model.replicas import Exchanging, Replica
+from adaptive.model.replicas import Exchanging
 from adaptive.network.collectives import (
     Exchange,
     PendingSum,
@@ -95,13 +95,6 @@ class Nodes(NamedTuple):
 
     inside: dist.ProcessGroup
     between: dist.ProcessGroup
-
-
-def open_exchange(replica: Replica, link: EmulatedLink | None, nodes: Nodes | None) -> Exchange:
-    """The collectives of a model's exchange. nodes: None for one level."""
-    if nodes is None:
-        return Exchange(replica.group, link, replica.everyone)
-    return NodeExchange(nodes, replica.everyone, link)
 
 
 def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -> Nodes | None:
@@ -171,7 +164,8 @@ def _problem(
 def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """A subgroup with the backend and the timeout of its parent. ranks: ranks of the parent."""
     of_default = [dist.get_global_rank(group, rank) for rank in ranks]
-    options = getattr(group._get_backend(_device_of(group)), "options", None)
+    devices = sorted(group._device_types, key=lambda device: device.type == "cpu")
+    options = getattr(group._get_backend(devices[0]), "options", None)
     made = dist.new_group(
         of_default,
         timeout=getattr(options, "_timeout", None),
@@ -180,11 +174,6 @@ def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGro
     )
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    devices = sorted(group._device_types, key=lambda device: device.type == "cpu")
-    return devices[0]
 
 
 class NodeExchange(Exchange):
@@ -205,7 +194,7 @@ class NodeExchange(Exchange):
         self.distinct, self.replicas = nodes.between, everyone
         self._inside = nodes.inside
         self.node_size = dist.get_world_size(nodes.inside)
-        self._node_shard = dist.get_rank(nodes.inside)
+        self.node_shard = dist.get_rank(nodes.inside)
         # Starts the second collective of the one issued last: shard -> future of the whole.
         self._gather_shards: Callable[[Tensor], Future[Tensor]] | None = None
 
@@ -220,7 +209,7 @@ class NodeExchange(Exchange):
         """The strategy, with a second collective after each of its own. divisible: units may be
         cut at any element."""
         if divisible and isinstance(strategy, Gathered):
-            return _ShardedGather(strategy, self, self.node_size, self._node_shard)
+            return _ShardedGather(strategy, self)
         return _InTwoLevels(strategy, self)
 
     def gather_by_shards(self, out: Outgoing) -> Rounds:
@@ -229,7 +218,7 @@ class NodeExchange(Exchange):
         units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
         sizes = [sum(payload_sizes(of_shard)) for of_shard in units]
         most = max(sizes)
-        own = _padded(pack(out, units[self._node_shard], out.payloads), most)
+        own = _padded(pack(out, units[self.node_shard], out.payloads), most)
         out.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
         wire = gather_wire_bytes(self.node_size * most, n)
         shard = yield self._gather_between(own, sum(sizes), wire)
@@ -261,10 +250,11 @@ class NodeExchange(Exchange):
         numel, size = tensor.numel(), self._shard_numel(tensor.numel())
         own = self._own_shard(tensor.view(-1), size)
 
-        def gather_shards(shard: Tensor) -> Future[Tensor]:
-            return self._gather(_padded(shard, size), lambda rows: _fill(tensor, rows))
+        def completed(rows: Tensor) -> Tensor:
+            tensor.view(-1).copy_(rows[:numel])
+            return tensor
 
-        self._gather_shards = gather_shards
+        self._gather_shards = lambda shard: self._gather(_padded(shard, size), completed)
         if own.numel():
             work = dist.all_reduce(own, group=self.group, async_op=True)
             done = future_of(work, self.group, own).then(lambda future: after(future, own))
@@ -340,7 +330,7 @@ class NodeExchange(Exchange):
 
     def _own_shard(self, flat: Tensor, size: int) -> Tensor:
         """This rank's shard of `flat` (a view): at most `size` elements."""
-        return flat[self._node_shard * size :][:size]
+        return flat[self.node_shard * size :][:size]
 
     # -- for other callers --
 
@@ -360,8 +350,13 @@ class NodeExchange(Exchange):
         self._traffic.hops += 2 * (self._all - 1)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         arrived = future_of(work, self.everyone, tensor)
-        done = arrived.then(lambda future: _divided(after(future, tensor), self.node_size))
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
+        n = self.node_size
+
+        def divided(future: Future[Tensor]) -> Tensor:
+            total = after(future, tensor)
+            return total.div_(n) if total.is_floating_point() else total.floor_divide_(n)
+
+        return self._hold(arrived.then(divided), tensor.nbytes, wire, tensor.device)
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         pending = super().sum_later(tensor)
@@ -397,9 +392,9 @@ class _InTwoLevels(Wrapped):
 class _ShardedGather(_InTwoLevels):
     """`Gathered`, where each rank of a node compresses its own shard of the bucket."""
 
-    def __init__(self, inner: Strategy, nodes: NodeExchange, shards: int, shard: int) -> None:
+    def __init__(self, inner: Strategy, nodes: NodeExchange) -> None:
         super().__init__(inner, nodes)
-        self.node_shards, self.node_shard = shards, shard
+        self.node_shards, self.node_shard = nodes.node_size, nodes.node_shard
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self._nodes.gather_by_shards(outgoing)
@@ -410,15 +405,6 @@ def _padded(shard: Tensor, size: int) -> Tensor:
     if shard.numel() == size:
         return shard
     return torch.cat([shard, shard.new_zeros(size - shard.numel())])
-
-
-def _fill(tensor: Tensor, rows: Tensor) -> Tensor:
-    tensor.view(-1).copy_(rows[: tensor.numel()])
-    return tensor
-
-
-def _divided(total: Tensor, copies: int) -> Tensor:
-    return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
 
 
 @dataclass(eq=False)
