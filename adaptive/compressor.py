@@ -42,7 +42,7 @@ from adaptive.settings.config import (
 )
 from adaptive.settings.sizes import latency_of
 from adaptive.settings.synchronisation import LATE, EveryStep, LocalSteps, Synchronisation
-from adaptive.timeline.recorder import SafeTimeline, Sink
+from adaptive.timeline.sinks import SafeTimeline, Sink
 from adaptive.timeline.summary import Summary
 from compressors import Compressor
 from policies import DENSE, Policy, PolicyName, checks, make_policy

@@ -28,10 +28,8 @@ NEAR = 0.5
 """A state tensor that is a copy of weights differs from them by less than this share of their norm.
 Anything that is made of gradients differs by more than the whole norm, as a rule."""
 
-
 TORCHS = ("params", "state", "param_groups", "defaults")
 """Attributes of every optimizer, and of every group, in which no numbers are looked for."""
-
 
 SHARED_OUT = "state of other parameters on each rank (which shares them out?)"
 

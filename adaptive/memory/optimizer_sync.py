@@ -21,7 +21,7 @@ from adaptive.memory.moments import (
     mean_share,
     scale_second_moments,
 )
-from adaptive.memory.owners import Owners
+from adaptive.memory.optimizer_steps import Owners
 from adaptive.model.chunks import CHUNK, Chunk
 from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, shaped
 from adaptive.network.collectives import Exchange

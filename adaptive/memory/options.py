@@ -108,7 +108,6 @@ NAMED: dict[str, Memory] = {
     "none": MemoryOptions("none"),
 }
 
-
 _registered: dict[str, type[MemoryRule]] = {}
 """Rules of users' own, by name."""
 

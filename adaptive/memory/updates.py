@@ -46,6 +46,7 @@ from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
     OptimizerSteps,
+    Owners,
     any_decay,
     is_tensor,
     multiply,
@@ -53,7 +54,6 @@ from adaptive.memory.optimizer_steps import (
 )
 from adaptive.memory.optimizer_sync import OptimizerSync
 from adaptive.memory.own_moments import OwnMoments, average
-from adaptive.memory.owners import Owners
 from adaptive.model.chunks import Chunk, Destination
 from adaptive.model.parameters import ModelParameter, ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import measure_link
 from adaptive.memory.handover import describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
@@ -36,8 +36,8 @@ from adaptive.settings.config import Settings
 from adaptive.settings.sizes import Sizes, make_header, start_policy
 from adaptive.step.averager import Averager
 from adaptive.step.controller import TOO_SMALL, Controller
-from adaptive.sync.start import gradients_or_steps, start
-from adaptive.timeline.recorder import Recorder
+from adaptive.sync import gradients_or_steps, start
+from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary
 from compressors.base import Spec
 from compressors.warm_up import warm_up
@@ -65,7 +65,6 @@ MOVED = (
 
 SMALL = 0.01
 """Of a dense step's bytes, what statistics may be."""
-
 
 ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 """Sessions that compress, until they are detached."""

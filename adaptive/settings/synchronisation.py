@@ -1,7 +1,7 @@
 """The ways in which ranks keep their models together: the values of the argument `sync`.
 
 Each way checks its own arguments, and declares what it needs of the other ones.
-`config.py` compares these with the script's arguments. `adaptive/sync/start.py` makes the
+`config.py` compares these with the script's arguments. `adaptive/sync/__init__.py` makes the
 synchroniser that does the work on a model.
 """
 
@@ -27,7 +27,6 @@ OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
-
 
 LATE = 0.04
 """Seconds of a message from which `sync="auto"` lets ranks step by themselves, if the policy finds
@@ -100,7 +99,7 @@ class Synchronisation:
         return None
 
     def start(self, averager: Any) -> Any:
-        """Its synchroniser, about to train with an `Averager`; None: `sync/start.py` has it."""
+        """Its synchroniser, about to train with an `Averager`; None: `sync/__init__.py` has it."""
         return None
 
 

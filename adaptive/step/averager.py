@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.bucket.bucket import Granularity
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import ModelMemory

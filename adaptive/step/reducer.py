@@ -48,7 +48,7 @@ from adaptive.bucket.bucket import (
     strided_sample,
 )
 from adaptive.bucket.bucket_memory import BucketMemory
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.chunks import Destination

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSp
 from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket.bucket import Granularity, StepCFs
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
@@ -31,7 +31,7 @@ from adaptive.model.parameters import ModelParameter
 from adaptive.network.collectives import Exchange, Traffic
 from adaptive.network.pipeline import HookStream, Pipeline
 from adaptive.settings.config import whole_buckets
-from adaptive.statistics.samples import WIDTH
+from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.vector import Tally
 from adaptive.step.reducer import Reducer, Step
 from compressors import Compressor, compressor_names, make_compressor
