@@ -271,7 +271,8 @@ class AdaptiveCompressor:
             by_latency = "sync='auto'" if self._if_late is not None else "sync not 'auto'"
             return f"{by_latency}, {self._settings.network.describe()}"
 
-        with on_device_of(inside.model):
+        device = next((p.device for p in inside.model.parameters()), torch.device("cpu"))
+        with on_device(device):
             wait_for_all(replica.everyone, "attach() must be called on every rank")
             agree(check_arguments, replica.everyone)
             settings = self._settings
@@ -459,9 +460,3 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a CUDA device is the current one, from where torch sends objects among
     ranks. A script that gives DDP its `device_ids` may have left the first device current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def on_device_of(model: nn.Module) -> AbstractContextManager[object]:
-    """`on_device` of the model's parameters."""
-    first = next(iter(model.parameters()), None)
-    return nullcontext() if first is None else on_device(first.device)

@@ -54,7 +54,7 @@ from adaptive.network.collectives import (
     join_groups,
     reduce_wire_bytes,
 )
-from adaptive.network.link import EmulatedLink, done_with, new_future
+from adaptive.network.link import EmulatedLink, complete, done_with, new_future
 from compressors.kernels.blocks import uninitialized
 from policies import checks
 
@@ -460,8 +460,5 @@ class NodeMeans:
             self._last.then(partial(_pass_on, waiting.done))
 
 
-def _pass_on(done: Future[Tensor], arrived: Future[Tensor]) -> None:
-    try:
-        done.set_result(arrived.value())
-    except Exception as error:  # DDP, which waits for `done`, must raise any error
-        done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+def _pass_on(done: Future[Tensor], mean: Future[Tensor]) -> None:
+    complete(done, mean.value)

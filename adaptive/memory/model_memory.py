@@ -137,7 +137,10 @@ def is_sgd(optimizer: Optimizer | None) -> bool:
 
 def unmeasured(optimizers: Iterable[Optimizer]) -> str:
     """What whoever uses these in parameter space should know; "" if their quality was measured."""
-    others = sorted({type(each).__name__ for each in optimizers if not _was_measured(each)})
+    measured = (is_sgd, is_muon, is_adaptive)
+    others = sorted(
+        {type(each).__name__ for each in optimizers if not any(of(each) for of in measured)}
+    )
     if not others:
         return ""
     return (
@@ -146,10 +149,6 @@ def unmeasured(optimizers: Iterable[Optimizer]) -> str:
         f"Adam and others that divide by a second moment; compare with a dense run before a long "
         f"one"
     )
-
-
-def _was_measured(optimizer: Optimizer) -> bool:
-    return is_sgd(optimizer) or is_muon(optimizer) or is_adaptive(optimizer)
 
 
 def _steps_by_itself(optimizer: Optimizer) -> bool:

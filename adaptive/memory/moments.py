@@ -188,7 +188,8 @@ def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int
         return grad
     square = flat(state[name])[::stride]
     if name != "sum":  # an average
-        square = square / _bias(decay_of_square(group), state["step"])
+        beta2 = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
+        square = square / _bias(beta2, state["step"])
     return grad / square.sqrt().add_(group["eps"])
 
 
@@ -204,12 +205,6 @@ def is_decoupled(optimizer: Optimizer, group: Group) -> bool:
     if is_muon(optimizer) or steps_as(optimizer, AdamW) or steps_as(optimizer, Adafactor):
         return True
     return is_adaptive(optimizer) and bool(group.get("decoupled_weight_decay"))
-
-
-def decay_of_square(group: Group) -> float:
-    """The decay (beta2) of the second moment; 0.9 for one that does not decay (Adagrad)."""
-    beta2: float = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
-    return beta2
 
 
 @lru_cache(maxsize=64)

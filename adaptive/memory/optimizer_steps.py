@@ -184,11 +184,10 @@ class OptimizerSteps:
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step with its gradients. RuntimeError for a step inside another
         optimizer's step, and for a step after the exchange of its backward's updates."""
-        outer, late = self._stepping, self.was_exchanged and _has_rate(optimizer)
-        told = ""
+        outer, told = self._stepping, ""
         if outer not in (None, optimizer):
             told = NESTED.format(inner=type(optimizer).__name__, outer=type(outer).__name__)
-        elif late and self._has_gradients(optimizer):
+        elif self.was_exchanged and self._moves(optimizer):
             told = STEPPED_LATE.format(type(optimizer).__name__)
         if told:
             self._stepping, self._has_closure = None, False
@@ -202,9 +201,13 @@ class OptimizerSteps:
             if not self.before:
                 self._remember()
 
-    def _has_gradients(self, optimizer: Optimizer) -> bool:
-        """Some parameter that this optimizer is known to step has a local gradient. (Gradients of
-        parameters without a known optimizer are the ranks' mean.)"""
+    def _moves(self, optimizer: Optimizer) -> bool:
+        """The optimizer moves a parameter by a local gradient: some learning rate is not 0 (or is
+        on a device, where it is not read), and some parameter that it is known to step has a
+        gradient. (Gradients of parameters without a known optimizer are the ranks' mean.)"""
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if not any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
+            return False
         return any(p.grad is not None for p in parameters_of(optimizer) if p in self._of)
 
     def _remember(self) -> None:
@@ -304,12 +307,6 @@ class OptimizerSteps:
             return rates
         of = (scales.get(p.tensor, 1.0) for p in chunk.parameters)
         return [(lr * scale, decay) for (lr, decay), scale in zip(rates, of, strict=True)]
-
-
-def _has_rate(optimizer: Optimizer) -> bool:
-    """Some learning rate is not 0, or is on a device, where it is not read."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return any(isinstance(lr, Tensor) or lr != 0 for lr in rates)
 
 
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:

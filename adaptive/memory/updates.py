@@ -97,7 +97,9 @@ class UpdateHandover(Handover):
         ranks: int,
         share_at: Callable[[float], float],
     ) -> None:
-        self.always_updates = not all(is_adaptive(of) and _has_mean(of) for of in optimizers)
+        groups = [group for of in optimizers for group in of.param_groups]
+        have_means = all(group.get("betas", (0.0,))[0] for group in groups)  # beta1 above 0
+        self.always_updates = not (all(map(is_adaptive, optimizers)) and have_means)
         self._parameters = parameters
         self._ranks = ranks
         self._share_at = cache(share_at)
@@ -458,11 +460,6 @@ class UpdateHandover(Handover):
         if self._sync.put_back():
             state = self._moments.state
             state.ranks_differ, state.residuals_hold_gradients = True, False
-
-
-def _has_mean(optimizer: Optimizer) -> bool:
-    """Whether the optimizer averages its gradients in first moments (beta1 above 0)."""
-    return all(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
 
 
 SMALLEST = torch.finfo(torch.float32).tiny

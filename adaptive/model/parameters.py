@@ -125,7 +125,9 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         super().__init__()
         self._replica = weakref.ref(replica)
         self.left_to_ddp: dict[str, Tensor] = {}
-        sparse = _with_sparse_gradients(replica.module)
+        kinds = nn.Embedding | nn.EmbeddingBag
+        embeddings = (each for each in replica.module.modules() if isinstance(each, kinds))
+        sparse = {each.weight for each in embeddings if each.sparse}
         for name, p in replica.parameters():
             name = name.replace(COMPILED, "")
             if p.is_complex() or p in sparse:
@@ -168,12 +170,6 @@ def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
     complex ones. DDP puts a parameter with a sparse gradient into a bucket of its own. It puts
     complex gradients, as pairs of real numbers, into buckets without real ones."""
     return buffer.is_sparse or any(p.is_complex() for p in parameters)
-
-
-def _with_sparse_gradients(module: nn.Module) -> set[Tensor]:
-    """The parameters whose gradients are sparse, as DDP finds them."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
 def local(tensor: Tensor) -> Tensor:

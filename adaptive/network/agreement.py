@@ -141,7 +141,8 @@ def compare_replicas(
     waits for the ranks and for the device. RuntimeError on all of them, naming what differs and the
     ranks."""
     named = list(parameters)
-    own = f"step {step}: {plan}", [_checksum(tensor) for _, tensor in named]
+    host = (tensor.detach().cpu().contiguous().flatten() for _, tensor in named)
+    own = f"step {step}: {plan}", [crc32(each.view(torch.uint8).numpy().data) for each in host]
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     first_plan, first = everyone[0]
@@ -158,8 +159,3 @@ def compare_replicas(
                     f"debug: parameter {name!r} of rank {rank} is not that of rank 0 "
                     f"before step {step}; the ranks are replicas no longer"
                 )
-
-
-def _checksum(tensor: Tensor) -> int:
-    plain = tensor.detach().cpu().contiguous().flatten()
-    return crc32(plain.view(torch.uint8).numpy().data)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from adaptive.network.link import EmulatedLink, done_with, new_future
+from adaptive.network.link import EmulatedLink, complete, done_with, new_future
 from compressors.kernels.blocks import Flag, is_host, uninitialized
 
 T = TypeVar("T")
@@ -375,14 +375,11 @@ def future_with_device(
         return future
     done: Future[Any] = new_future(device)
 
-    def complete(arrived: Future[Any]) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.default_stream(device)):
-                done.set_result(arrived.value())
-        except Exception as error:  # the waiter must see every error
-            done.set_exception(error)
+    def arrived(future: Future[Any]) -> None:
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            complete(done, future.value)
 
-    future.add_done_callback(complete)
+    future.add_done_callback(arrived)
     return done
 
 

@@ -83,6 +83,16 @@ def new_future(device: torch.device) -> Future[Tensor]:
     return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
+def complete(future: Future[Any], result: Callable[[], Any]) -> None:
+    """Complete a future with this result, or with the error that is raised instead."""
+    try:
+        value = result()
+    except Exception as error:  # the waiter must see every error
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
 def done_with(value: Tensor) -> Future[Tensor]:
     """A completed future of `value`."""
     done = new_future(value.device)
@@ -213,11 +223,8 @@ class EmulatedLink:
             time.sleep(max(0.0, due - time.monotonic()))
             # On a stream of its own: backward's would wait for the collective.
             on_cuda = device.type == "cuda"
-            try:
-                with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
-                    held.set_result(wait())
-            except Exception as error:  # the waiter must see every error
-                held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+                complete(held, wait)
 
         threading.Thread(target=carry, name="emulated-link", daemon=True).start()
         return held

@@ -88,15 +88,11 @@ class Averager:
             clip_norm,
         )
 
-    def use_memory(self) -> None:
-        """Reduce with the model's present memory from now on."""
-        self.reducer.memory = self.memory.now
-        self.requested.follow(self.memory.now)
-
     def fall_back(self) -> None:
         """Replace momentum correction by plain error feedback and the optimizer's own momentum."""
         self.memory.fall_back()
-        self.use_memory()
+        self.reducer.memory = self.memory.now
+        self.requested.follow(self.memory.now)
 
     @property
     def narrow(self) -> torch.dtype | None:

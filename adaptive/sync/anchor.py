@@ -146,7 +146,9 @@ class Anchor:
         i, slot = len(flight.sent), self._begun % self._most
         chunk = self.chunks[i]
         unsent = self._unsent(chunk, f"mean {slot}", self.flights[:-1])
-        too_large = _too_large(unsent)
+        # Some element is not finite, or so large that the sum of squares overflows.
+        (energy,) = squared_norms([unsent])
+        too_large = kernels_for(unsent).flag(~(energy <= torch.finfo(unsent.dtype).max))
         sent = chunk.buffer(f"sent {slot}").copy_(unsent)
         fill_if(too_large, unsent, nan)
         fill_if(too_large, sent, 0.0)
@@ -330,12 +332,6 @@ def _by_name(flat: Mapping[Chunk, Tensor]) -> dict[str, Tensor]:
     for chunk, x in flat.items():
         found |= chunk.by_name(x)
     return found
-
-
-def _too_large(x: Tensor) -> Flag:
-    """Some elements are not finite, or so large that the sum of squares overflows."""
-    (energy,) = squared_norms([x])
-    return kernels_for(x).flag(~(energy <= torch.finfo(x.dtype).max))
 
 
 class _Remembering(Wrapped):

@@ -150,7 +150,7 @@ def test_muon_has_the_matrices_of_layers_and_adamw_all_the_others(task: Task) ->
         ),
         (
             {"memory": "Momentum(share=1)", "optimizer": "adam"},
-            r"Momentum\(lag=1\) is for --optimi",
+            r"Momentum\(share=1\) is for --optimi",
         ),
         ({"memory": "momentum", "optimizer": "radam"}, "--memory momentum is for --optimizer sgd"),
         ({"betas": (0.9, 0.99)}, "--betas 0.9 0.99 is for .*adamw, adam, .*; got --optimizer sgd"),
