@@ -18,7 +18,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -45,7 +45,6 @@ from adaptive.model.parameters import is_left_to_ddp
 from adaptive.model.replicas import Exchanging
 from adaptive.network.collectives import (
     Exchange,
-    PendingSum,
     after,
     all_gather_single,
     future_of,
@@ -189,11 +188,10 @@ class NodeExchange(Exchange):
         self, nodes: Nodes, everyone: dist.ProcessGroup, link: EmulatedLink | None = None
     ) -> None:
         super().__init__(nodes.between, link, everyone)
-        self._all = dist.get_world_size(everyone)
         self.ranks, self.place = self.world_size, self.rank
         self.distinct, self.replicas = nodes.between, everyone
         self._inside = nodes.inside
-        self.node_size = dist.get_world_size(nodes.inside)
+        self.node_size = self.copies = dist.get_world_size(nodes.inside)
         self.node_shard = dist.get_rank(nodes.inside)
         # Starts the second collective of the one issued last: shard -> future of the whole.
         self._gather_shards: Callable[[Tensor], Future[Tensor]] | None = None
@@ -339,32 +337,6 @@ class NodeExchange(Exchange):
             return (yield self.all_reduce(tensor))
 
         return run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
-
-    def total(self, tensor: Tensor) -> Future[Tensor]:
-        """The sum over nodes in one collective of all ranks: the ranks of a node have the same
-        tensor, so the sum over ranks is divided by their number."""
-        if tensor.numel() == 0:
-            return done_with(tensor)
-        wire = reduce_wire_bytes(tensor.nbytes, self._all)
-        self._traffic.down += wire / 2
-        self._traffic.hops += 2 * (self._all - 1)
-        work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
-        arrived = future_of(work, self.everyone, tensor)
-        n = self.node_size
-
-        def divided(future: Future[Tensor]) -> Tensor:
-            total = after(future, tensor)
-            return total.div_(n) if total.is_floating_point() else total.floor_divide_(n)
-
-        return self._hold(arrived.then(divided), tensor.nbytes, wire, tensor.device)
-
-    def sum_later(self, tensor: Tensor) -> PendingSum:
-        pending = super().sum_later(tensor)
-        return replace(pending, copies=self.node_size)
-
-    def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
-        work = dist.all_reduce(gradients.div_(self._all), group=self.everyone, async_op=True)
-        return future_of(work, self.everyone, gradients).then(lambda future: future.value()[0])
 
     def node_mean(self, gradients: Tensor) -> Future[Tensor]:
         """The mean over the ranks of the node, in place."""

@@ -82,11 +82,10 @@ class UpdateMemory(Residual):
 class UpdateHandover(Handover):
     """Makes updates of the local optimizer steps, and applies the ranks' mean update.
 
-    ranks: world size. share_at: (CF) -> the momentum share, in [0, 1].
-    steps: the optimizer steps of this rank. always_updates: every compressed step exchanges
-    updates. This is so if some optimizer has no first moment: when gradients are exchanged, the
-    first moment takes over the updates in the residual.
-    """
+    ranks: world size. share_at: (CF) -> the momentum share, in [0, 1]. steps: the optimizer steps
+    of this rank. state: of their moments. always_updates: every compressed step exchanges updates.
+    This is so if some optimizer has no first moment: when gradients are exchanged, the first moment
+    takes over the updates in the residual."""
 
     sends_updates = True
 
@@ -106,15 +105,16 @@ class UpdateHandover(Handover):
         self._of = Owners(parameters, optimizers)
         self.steps = OptimizerSteps(self._of)
         self._moments = OwnMoments(self._of, ranks)
+        self.state = self._moments.state
         stepped = any(optimizer.state for optimizer in optimizers)
-        self._moments.state.ranks_differ = self._moments.state.had_full_momentum = stepped
+        self.state.ranks_differ = self.state.had_full_momentum = stepped
         self._targets: dict[Chunk, Tensor] = {}  # the new parameters, once means are decoded
         self._read: list[Tensor | None] = []  # kept alive while the hook's stream reads them
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._sync = OptimizerSync(parameters, self._of)
         self._inspection = Inspection(parameters)
         known = [self._inspection.notice(optimizer) for optimizer in optimizers]
-        self._moments.state.uninspected = not all(known)
+        self.state.uninspected = not all(known)
         self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
 
     @property
@@ -129,7 +129,7 @@ class UpdateHandover(Handover):
         exchanged at a CF that loses so little that the momentum share is 1. The same on all
         ranks."""
         updates = self.always_updates or self._share_at(cf) < 1
-        return updates and not self._moments.state.gradients_only
+        return updates and not self.state.gradients_only
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -147,7 +147,7 @@ class UpdateHandover(Handover):
         self._moments.put_back()
         self.steps.backward_ends()
         self._enlargements.clear()
-        if self.residuals_hold_gradients:  # of parameters without a gradient now: dropped
+        if self.state.residuals_hold_gradients:  # of parameters without a gradient now: dropped
             for parameter in self._parameters.values():
                 parameter.has_residual = False
         self._begin_own_steps(self._share_at(cf))
@@ -166,7 +166,7 @@ class UpdateHandover(Handover):
         rate = inverse(rates[0][0]) if len(rates) == 1 else None
         decay_factor = self.steps.take_decay_factor(chunk)
         energies: list[Scalar] = []
-        runs, share = self._moments.runs(chunk), self._moments.state.share
+        runs, share = self._moments.runs(chunk), self.state.share
         old_mean = self._moments.old_means.pop(chunk, None)
         self._read.append(old_mean)
         blocks = chunk.blocks()
@@ -260,11 +260,6 @@ class UpdateHandover(Handover):
         self._read.clear()
         self.steps.exchanged()
 
-    @property
-    def residuals_hold_gradients(self) -> bool:
-        """Residuals hold gradients, not updates, if they are not empty."""
-        return self._moments.state.residuals_hold_gradients
-
     @torch.no_grad()
     def add_residuals(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], scale: Tensor | None
@@ -308,7 +303,7 @@ class UpdateHandover(Handover):
     def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
         """The old learning rates of parameters that a new optimizer is about to step: the units of
         the updates in their residuals."""
-        if optimizer in self._of.known or self.residuals_hold_gradients:
+        if optimizer in self._of.known or self.state.residuals_hold_gradients:
             return {}
         taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
         return {parameter: self.learning_rate(parameter) for parameter in taken}
@@ -331,31 +326,30 @@ class UpdateHandover(Handover):
         self._inspected_stepped |= self.steps.pending and optimizer in self._inspection.seen
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
-            self._moments.state.muon_steps += optimizer is first
+            self.state.muon_steps += optimizer is first
             if self.steps.pending:
-                steps = max(self._moments.state.muon_steps, 1)
+                steps = max(self.state.muon_steps, 1)
                 self._enlargements |= enlargements(optimizer, steps, self._ranks)
         self.steps.end(optimizer)
         if not (self.steps.pending and self.steps.all_stepped):
             self._moments.put_back()
             self.steps.apply_decay()
-        return news and not (self.uninspected or self._moments.state.gradients_only)
+        return news and not (self.state.uninspected or self.state.gradients_only)
 
     # -- optimizers that are not torch's --
 
     @property
-    def uninspected(self) -> bool:
-        """Some optimizer has not stepped yet, so that its state is not known on any rank."""
-        return self._moments.state.uninspected
-
-    @property
     def dense_because(self) -> str:  # type: ignore[override]
-        return "an optimizer that is not torch's makes its first step" if self.uninspected else ""
+        return (
+            "an optimizer that is not torch's makes its first step"
+            if self.state.uninspected
+            else ""
+        )
 
     def agree_on_inspection(self, exchange: Exchange) -> str:
         """The ranks exchange their findings about optimizers that are not torch's (a collective).
         If gradients must be exchanged from now on, returns why; else ""."""
-        state, findings = self._moments.state, self._inspection.findings
+        state, findings = self.state, self._inspection.findings
         # An optimizer without parameters never steps (a wrapper of another optimizer, say).
         owners = {of for of, _ in self._of.distinct}
         seen = [of for of in self._inspection.seen if of in findings or of in owners]
@@ -381,7 +375,7 @@ class UpdateHandover(Handover):
         updates move the parameters in the next step."""
         if cf is not None and self.exchanges_updates(cf):
             return
-        state = self._moments.state
+        state = self.state
         state.residuals_hold_gradients, self.steps.was_exchanged = True, False
         if state.ranks_differ:
             self._moments.before_sync()
@@ -401,7 +395,7 @@ class UpdateHandover(Handover):
         self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed = self._moments.state.ranks_differ or bool(self._sync.undelivered)
+        differed = self.state.ranks_differ or bool(self._sync.undelivered)
         was_exchanged = self.steps.was_exchanged
         self.begin_step(exchange, None)
         self.steps.was_exchanged = was_exchanged
@@ -417,10 +411,10 @@ class UpdateHandover(Handover):
     def state_dict(self) -> dict[str, Any]:
         """Undelivered updates go back to the residuals first."""
         self._back_to_residuals()
-        return self._moments.state.state_dict()
+        return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._moments.state.load_state_dict(state)
+        self.state.load_state_dict(state)
 
     def forget_moments(self) -> None:
         self._moments.old_means.clear()
@@ -446,19 +440,19 @@ class UpdateHandover(Handover):
         return found
 
     def _begin_own_steps(self, share: float) -> None:
-        if not self._moments.state.local_squares:
+        if not self.state.local_squares:
             self._back_to_residuals()
-        self._moments.state.residuals_hold_gradients = False
+        self.state.residuals_hold_gradients = False
         self._moments.begin_own_steps(share)
 
     def _back_to_residuals(self) -> None:
         """Undelivered updates go back to the residuals. Gradients left there are dropped, because
         they are in other units and no step has used them."""
-        if self._sync.undelivered and self.residuals_hold_gradients:
+        if self._sync.undelivered and self.state.residuals_hold_gradients:
             for parameter in self._parameters.values():
                 parameter.has_residual = False
         if self._sync.put_back():
-            state = self._moments.state
+            state = self.state
             state.ranks_differ, state.residuals_hold_gradients = True, False
 
 

@@ -71,7 +71,7 @@ class PendingSum:
     """A sum of small tensors over all ranks, under way. It has no callback, because a callback that
     still runs when the interpreter exits aborts the process.
 
-    copies: number of ranks of a node. These have the same tensor, which counts once."""
+    copies: see `Exchange`."""
 
     tensor: Tensor
     group: dist.ProcessGroup
@@ -120,9 +120,9 @@ class Exchange:
     a sharded model the group has the ranks with the same shard, and `everyone` all ranks.
     world_size, rank: number of ranks in the group, and this rank among them. ranks, place: the same
     in `everyone`. first: this rank logs and writes for all ranks. distinct: the ranks whose saved
-    states differ. replicas: the ranks with the same parameters.
-    invalid: flags of `count_invalid` that nobody has taken yet.
-    """
+    states differ. replicas: the ranks with the same parameters. copies: number of ranks that have
+    the same tensors to exchange, which count once: those of a node. invalid: flags of
+    `count_invalid` that nobody has taken yet."""
 
     def __init__(
         self,
@@ -137,21 +137,14 @@ class Exchange:
         self.ranks = dist.get_world_size(self.everyone)
         self.place = dist.get_rank(self.everyone)
         self.first = self.place == 0
-        self.distinct, self.replicas = self.everyone, group
+        self.distinct, self.replicas, self.copies = self.everyone, group, 1
         self._link = link
         self._traffic = Traffic()
         self.invalid: deque[Tensor] = deque()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """A future of the sum of `tensor` over the group, in place."""
-        self._round_the_ring(2)  # also if empty: hops must be the same for all shards of a model
-        if tensor.numel() == 0:  # on all ranks of the group
-            return done_with(tensor)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
-        done = future_of(work, self.group, tensor).then(lambda future: after(future, tensor))
-        self._traffic.down += wire / 2
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
+        return self._sum(tensor, self.group, 1)
 
     def receiver_for(
         self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]
@@ -171,14 +164,36 @@ class Exchange:
         return self.all_reduce(tensor)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
-        """The same as `all_reduce`, in one collective. Also outside of hook calls."""
-        return self.all_reduce(tensor)
+        """The same as `all_reduce`, in one collective of `replicas`. Also outside of hook calls."""
+        return self._sum(tensor, self.replicas, self.copies)
+
+    def _sum(self, tensor: Tensor, group: dist.ProcessGroup, copies: int) -> Future[Tensor]:
+        """A future of the sum over a group in which so many ranks each have the same tensor."""
+        n = dist.get_world_size(group)
+        # Also if it is empty: the number of hops must be the same for all shards of a model.
+        self._traffic.hops += 2 * (n - 1)
+        if tensor.numel() == 0:  # on all ranks of the group
+            return done_with(tensor)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        wire = reduce_wire_bytes(tensor.nbytes, n)
+        self._traffic.down += wire / 2
+
+        def counted_once(future: Future[Any]) -> Tensor:
+            total = after(future, tensor)
+            if copies == 1:
+                return total
+            return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
+
+        done = future_of(work, group, tensor).then(counted_once)
+        return self._hold(done, tensor.nbytes, wire, tensor.device)
 
     def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
         """A future of the ranks' mean, made as DDP makes it without a hook. Sparse gradients need a
         process group that can sum them (gloo gathers their indices and values). Not counted."""
-        work = dist.all_reduce(gradients.div_(self.world_size), group=self.group, async_op=True)
-        return future_of(work, self.group, gradients).then(lambda future: future.value()[0])
+        group = self.replicas
+        gradients.div_(dist.get_world_size(group))
+        work = dist.all_reduce(gradients, group=group, async_op=True)
+        return future_of(work, group, gradients).then(lambda future: future.value()[0])
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
         """The sum of a small `tensor` over everyone, in place: the caller starts and reads it. It
@@ -188,7 +203,7 @@ class Exchange:
         self._traffic.wire += wire
         self._traffic.statistics += wire
         self._traffic.down += wire / 2
-        return PendingSum(tensor, self.everyone)
+        return PendingSum(tensor, self.everyone, self.copies)
 
     def gather_objects(self, own: T) -> list[T]:
         """The object of each rank of the group, in order. Waits for all of them."""

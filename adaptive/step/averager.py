@@ -268,8 +268,3 @@ class Averager:
         self.pipeline.abandon()
         self.controller.abandon()
         self.failed, self.in_backward = None, False
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model's parameters."""
-        return self.parameters.device

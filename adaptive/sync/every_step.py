@@ -178,7 +178,10 @@ class EveryStepSync(Synchroniser):
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         first = averager.controller.step == 0 and not averager.optimizers
-        entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
+        entered, scale = (
+            stopwatch.timestamps(),
+            loss_scale(averager.scaler, averager.parameters.device),
+        )
         averager.end()
         # After `detach` nobody would compare gradients.
         memory = averager.memory.now

@@ -80,7 +80,7 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
             self._nonfinite = False
             self._energies.clear()
-            if self.handover.uninspected:
+            if self.handover.state.uninspected:
                 self._agree_on_inspection()
             self.averager.begin(self.alike)
             if self.averager.controller.agreed.changed < 0:
@@ -98,7 +98,7 @@ class OwnStepSync(EveryStepSync):
         averager = self.averager
         if why := self.handover.agree_on_inspection(averager.exchange):
             self._switch_to_gradients(why)
-        elif not self.handover.uninspected:
+        elif not self.handover.state.uninspected:
             others = (of for of in averager.optimizers if not is_torchs_own(of))
             averager.warn_once(unmeasured(others))
 
@@ -130,7 +130,7 @@ class OwnStepSync(EveryStepSync):
                 averager.parameters.find(p)  # raises for a parameter of another model
             self._buckets.add(seen)
         left = self.handover.without_optimizer(of)
-        if not (sums or left or self.handover.residuals_hold_gradients):
+        if not (sums or left or self.handover.state.residuals_hold_gradients):
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
         pieces = buffer.split([p.numel for p in parameters])
@@ -138,7 +138,7 @@ class OwnStepSync(EveryStepSync):
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
                 averager.requested.sums.add(parameter, own, self._nonfinite)
-        if self.handover.residuals_hold_gradients:
+        if self.handover.state.residuals_hold_gradients:
             self.handover.add_residuals(parameters, pieces, scale)
         return self._mean_of(buffer, [pieces[i] for i in left]) if left else done_with(buffer)
 
@@ -176,7 +176,7 @@ class OwnStepSync(EveryStepSync):
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.handover.backward_ends(controller.plan.send)
-        nonfinite = averager.exchange.any_rank(flag, averager.device)
+        nonfinite = averager.exchange.any_rank(flag, averager.parameters.device)
         any_nonfinite: Flag = False
 
         def waited() -> None:
