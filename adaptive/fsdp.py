@@ -41,13 +41,6 @@ from adaptive.settings.config import Settings
 from adaptive.settings.synchronisation import EveryStep
 from adaptive.step.reducer import SendsItself
 
-_NO_HOOK = (
-    f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and not "
-    f"{torch.__version__}"
-)
-
-_TORCH = "this version of torch keeps the parameters of an FSDP module where they are not found"
-
 
 @dataclass(frozen=True)
 class ShardBucket:
@@ -255,7 +248,10 @@ def _units(root: Any) -> Iterator[_Unit]:
             group = module._get_fsdp_state()._fsdp_param_group
             parameters = [] if group is None else [each.sharded_param for each in group.fsdp_params]
         except AttributeError as error:
-            raise RuntimeError(f"{_TORCH}: {error}") from error
+            raise RuntimeError(
+                f"this version of torch keeps the parameters of an FSDP module where they are not "
+                f"found: {error}"
+            ) from error
         if group is not None and group not in seen:
             seen.add(group)
             yield _Unit(name, group, parameters)
@@ -308,7 +304,10 @@ def _check_mean(mesh: DeviceMesh) -> None:
 
 def _check(root: Any, mesh: Any, settings: Settings) -> None:
     if not hasattr(FSDPModule, "set_all_reduce_hook"):
-        raise RuntimeError(_NO_HOOK)
+        raise RuntimeError(
+            f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and "
+            f"not {torch.__version__}"
+        )
     if not isinstance(root, FSDPModule):
         raise TypeError(
             f"root must be a module that fully_shard was called on, got {type(root).__name__}; "

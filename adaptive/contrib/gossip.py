@@ -66,11 +66,11 @@ from adaptive.bucket.bucket import (
 )
 from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrices, named
 from adaptive.exchange.strategies import Outgoing, pack, unpack
+from adaptive.memory.handover import Groups
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
 from adaptive.memory.options import NAMED, Memory
 from adaptive.memory.rule import Kept
-from adaptive.memory.step_watch import Groups
 from adaptive.model.chunks import Chunk, chunks
 from adaptive.model.parameters import ModelParameter, shaped
 from adaptive.model.state import check_like, flat_tensors
@@ -334,9 +334,7 @@ class GossipSync(Synchroniser):
         self.algorithm = choice.algorithm
         self.at_once = self.algorithm in AT_ONCE
         self.parameters = list(averager.parameters.values())
-        topology = choice.topology_of(averager.exchange.world_size)
-        assert topology is not None
-        self.topology = topology
+        self.topology = choice.topology_of(averager.exchange.world_size)
         self._every = choice.every
         self._backwards = 0  # since the last exchange, but for one whose exchange is to come
         self._open = False  # the last backward of a round has ended, and its exchange is to come

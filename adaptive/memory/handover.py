@@ -23,6 +23,9 @@ from compressors.kernels import kernels_for
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
 
+Groups = list[dict[str, Any]]
+"""The parameter groups of an optimizer."""
+
 
 class Handover:
     """The contract of all handovers. This one does nothing in the optimizers' place.
@@ -58,9 +61,7 @@ class Handover:
         or updates may have been undelivered."""
         return False
 
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """An optimizer is about to step with these parameter groups. Returns the groups to step
         with instead; None: `groups`."""
         return None
@@ -168,19 +169,10 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
     return other
 
 
-def with_settings(
-    groups: Sequence[Group],
-    settings: Group,
-    taken: Callable[[Group], bool],
-    managed: Collection[Tensor],
-) -> list[dict[str, Any]]:
-    """Copies of parameter groups. In a `taken` group the `managed` parameters get these settings;
-    all other parameters keep the user's."""
-    changed: list[dict[str, Any]] = []
-    for group in groups:
-        inside: list[Tensor] = []
-        outside: list[Tensor] = []
-        for p in group["params"]:
-            (inside if taken(group) and p in managed else outside).append(p)
-        changed += [{**group, **settings, "params": inside}, {**group, "params": outside}]
-    return [group for group in changed if group["params"]]
+def with_settings(group: Group, settings: Group, managed: Collection[Tensor]) -> Groups:
+    """Copies of a parameter group: the `managed` parameters with these settings, the others with
+    the user's."""
+    inside = [p for p in group["params"] if p in managed]
+    outside = [p for p in group["params"] if p not in managed]
+    copies = [{**group, **settings, "params": inside}, {**group, "params": outside}]
+    return [each for each in copies if each["params"]]

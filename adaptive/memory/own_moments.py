@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from adaptive.memory.handover import Groups, with_settings
 from adaptive.memory.moments import (
     SECOND_MOMENTS,
     Run,
@@ -223,27 +224,22 @@ class OwnMoments:
 
     # -- the momentum share --
 
-    def settings_with_share(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def settings_with_share(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """Parameter groups for a step with the present momentum share; None: `groups`.
         With share 0 first moments are copied first, since they tell the share of noise."""
         if self.state.share == 1 or not is_adaptive(optimizer):
             return None
         if any(self._flat(chunk).left_out(self._of.of_chunk(chunk)) for chunk in self._of.chunks):
             return None
-        changed: list[dict[str, Any]] = []
+        changed: Groups = []
         without = False
         for group in groups:
             beta1, *beta2 = group.get("betas", (0.0,))
-            ours = [p for p in group["params"] if p in self._of]
-            if not ours or not beta1:
+            if not beta1 or not any(p in self._of for p in group["params"]):
                 changed.append(group)
                 continue
             betas = (decay_with_share(beta1, self.state.share), *beta2)
-            changed.append({**group, "params": ours, "betas": betas})
-            others = [p for p in group["params"] if p not in self._of]
-            changed += [{**group, "params": others}] if others else []
+            changed += with_settings(group, {"betas": betas}, self._of)
             without = self.state.share == 0
         if without:
             self._keep_means(optimizer)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from adaptive.memory.error_feedback import MomentumRule
-from adaptive.memory.handover import Group, Handover, steps_as, with_settings
+from adaptive.memory.handover import Group, Groups, Handover, steps_as, with_settings
 from adaptive.model.chunks import chunks
 from adaptive.model.parameters import (
     ModelParameter,
@@ -28,10 +28,6 @@ from policies import state as saved
 
 _NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 """Settings with which SGD steps by what is in `p.grad`, and does nothing else."""
-
-
-def _has_momentum(group: Group) -> bool:
-    return bool(group["momentum"] != 0)
 
 
 RESTING = 8
@@ -102,9 +98,7 @@ class SGDHandover(Handover):
         group = self._group(parameter.tensor)
         return MomentumRule(0.0) if group is None else MomentumRule.of(group)
 
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if optimizer is not self.optimizer:
             of = [self._parameters[p] for p in parameters_of(optimizer) if p in self._parameters]
             moved = [parameter for parameter in of if self.rule(parameter).momentum]
@@ -120,9 +114,14 @@ class SGDHandover(Handover):
             self.optimizer, self._indexed = optimizer, []
         if self.rests:
             return None
-        for group in filter(_has_momentum, groups):
-            self._add_decay(group)
-        return with_settings(groups, _NEUTRAL, _has_momentum, self._parameters)
+        changed: Groups = []
+        for group in groups:
+            if group["momentum"] != 0:
+                self._add_decay(group)
+                changed += with_settings(group, _NEUTRAL, self._parameters)
+            else:
+                changed.append(group)
+        return changed
 
     @torch.no_grad()
     def _show_gradients(self, of: Sequence[ModelParameter]) -> None:
@@ -277,9 +276,7 @@ class ShorterMomentum(Handover):
     def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
         self._wanted = 1.0 if cf is None else self._share_at(cf)
 
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if optimizer is not self._optimizer:
             ours = {*parameters_of(self._optimizer)}
             if not steps_as(optimizer, SGD) or ours.isdisjoint(parameters_of(optimizer)):
@@ -288,15 +285,15 @@ class ShorterMomentum(Handover):
         self._move_to(self._wanted, groups)
         if self._now.share == 1:
             return None
-        changed = []
+        changed: Groups = []
         for group in groups:
             rule = MomentumRule.of(group).with_share(self._now.share)
             shorter = {"momentum": rule.momentum, "lr": group["lr"] * rule.gain}
-            changed += with_settings([group], shorter, lambda _: True, self._parameters)
+            changed += with_settings(group, shorter, self._parameters)
         return changed
 
     @torch.no_grad()
-    def _move_to(self, share: float, groups: list[dict[str, Any]]) -> None:
+    def _move_to(self, share: float, groups: Groups) -> None:
         """A buffer holds the velocity divided by what the learning rate is multiplied by."""
         before, self._now.share = self._now.share, share
         if share == before:

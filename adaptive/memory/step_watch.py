@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from adaptive.memory.handover import (
+    Groups,
     closure_of,
     is_torchs_own,
     stand_in_for,
@@ -36,9 +37,6 @@ from adaptive.model.parameters import is_dense, local, parameters_of, storage_of
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
-
-Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer."""
 
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Handover, is_torchs_own, rate_of
+from adaptive.memory.handover import Groups, Handover, is_torchs_own, rate_of
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
 from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
@@ -274,9 +274,7 @@ class UpdateHandover(Handover):
 
     # -- around an optimizer's step --
 
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """An optimizer is about to step. Returns the parameter groups to step with; None: `groups`.
         RuntimeError for a step inside another optimizer's step, and for a step after the exchange
         of its backward's updates."""

@@ -256,11 +256,6 @@ class DenseTimer(Stateful):
         """Begin again: the number of ranks has changed."""
         self.contrast = Contrast()
 
-    @property
-    def network(self) -> str:
-        """See `network_in_words`."""
-        return network_in_words(self.clock, self.spec)
-
     def observe(self, report: StepReport) -> DenseStep:
         """Take in one report; returns the dense step in place of each of its optimizer steps."""
         cf, steps, seconds = report.timed_cf, report.timed_steps, report.median_seconds

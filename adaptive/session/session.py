@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import measure_link
-from adaptive.memory.handover import describe, learning_rate
+from adaptive.memory.handover import Groups, describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.memory.step_watch import FALLEN_BACK, Groups, StepWatch
+from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
 from adaptive.model.parameters import ModelParameters, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.model.state import SavedPart, check_state, load_parts, refusing, swapped

@@ -23,7 +23,7 @@ from adaptive.bucket.bucket import StepCFs
 from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.network.collectives import Exchange, PendingSum, drain
-from adaptive.network.pace import DenseTimer
+from adaptive.network.pace import DenseTimer, network_in_words
 from adaptive.network.timing import Stopwatch
 from adaptive.settings.sizes import Sizes
 from adaptive.statistics.signal import WIDTH
@@ -309,7 +309,7 @@ class Controller(saved.Stateful):
             verdict=self.policy.verdict(),
             promise=self.policy.promise,
             element_bytes=self.sizes.element_nbytes(),
-            network=self.dense_timer.network,
+            network=network_in_words(self.dense_timer.clock, self.dense_timer.spec),
             rungs=base.rung_names,
         )
 

@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.memory.step_watch import Groups
+from adaptive.memory.handover import Groups
 from adaptive.memory.updates import inverse
 from adaptive.model.chunks import chunked
 from adaptive.model.uniting import averaged, unite

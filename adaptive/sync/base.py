@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.memory.step_watch import Groups
+from adaptive.memory.handover import Groups
 from adaptive.model.state import check_like
 from adaptive.step.averager import Averager
 

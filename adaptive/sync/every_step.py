@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.memory.handover import loss_scale
-from adaptive.memory.step_watch import Groups, sample
+from adaptive.memory.handover import Groups, loss_scale
+from adaptive.memory.step_watch import sample
 from adaptive.model.chunks import joined_nbytes
 from adaptive.model.parameters import ModelParameter, is_left_to_ddp, local, shaped
 from adaptive.network.collectives import drain

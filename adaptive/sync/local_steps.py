@@ -24,9 +24,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import Residual
+from adaptive.memory.handover import Groups
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
-from adaptive.memory.step_watch import Groups
 from adaptive.model.chunks import chunked
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain

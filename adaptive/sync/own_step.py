@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.memory.handover import is_torchs_own, loss_scale
+from adaptive.memory.handover import Groups, is_torchs_own, loss_scale
 from adaptive.memory.model_memory import unmeasured
-from adaptive.memory.step_watch import Groups
 from adaptive.memory.updates import UpdateHandover
 from adaptive.model.chunks import Chunk, Destination
 from adaptive.model.parameters import is_left_to_ddp
