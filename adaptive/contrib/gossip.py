@@ -410,7 +410,10 @@ class GossipSync(Synchroniser):
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)
             sent = stopwatch.timestamps()
-            self._end_step(controller.cfs.send)
+            if self.at_once:  # with the step size of this step's CF
+                for chunk in self._chunks:
+                    self._receive(chunk)
+                    self._mix_at_once(chunk, controller.cfs.send)
             arrived = stopwatch.timestamps()
             controller.tally.at("grad").fill_(nan)  # nobody looks at gradients
             controller.end_step(averager.watch.take_found())
@@ -474,13 +477,6 @@ class GossipSync(Synchroniser):
         for chunk in self._chunks:
             self._receive(chunk)
             chunk.move(chunk.offset, 1.0)
-
-    def _end_step(self, cf: float) -> None:
-        """Algorithms of AT_ONCE mix at once, with the step size of the step's CF; so do rules."""
-        if self.at_once:
-            for chunk in self._chunks:
-                self._receive(chunk)
-                self._mix_at_once(chunk, cf)
 
     def _mix_at_once(self, chunk: _Chunk, cf: float) -> None:
         """Messages of the neighbours have been added to the offset."""

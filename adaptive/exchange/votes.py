@@ -209,10 +209,5 @@ def _written(payload: Payload, nonfinite: Flag, like: Tensor) -> Tensor:
     return wire
 
 
-@cache
-def _value_list(form: ValueFormat) -> ValueList:
-    """`ValueList`, made once."""
-    return ValueList(form)
-
-
+_value_list = cache(ValueList)
 _FULL = Full()

@@ -137,7 +137,12 @@ class StepWatch:
         self._witness = parameters[-1] if parameters else None
         self._device = None if self._witness is None else self._witness.device
         handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self._few, *parameters[-1:]}]
-        _watch_steps(self)
+        _WATCHES[id(self)] = me
+        if not _HOOKS:
+            # Where a script has compiled its optimizer's step they run outside the graph.
+            before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
+            _HOOKS.append(register_optimizer_step_pre_hook(before))
+            _HOOKS.append(register_optimizer_step_post_hook(after))
         self.end = weakref.finalize(self, _end, id(self), handles)
 
     def backward_ends(
@@ -298,16 +303,6 @@ class StepWatch:
         elif p in self._velocities:
             before, still = self._velocities[p], local(p.grad).any()  # zeros, once cleared
             self._velocities[p] = still if before is None else still & before
-
-
-def _watch_steps(watch: StepWatch) -> None:
-    """Let it know of every optimizer's steps."""
-    _WATCHES[id(watch)] = weakref.ref(watch)
-    if not _HOOKS:
-        # Where a script has compiled its optimizer's step they run outside the graph.
-        before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
-        _HOOKS.append(register_optimizer_step_pre_hook(before))
-        _HOOKS.append(register_optimizer_step_post_hook(after))
 
 
 def _end(watch: int, handles: Sequence[Any]) -> None:

@@ -64,7 +64,8 @@ MOVED = (
 )
 
 SMALL = 0.01
-"""Of a dense step's bytes, what statistics may be."""
+"""Share of a dense step's bytes. A model whose statistics would be more than that stays dense for
+good, and nothing is measured."""
 
 ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 """Sessions that compress, until they are detached."""
@@ -263,17 +264,12 @@ class Session:
         controller.take_steps(settings.sync.numbers[0])
         controller.delay = settings.sync.delays[0]
         may_stay_dense = settings.may_stay_dense and not settings.sync.lets_ranks_differ
-        if may_stay_dense and not settings.debug:
-            self._stay_dense_if_small(controller)
-        return controller
-
-    def _stay_dense_if_small(self, controller: Controller) -> None:
-        """Dense for good, without measuring anything, if statistics would be more than 1% of the
-        bytes of a dense step: the same on every rank."""
-        if controller.statistics_nbytes() > SMALL * self._sizes.dense_nbytes():
+        least = SMALL * self._sizes.dense_nbytes()  # the same on every rank
+        if may_stay_dense and not settings.debug and controller.statistics_nbytes() > least:
             controller.too_small = True
             self._memory.release()  # which holds nothing yet
             log.info("%s", TOO_SMALL)
+        return controller
 
     def _warn(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
         """Log what the user should know of this setup."""
