@@ -320,8 +320,6 @@ class AdaptiveCompressor:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         with on_device(self._session.device):
             self._session.detach()
-        if (replica := self._session.replica) is not None:
-            replica.stop()
 
     @property
     def detached(self) -> bool:

@@ -104,8 +104,6 @@ class ShardedReplica(Replica):
     """One replica of a sharded model. group: the ranks that hold the same shard, one of each
     replica. everyone: all ranks of the mesh."""
 
-    NAME = "root"
-
     def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(root)
         self.mesh = mesh

@@ -11,7 +11,7 @@ classes themselves, and rejects strings.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -51,18 +51,14 @@ class Replica(ABC):
 
     group: the ranks that exchange. everyone: the ranks that decide alike; more than `group` where
     the model is sharded. settling: backwards after which its buckets stay as they are.
-    exchanging: takes the buckets. free: another one may take its place.
+    exchanging: takes the buckets.
     """
-
-    NAME: ClassVar[str]
-    """Of the model, as an argument."""
 
     settling = 0
     sends_buffers = False  # in every forward
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
     exchanging: Exchanging | None = None
-    free = True
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -99,14 +95,12 @@ class Replica(ABC):
             if p.requires_grad and name not in ignored:
                 yield name, p
 
-    def check_free(self) -> None:
-        """RuntimeError if no compressor can be attached now."""
-        if not (self._found(self.model) or self).free:
-            raise RuntimeError(f"{self.NAME} is attached already; detach() its compressor first")
+    def check_free(self) -> None:  # noqa: B027 - another library's hook is in the way of DDP's only
+        """RuntimeError if the model has a hook of another library."""
 
     def start(self, exchanging: Exchanging) -> None:
-        """Hand buckets over from now on. A collective."""
-        self.exchanging, self.free = exchanging, False
+        """Hand buckets over from now on, until the next `start`. A collective."""
+        self.exchanging = exchanging
         if self._found(self.model) is not self:
             object.__setattr__(self.model, ATTRIBUTE, self)  # past nn.Module's own
             self._register()
@@ -115,15 +109,9 @@ class Replica(ABC):
     def _register(self) -> None:
         """Have torch hand over what it reduces, for good."""
 
-    def stop(self) -> None:
-        """Another compressor may be attached. Until then buckets go where they went."""
-        self.free = True
-
 
 class DDPReplica(Replica):
     """The state of our hook on one model. Copies and pickles of the model leave it behind."""
-
-    NAME = "model"
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__(model)
@@ -161,7 +149,6 @@ class DDPReplica(Replica):
         return {name.removeprefix(".") for name in names if "." in name}
 
     def check_free(self) -> None:
-        super().check_free()
         hooks = [hook for hook, _ in self.model._comm_hooks if hook is not adaptive_hook]
         if hooks:
             name = getattr(hooks[0], "__name__", "?")

@@ -419,7 +419,6 @@ def look_at(
     compressor.detach()
     doctor = Doctor(settings, replica, steps, tell, optimizers)
     replica.start(doctor)
-    replica.stop()  # another compressor may be attached at any time
     return doctor
 
 
