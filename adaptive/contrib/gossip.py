@@ -339,7 +339,7 @@ class GossipSync(Synchroniser):
         self._backwards = 0  # since the last exchange, but for one whose exchange is to come
         self._open = False  # the last backward of a round has ended, and its exchange is to come
         self._step_at = choice.step_at
-        self._granularity, self._exchange = averager.granularity, averager.exchange
+        self._granularity, self._exchange = averager.sizes.granularity, averager.exchange
         self._moved = MovedBetweenSteps(averager.parameters, averager.optimizers, choice)
         self._begin()
 

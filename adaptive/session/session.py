@@ -106,7 +106,12 @@ class Session:
         self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.adapt)
         self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
-        self._agree(optimizers, scaler)
+        handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
+        try:  # the error of a rank is raised on all of them
+            agree(lambda: f"{self._prepare(optimizers)}\n{handed_over}", self.exchange.everyone)
+        except Exception:
+            self._memory.release()
+            raise
         shards = self._choice.may_shard
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
@@ -126,28 +131,23 @@ class Session:
             self._memory,
             self._watch,
             Pipeline(timestamps, HookStream(self.device)),
-            self._choice,
-            self._granularity,
             self._sizes,
             self._requested,
             self.controller,
             replica.settling,
         )
         self._sync = start(self._averager)
-        self._warn(optimizers, replica)
-        self._start_watching(replica)
+        if settings.sync.takes_optimizer:
+            self._averager.warn_once(self._memory.warning(optimizers))
+        if settings.sync.lets_ranks_differ and replica.sends_buffers:
+            self._averager.warn_once(BROADCASTS)
+        self._watch.start()
+        mark = self.controller.stopwatch.forward
+        mark.begins = weakref.WeakMethod(self._forward_begins)
+        self._forward_hook = replica.model.register_forward_pre_hook(mark)
+        ATTACHED.add(self)
 
     # -- attaching --
-
-    def _agree(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
-        """Prepare on every rank, and attach if none fails and all describe the same. A collective;
-        the error of a rank is raised on all."""
-        handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
-        try:
-            agree(lambda: f"{self._prepare(optimizers)}\n{handed_over}", self.exchange.everyone)
-        except Exception:
-            self._memory.release()
-            raise
 
     def _prepare(self, optimizers: Sequence[Optimizer]) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -270,22 +270,6 @@ class Session:
             self._memory.release()  # which holds nothing yet
             log.info("%s", TOO_SMALL)
         return controller
-
-    def _warn(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
-        """Log what the user should know of this setup."""
-        sync = self.settings.sync
-        if sync.takes_optimizer:
-            self._averager.warn_once(self._memory.warning(optimizers))
-        if sync.lets_ranks_differ and replica.sends_buffers:
-            self._averager.warn_once(BROADCASTS)
-
-    def _start_watching(self, replica: Replica) -> None:
-        """What the script does with the gradients, and when the model's forward begins."""
-        self._watch.start()
-        mark = self.controller.stopwatch.forward
-        mark.begins = weakref.WeakMethod(self._forward_begins)
-        self._forward_hook = replica.model.register_forward_pre_hook(mark)
-        ATTACHED.add(self)
 
     # -- a step --
 

@@ -23,9 +23,7 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.bucket.bucket import Granularity
 from adaptive.bucket.shadow import RequestedStatistics
-from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
@@ -60,8 +58,6 @@ class Averager:
     memory: ModelMemory
     watch: StepWatch
     pipeline: Pipeline
-    choice: ExchangeChoice
-    granularity: Granularity
     sizes: Sizes
     requested: RequestedStatistics
     controller: Controller
@@ -79,7 +75,7 @@ class Averager:
             clip_norm /= sqrt(self.exchange.world_size)
         self.requested.follow(self.memory.now)
         self.reducer = Reducer(
-            self.granularity,
+            self.sizes.granularity,
             self.memory.now,
             self.exchange,
             self.pipeline,
@@ -108,8 +104,8 @@ class Averager:
     @property
     def strategy(self) -> Strategy:
         """The exchange strategy of this step."""
-        controller = self.controller
-        return self.choice.pick(self.sizes.bucket_nbytes(controller.cfs), controller.plan.send)
+        nbytes = self.sizes.bucket_nbytes(self.controller.cfs)
+        return self.sizes.choice.pick(nbytes, self.controller.plan.send)
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True

@@ -55,7 +55,7 @@ class OwnStepSync(EveryStepSync):
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
         # A server's error memory holds updates only: it cannot alternate with gradients.
-        self.handover.always_updates |= averager.choice.means.memory is not None
+        self.handover.always_updates |= averager.sizes.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
         # Squared norms of the buckets of the backward under way, summed at its end on a device.
         self._energies: list[Tensor] = []
@@ -240,7 +240,7 @@ class OwnStepSync(EveryStepSync):
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             strategy = averager.strategy
-            sparse = averager.granularity.compressor.at(cfs.send).selects
+            sparse = averager.sizes.granularity.compressor.at(cfs.send).selects
             under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
             arrivals: list[Span] = []
             # With so many under way, all collectives of the oldest chunk have been issued.
