@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptive.exchange.choice import (
     SAME,
-    ExchangeChoice,
     ParameterServer,
     check_exchange,
     in_one_collective,
@@ -103,9 +101,3 @@ class ExchangeOptions:
         if nodes is None:
             return Exchange(replica.group, link, replica.everyone)
         return NodeExchange(nodes, replica.everyone, link)
-
-    def choice(
-        self, base: Compressor, world_size: int, adapt: Callable[[Strategy, bool], Strategy]
-    ) -> ExchangeChoice:
-        """See `ExchangeChoice`."""
-        return ExchangeChoice(base, self.way, world_size, self.server, adapt)

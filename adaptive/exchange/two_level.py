@@ -43,6 +43,7 @@ from adaptive.exchange.strategies import (
 )
 from adaptive.model.parameters import is_left_to_ddp
 from adaptive.model.replicas import Exchanging
+from adaptive.network.agreement import gather_objects
 from adaptive.network.collectives import (
     Exchange,
     after,
@@ -102,8 +103,7 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
     asked: the script has asked for two levels: ValueError on every rank if they are impossible.
     """
     label = "" if levels is None else _label(levels, group)
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (repr(levels), label, groups_joined()), group=group)
+    told = gather_objects((repr(levels), label, groups_joined()), group)
     if levels is None or len({said for said, *_ in told}) > 1:  # `agree` raises for the latter
         return None
     labels = [label for _, label, _ in told]

@@ -108,7 +108,7 @@ class Inspection:
                 return f"state in other forms than tensors ({_few(hidden)})", ()
             here = local(p).detach().reshape(-1).float()
             for name, kept in state.items():
-                if _may_be_weights(kept, p):
+                if _is_floating(kept) and kept.numel() == p.numel():
                     gap = local(kept).detach().reshape(-1).float() - here
                     squares = torch.stack([gap.square().sum(), here.square().sum()]).double()
                     gaps[name] = gaps.get(name, 0) + squares
@@ -253,10 +253,6 @@ def _hides(kept: Any) -> bool:
 
 def _is_floating(kept: Any) -> bool:
     return isinstance(kept, Tensor) and kept.is_floating_point()
-
-
-def _may_be_weights(kept: Any, p: Tensor) -> bool:
-    return _is_floating(kept) and kept.numel() == p.numel()
 
 
 def _few(names: Iterable[str]) -> str:

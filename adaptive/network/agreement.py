@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Timer
+from typing import TypeVar
 from zlib import crc32
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from policies import Plan
+
+T = TypeVar("T")
 
 log = logging.getLogger("adaptive")
 
@@ -61,6 +64,13 @@ def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
         saying.cancel()
 
 
+def gather_objects(own: T, group: dist.ProcessGroup) -> list[T]:
+    """The object of each rank of a group, in order. Waits for all of them."""
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
     """Run `prepare` on every rank and compare what it returns: what must be alike on all ranks, in
     readable lines. A collective.
@@ -73,8 +83,7 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
         description = prepare()
     except Exception as caught:  # the other ranks must hear of it, whatever it is
         error, problem = caught, f"{type(caught).__name__}: {caught}"
-    everyone = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (problem, description), group=group)
+    everyone = gather_objects((problem, description), group)
     if error is not None:
         raise error
     for rank, (theirs, _) in enumerate(everyone):
@@ -102,9 +111,8 @@ def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # the other ranks must hear of it, whatever it is
         error = caught
-    everyone = [""] * dist.get_world_size(group)
-    own = "" if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(everyone, own, group=group)
+    told = "" if error is None else f"{type(error).__name__}: {error}"
+    everyone = gather_objects(told, group)
     if error is not None:
         raise error
     for rank, theirs in enumerate(everyone):
@@ -143,8 +151,7 @@ def compare_replicas(
     named = list(parameters)
     host = (tensor.detach().cpu().contiguous().flatten() for _, tensor in named)
     own = f"step {step}: {plan}", [crc32(each.view(torch.uint8).numpy().data) for each in host]
-    everyone = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    everyone = gather_objects(own, group)
     first_plan, first = everyone[0]
     for rank, (said, _) in enumerate(everyone):
         if said != first_plan:

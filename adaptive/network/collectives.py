@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
+from adaptive.network.agreement import gather_objects
 from adaptive.network.link import EmulatedLink, complete, done_with, new_future
 from compressors.kernels.blocks import Flag, is_host, uninitialized
 
@@ -207,9 +208,7 @@ class Exchange:
 
     def gather_objects(self, own: T) -> list[T]:
         """The object of each rank of the group, in order. Waits for all of them."""
-        found = [own] * self.world_size
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        return gather_objects(own, self.group)
 
     def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
         """A future of one element, above 0 if the flag is set on some rank of everyone. It counts

@@ -252,10 +252,6 @@ class DenseTimer(Stateful):
 
     contrast: Contrast = saved(Contrast())
 
-    def rescale(self) -> None:
-        """Begin again: the number of ranks has changed."""
-        self.contrast = Contrast()
-
     def observe(self, report: StepReport) -> DenseStep:
         """Take in one report; returns the dense step in place of each of its optimizer steps."""
         cf, steps, seconds = report.timed_cf, report.timed_steps, report.median_seconds

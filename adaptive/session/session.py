@@ -19,7 +19,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.bucket.shadow import RequestedStatistics
-from adaptive.exchange.choice import measure_link
+from adaptive.exchange.choice import ExchangeChoice, measure_link
 from adaptive.memory.handover import Groups, describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
@@ -103,7 +103,9 @@ class Session:
             lambda optimizer: self._sync.after_step(optimizer),
         )
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
-        self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.adapt)
+        way, server = settings.exchange.way, settings.exchange.server
+        adapt = self.exchange.adapt
+        self._choice = ExchangeChoice(settings.base, way, world_size, server, adapt)
         self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
@@ -202,9 +204,8 @@ class Session:
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same
         policy or compressor object."""
-        if not self._taken():
-            return
-        gc.collect()  # the other may be garbage that nobody has found yet
+        if self._taken():
+            gc.collect()  # the other may be garbage that nobody has found yet
         if taken := self._taken():
             raise RuntimeError(f"{taken} another AdaptiveCompressor: detach() that one first")
 

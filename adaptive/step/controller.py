@@ -23,7 +23,7 @@ from adaptive.bucket.bucket import StepCFs
 from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.network.collectives import Exchange, PendingSum, drain
-from adaptive.network.pace import DenseTimer, network_in_words
+from adaptive.network.pace import Contrast, DenseTimer, network_in_words
 from adaptive.network.timing import Stopwatch
 from adaptive.settings.sizes import Sizes
 from adaptive.statistics.signal import WIDTH
@@ -365,7 +365,7 @@ class Controller(saved.Stateful):
             self.dense_timer.contrast.pause()
         if resharded:
             self.policy.rescale()
-            self.dense_timer.rescale()
+            self.dense_timer.contrast = Contrast()
 
     def abandon(self) -> None:
         """Forget the statistics that are under way, and what was counted for the next ones."""

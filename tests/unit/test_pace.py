@@ -196,7 +196,7 @@ def test_on_another_network_dense_has_not_been_timed():
 def test_after_other_ranks_have_saved_it_dense_has_not_been_timed():
     made = timer()
     fed(made, *[timed(DENSE, 0.9)] * 40, *[timed(10.0, 0.09)] * 40)
-    made.rescale()
+    made.contrast = Contrast()
     assert fed(made, timed(10.0, 0.09)) == NOT_TIMED
 
 
