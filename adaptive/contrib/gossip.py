@@ -42,7 +42,7 @@ A rule of a user's own (`GossipRule`) keeps what it likes, and mixes in the step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from math import nan
@@ -75,7 +75,6 @@ from adaptive.model.chunks import Chunk, chunks
 from adaptive.model.parameters import ModelParameter, shaped
 from adaptive.model.state import check_like, flat_tensors
 from adaptive.model.uniting import averaged, unite
-from adaptive.network.collectives import Arriving
 from adaptive.network.link import done_with
 from adaptive.settings.synchronisation import Synchronisation, check_all_moved
 from adaptive.statistics.vector import Tally
@@ -297,7 +296,7 @@ class _Round:
 
     units: Sequence[Unit]
     weights: Sequence[float]
-    arriving: Arriving
+    arrived: Callable[[], Tensor]
 
 
 @dataclass(eq=False)
@@ -495,12 +494,12 @@ class GossipSync(Synchroniser):
         out = Outgoing(index, bucket, units, payloads, lambda _: None, lambda _: None)
         weights = self.topology.sources(step, rank)
         own_weight = weights.pop(rank)
-        arriving = self._exchange.to_neighbours(
+        arrived = self._exchange.to_neighbours(
             pack(out, units, payloads),
             self.topology.receivers(step, rank),
             list(weights),
         )
-        chunk.round = _Round(units, list(weights.values()), arriving)
+        chunk.round = _Round(units, list(weights.values()), arrived)
         self._take_in(chunk, x, units, payloads, own_weight)
 
     def _to_tell(self, chunk: _Chunk) -> Tensor:
@@ -554,8 +553,7 @@ class GossipSync(Synchroniser):
         if under_way is None:
             return
         units = under_way.units
-        rows = under_way.arriving.payloads()
-        for weight, row in zip(under_way.weights, rows, strict=True):
+        for weight, row in zip(under_way.weights, under_way.arrived(), strict=True):
             payloads = [payload for (payload,) in unpack(units, row[None])]
             _add(chunk.offset, units, payloads, weight)
             for payload in payloads:

@@ -379,15 +379,6 @@ def _padded(shard: Tensor, size: int) -> Tensor:
     return torch.cat([shard, shard.new_zeros(size - shard.numel())])
 
 
-@dataclass(eq=False)
-class _Bucket:
-    """One of DDP's buckets. mean: a future of the node's mean. done: the future for DDP."""
-
-    bucket: dist.GradBucket
-    mean: Future[Tensor]
-    done: Future[Tensor]
-
-
 class NodeMeans:
     """A hook between DDP and the session: it replaces the gradients of a rank by the mean of its
     node. The session gets each bucket in the body of the next hook call, after the node's mean.
@@ -402,7 +393,8 @@ class NodeMeans:
         calls: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         self.session, self._exchange, self._calls = session, exchange, calls
-        self._waiting: deque[_Bucket] = deque()
+        # DDP's buckets, each with the future of its node's mean, and the future that DDP has of it.
+        self._waiting: deque[tuple[dist.GradBucket, Future[Tensor], Future[Tensor]]] = deque()
         self._last: Future[Tensor] | None = None
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
@@ -413,9 +405,10 @@ class NodeMeans:
         with self._calls(False):
             left = is_left_to_ddp(buffer, bucket.parameters())
             mean = done_with(buffer) if left else self._exchange.node_mean(buffer)
-        self._waiting.append(_Bucket(bucket, mean, new_future(buffer.device)))
+        done = new_future(buffer.device)
+        self._waiting.append((bucket, mean, done))
         self._hand_on(but_for=1)
-        return self._waiting[-1].done
+        return done
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """See `Exchanging`."""
@@ -425,11 +418,11 @@ class NodeMeans:
 
     def _hand_on(self, but_for: int) -> None:
         while len(self._waiting) > but_for:
-            waiting = self._waiting.popleft()
+            bucket, mean, done = self._waiting.popleft()
             with self._calls(False):
-                waiting.mean.wait()
-            self._last = self.session.reduce(waiting.bucket)
-            self._last.then(partial(_pass_on, waiting.done))
+                mean.wait()
+            self._last = self.session.reduce(bucket)
+            self._last.then(partial(_pass_on, done))
 
 
 def _pass_on(done: Future[Tensor], mean: Future[Tensor]) -> None:

@@ -257,10 +257,11 @@ class Exchange:
 
     def to_neighbours(
         self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int]
-    ) -> Arriving:
+    ) -> Callable[[], Tensor]:
         """Send `payload` (uint8, n elements) to each of the `receivers`, and receive a payload of n
         bytes from each of the `sources` (ranks of the group). If rank a has b among its receivers,
-        b must have a among its sources in the same call."""
+        b must have a among its sources in the same call. Returns a function that waits for the
+        messages, (sources, n), to be called once. (With gloo such messages have no future.)"""
         rows = uninitialized(len(sources) * payload.numel(), payload.dtype, payload.device)
         rows = rows.view(len(sources), payload.numel())
         calls: list[tuple[Any, Tensor, int]] = [
@@ -278,10 +279,15 @@ class Exchange:
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes
         self._traffic.hops += 1  # to all of them at once
-        arriving = Arriving(works, payload, rows)
-        if self._link is not None:
-            arriving.held = self._link.hold(arriving.wait, nbytes, rows.device)
-        return arriving
+
+        def arrived(sent: Tensor = payload) -> Tensor:  # which must not be freed before
+            for work in works:
+                work.wait()
+            return rows
+
+        if self._link is None:
+            return arrived
+        return self._link.hold(arrived, nbytes, rows.device).wait
 
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
         """Count an all-reduce of `tensor`, compressed by `cf`, that another library has issued on
@@ -337,31 +343,6 @@ class Exchange:
         """A future of `rows`, which a collective fills. It fails if the collective has failed."""
         done = future_of(work, self.group, rows).then(lambda future: after(future, rows))
         return self._hold(done, nbytes, wire, rows.device)
-
-
-@dataclass(eq=False)
-class Arriving:
-    """The messages of neighbours, perhaps under way. (With gloo point-to-point messages have no
-    future.)
-
-    payload: this rank's message, which must not change until all have arrived. held: a future of
-    the messages, delayed by the emulated link; None without one."""
-
-    works: Sequence[dist.Work]
-    payload: Tensor
-    rows: Tensor
-    held: Future[Tensor] | None = None
-
-    def wait(self) -> Tensor:
-        """Wait for all messages: (sources, bytes). To be called once, by the emulated link if there
-        is one."""
-        for work in self.works:
-            work.wait()
-        return self.rows
-
-    def payloads(self) -> Tensor:
-        """Wait for all messages, and for the emulated link: (sources, bytes)."""
-        return self.wait() if self.held is None else self.held.wait()
 
 
 def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
