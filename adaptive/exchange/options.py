@@ -63,11 +63,6 @@ class ExchangeOptions:
             self, way=way, may_have_levels=may_have_levels, one_collective=one_collective
         )
 
-    @property
-    def chooses_down_cf(self) -> bool:
-        """The policy chooses the CF of means."""
-        return self.server.down_cf == "auto"
-
     def check_used(self, base: str, compresses: bool, changing: str, not_by_gains: str) -> None:
         """ValueError for a setting that nothing would look at.
 
@@ -78,12 +73,13 @@ class ExchangeOptions:
             raise ValueError(
                 f"exchange={self.server!r}: needs a base that compresses, got base={base!r}"
             )
-        if self.chooses_down_cf and changing:
+        by_policy = self.server.down_cf == "auto"
+        if by_policy and changing:
             raise ValueError(
                 f"exchange={self.server!r}: needs a number of local steps that is fixed, got "
                 f"sync={changing}"
             )
-        if self.chooses_down_cf and not_by_gains:
+        if by_policy and not_by_gains:
             raise ValueError(
                 f"exchange={self.server!r}: needs a policy that goes by gains, as 'goodput' and "
                 f"'gravac' do, and gives all layers one CF (with down_cf=None means have the CF of "

@@ -64,10 +64,6 @@ class Outgoing:
     report: Callable[[Sequence[Payload]], None]
     report_means: Callable[[Tensor], None]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.bucket.work.dtype
-
     def pack(self) -> Tensor:
         """This rank's payloads as one tensor (bytes,), uint8, of the same length on every rank.
         ValueError if a payload is not of the size that the compressor's `nbytes` announced."""
@@ -220,7 +216,7 @@ class Summed(Strategy):
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         wire = outgoing.pack()
         dtype = outgoing.units[0].compressor.sum_dtype if outgoing.units else None
-        total = yield exchange.all_reduce(wire.view(dtype or outgoing.dtype))
+        total = yield exchange.all_reduce(wire.view(dtype or outgoing.bucket.work.dtype))
         sums = list(unpack(outgoing.units, total.view(torch.uint8)[None]))
         nonfinite = any_nonfinite([*chain(*sums)])
         return Received(sums, nonfinite, 1 / exchange.world_size, outgoing.payloads)

@@ -68,7 +68,10 @@ class HookStream:
         if self._stream is None:
             yield
             return
-        self._drop_passed()
+        for of, (passed, _) in list(self._kept.items()):
+            if not passed.query():
+                break
+            self.waited_for(of)
         backward = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(backward)
         try:
@@ -95,12 +98,6 @@ class HookStream:
         """Backward's stream has waited for all callbacks, and the hook's stream will wait for
         backward's: drop all references, so that the optimizer and the forward get the memory."""
         self._kept.clear()
-
-    def _drop_passed(self) -> None:
-        for of, (passed, _) in list(self._kept.items()):
-            if not passed.query():
-                break
-            self.waited_for(of)
 
 
 class Pipeline:

@@ -134,14 +134,10 @@ class Averager:
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)
             if self.exchange.shards > 1:
                 compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
-        self._look_for_changed_gradients()
-
-    def _look_for_changed_gradients(self) -> None:
-        """Fall back to plain error feedback if a script changes gradients between backward and the
-        optimizer's step. All ranks decide by the same agreed statistic; each rank warns."""
-        controller, memory = self.controller, self.memory.now
-        if controller.agreed.changed > 0 and "velocity" in memory.keeps:
-            other = memory.handover.other_optimizer
+        # Fall back to plain error feedback if a script changes gradients between backward and the
+        # optimizer's step. All ranks decide by the same agreed statistic; each rank warns.
+        if controller.agreed.changed > 0 and "velocity" in memory.now.keeps:
+            other = memory.now.handover.other_optimizer
             why = OTHER_OPTIMIZER.format(other) if other else CHANGED
             controller.note(f"{why}; {FALLEN_BACK}")
             self.fall_back()
