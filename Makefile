@@ -4,7 +4,7 @@
 # make browser-test: the TensorBoard page in a real browser.
 # make gpu-test: what needs a CUDA device (skipped, and said so, without one).
 # make oldest-test, newest-test: unit and distributed tests with the oldest torch that pip lets in, and
-# with one that is newer than CI's (each 4 GB of CUDA).
+# with one that is newer than the pinned one (each 4 GB of CUDA).
 # make docs: the site of docs/, with the API's docstrings, in site/.
 # make soak: 20,000 steps with all that a long run meets. make faults: docs/research/reliability.md's table.
 # make fuzz: random configurations held to invariants (make long-test: 60 of them, always the same).
@@ -13,12 +13,13 @@ FUZZ ?= 200
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+NEWEST_TORCH := 2.14.1
 OTHER_TORCH := 2.6.0
 OTHER := .venv-torch-$(OTHER_TORCH)
 OTHER_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
-	as_they_are saved_forms compatibility compile wrappers nonfinite
+	as_they_are saved_forms compatibility compile wrappers nonfinite two_level
 
-.PHONY: demo test long-test browser-test gpu-test oldest-test newest-test other-torch-test
+.PHONY: demo test long-test browser-test gpu-test oldest-test newest-test newest-torch other-torch-test
 .PHONY: soak fuzz faults lint docs bench clean
 
 demo: $(STAMP)
@@ -53,7 +54,10 @@ oldest-test:
 	$(MAKE) other-torch-test OTHER_TORCH=2.6.0
 
 newest-test:
-	$(MAKE) other-torch-test OTHER_TORCH=2.14.1
+	$(MAKE) other-torch-test OTHER_TORCH=$(NEWEST_TORCH)
+
+newest-torch:
+	$(MAKE) .venv-torch-$(NEWEST_TORCH)/installed OTHER_TORCH=$(NEWEST_TORCH)
 
 other-torch-test: $(OTHER)/installed
 	$(OTHER)/bin/python -m pytest -rs --numprocesses 2 tests/unit

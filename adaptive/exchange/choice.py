@@ -36,6 +36,12 @@ WORTH = 0.9
 """The sharded exchange compresses twice, so it keeps less of the gradient: it is chosen only if it
 takes less than this share of the all-gather's time."""
 
+FEW = 8
+"""Up to so many ranks "auto" gathers what a sparsifier keeps of gradients. Voted indices send fewer
+bytes at the same CF. But less of each rank's largest elements gets through, so that at equal
+quality they send more (measured with 4 and 8 ranks: docs/research/defaults.md). More ranks were not
+measured. Updates lose less by it, and keep voted indices."""
+
 CALL = 1e-5
 """Seconds of host time for one torch operation or kernel launch (measured: 5 to 15 microseconds). A
 constant, so that all ranks make the same choice."""
@@ -163,10 +169,11 @@ class ExchangeChoice:
 
     An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
     A sparsifier uses voted indices in place of the sharded exchange: they send fewer bytes and
-    keep more of the gradient.
+    keep more of the gradient. With up to FEW ranks what it keeps of gradients is gathered.
 
-    means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. messages: number
-    of messages that a rank sends to neighbours in a step (gossip); None: all ranks exchange."""
+    means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates: what
+    optimizers have done is exchanged, not gradients. messages: number of messages that a rank sends
+    to neighbours in a step (gossip); None: all ranks exchange."""
 
     def __init__(
         self,
@@ -185,6 +192,7 @@ class ExchangeChoice:
         if isinstance(exchange, Strategy):
             self._fixed = self._users or allowed[0]
         self.messages: float | None = None
+        self.of_updates = False
         self._chooses_down_cf = server.down_cf == "auto" and base.name != "none"
         down_cf = None if server.down_cf == "auto" else server.down_cf
         self.means = Means(down_cf, memory={} if server.own_memory else None)
@@ -275,6 +283,8 @@ class ExchangeChoice:
             fixed = self._fixed or GATHERED
             return many if fixed.votes else fixed
         n, link = self._world_size, self.link
+        if sparse and n <= FEW and not self.of_updates:
+            return GATHERED
         if not isfinite(link.beta):  # an injected clock has not timed the link: compare the bytes
             link = LinkCost(0.0, 1.0)
         call = CALL if isfinite(self.link.beta) else 0.0

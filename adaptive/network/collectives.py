@@ -394,16 +394,19 @@ def after(future: Future[Any], tensor: Tensor) -> Tensor:
 
 
 def groups_joined() -> int:
-    """Number of process groups that this rank is in."""
-    return len(distributed_c10d._world.pg_names)
+    """The number that torch puts into the name of a process group that only its own ranks make: how
+    many groups this rank is in; from torch 2.14 on how many it has made or seen made."""
+    world = distributed_c10d._world
+    counts_all = "group_count" in distributed_c10d._hash_ranks_to_str.__code__.co_names
+    return world.group_count if counts_all else len(world.pg_names)
 
 
 def join_groups(count: int) -> None:
-    """Join process groups of this rank alone, until the rank is in `count` groups. To be called
+    """Make process groups of this rank alone, until its `groups_joined` is `count`. To be called
     before `new_group(use_local_synchronization=True)`, with the largest number of its ranks.
 
-    torch names the new group by its ranks and by that number. If ranks are in different numbers of
-    groups, they wait for each other under different names."""
+    torch names the new group by its ranks and by that number. Ranks with different numbers would
+    wait for each other under different names."""
     for _ in range(groups_joined(), count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 

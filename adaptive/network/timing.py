@@ -265,6 +265,14 @@ class Stopwatch:
             self._running.waits += waits
             self._running.arrivals += arrivals
 
+    def backward_waited(self) -> None:
+        """Record that backward, after the last hook call, has waited for the network until now. On
+        a device nothing is recorded: there its stream waits, and the host does not."""
+        if self._running is not None and not self._on_device:
+            span = (self._running.calls[-1][1], self.timestamps())
+            self._running.calls.append(span)
+            self._running.waits.append(span)
+
     @contextmanager
     def held_up(self) -> Iterator[None]:
         """The context of a hook call at whose end backward's stream waits for the hook's stream. On

@@ -167,6 +167,8 @@ class Session:
         served = optimizers if settings.sync.takes_optimizer else ()
         self._memory.choose(served, settings.sync.keeps_unsent)
         self._choice.messages = settings.sync.messages(self.exchange.world_size)
+        local_steps = settings.sync.numbers != (1,)
+        self._choice.of_updates = self._memory.now.handover.sends_updates or local_steps
         self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         largest = self._sizes.supported(settings.cf_range[1])
         self._choice.check_own(largest, self.exchange.rank, settings.exchange.one_collective)

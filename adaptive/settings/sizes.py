@@ -156,7 +156,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
         delays=settings.sync.delays,
-        updates=memory.handover.sends_updates or settings.sync.numbers != (1,),
+        updates=sizes.choice.of_updates,
         keeps_momentum=memory.handover.keeps_momentum,
     )
     if settings.policy.layerwise and not context.layers:

@@ -180,6 +180,7 @@ class OwnStepSync(EveryStepSync):
 
         def waited() -> None:
             stream.backward_waited()
+            controller.stopwatch.backward_waited()
             self.handover.mark_nonfinite(any_nonfinite)
 
         averager.watch.backward_ends(None, False, waited)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from math import isnan
+from threading import Semaphore, Thread
 from typing import Any
 
 import pytest
 import torch
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import StepReport
+from adaptive import AdaptiveCompressor, Network, StepReport
 from compressors import TopK
 from tests.distributed.modelled import COMPUTE, ModelledRun
 from tests.distributed.processes import run_ranks
@@ -125,3 +128,53 @@ def test_times_of_unequal_ranks_are_agreed_as_their_mean() -> None:
         seconds = 2 * COMPUTE + INPUT + OPTIMIZER + report.exchange_seconds
         assert report.seconds == pytest.approx(seconds)
         assert report.median_seconds == pytest.approx(seconds)
+
+
+def _late_flag(rank: int) -> list[StepReport]:
+    """Reports of steps of AdamW in parameter space, in which the ranks' agreement on gradients that
+    are not finite takes WAIT seconds after the last hook call."""
+    clock, policy = Clock(), Scripted([10.0])
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(12, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    compressor = AdaptiveCompressor(policy=policy, network=Network(clock=clock))
+    compressor.attach(model, optimizer=optimizer)
+    session = compressor._session
+    assert session is not None
+    agreed, end, hook_over = session.exchange.any_rank, session.end_backward, Semaphore(0)
+
+    def any_rank(flag: bool | torch.Tensor, device: torch.device) -> Future[torch.Tensor]:
+        late: Future[torch.Tensor] = Future()
+
+        def carry() -> None:
+            value = agreed(flag, device).wait()
+            assert hook_over.acquire(timeout=10)
+            clock.now += WAIT
+            late.set_result(value)
+
+        Thread(target=carry, daemon=True).start()
+        return late
+
+    def end_backward(last: Future[torch.Tensor]) -> Future[torch.Tensor]:
+        done = end(last)
+        hook_over.release()
+        return done
+
+    session.exchange.any_rank = any_rank  # type: ignore[method-assign]
+    session.end_backward = end_backward  # type: ignore[method-assign]
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 12) * (rank + 1)).square().sum()
+        clock.now += COMPUTE
+        loss.backward()
+        clock.now += OPTIMIZER
+        optimizer.step()
+    compressor.detach()
+    return policy.reports
+
+
+def test_waiting_for_the_ranks_to_agree_that_gradients_are_finite_is_no_computing() -> None:
+    for report in _timed([(each,) for each in run_ranks(2, _late_flag)]):
+        # The optimizer steps before the updates are exchanged.
+        assert report.compute_seconds == pytest.approx(COMPUTE + OPTIMIZER)
+        assert report.exchange_seconds == pytest.approx(WAIT)

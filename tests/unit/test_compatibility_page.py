@@ -52,5 +52,8 @@ def test_the_versions_of_torch_are_those_of_the_project() -> None:
     assert run
     assert least
     major, minor = run[1].split(".")
+    newest = re.search(r"^NEWEST_TORCH := (\d+\.\d+)", (ROOT / "Makefile").read_text(), re.M)
+    assert newest
     assert f"| torch {run[1]} | what CI runs" in PAGE
+    assert f"| torch {newest[1]} | every fourth run of CI" in PAGE
     assert f"| torch {least[1]} to {major}.{int(minor) - 1} | `pip` lets them in" in PAGE

@@ -8,6 +8,7 @@ import torch
 from adaptive import ParameterServer
 from adaptive.exchange.choice import (
     CALL,
+    FEW,
     GATHERED,
     ExchangeChoice,
     Strategy,
@@ -43,33 +44,41 @@ def test_with_two_ranks_there_is_nothing_to_choose() -> None:
 
 
 def test_many_ranks_and_large_payloads_are_sharded() -> None:
-    assert pick(MB, 4) == "voted_indices"
     assert pick(MB, 16) == "voted_indices"
     assert pick(MB, 16, cf=4) == "sharded"
 
 
+def test_few_ranks_gather_what_a_sparsifier_keeps_of_gradients() -> None:
+    assert pick(MB, FEW) == "all_gather"
+    assert pick(MB, FEW + 1) == "voted_indices"
+    assert pick(MB, FEW, cf=4) == "sharded"
+    choice = ExchangeChoice(make_compressor("topk"), "auto", FEW)
+    choice.link, choice.of_updates = SLOW, True
+    assert choice.pick(MB, 100).name == "voted_indices"
+
+
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
-    assert pick(100, 8) == "all_gather"
+    assert pick(100, 9) == "all_gather"
 
 
 def test_the_host_time_of_more_calls_decides_where_the_link_has_little_to_do() -> None:
     """Messages cost nothing here: only bytes, and the operations that the host starts."""
     fast = LinkCost(0.0, 1e9)
-    saved = 7 * MB - 2 * 7 / 8 * MB  # bytes, of a payload of 1 MB: 5.3 ms on this link
+    saved = 8 * MB - 2 * 8 / 9 * MB  # bytes, of a payload of 1 MB: 6.2 ms on this link
     more = CALL * (_calls("voted_indices") - GATHERED.calls)
     assert 0 < more < saved / fast.beta
-    assert pick(MB, 8, fast) == "voted_indices"
+    assert pick(MB, 9, fast) == "voted_indices"
     few = MB * more * fast.beta / saved / 2  # of which the link saves half as long as calls take
-    assert pick(few, 8, fast) == "all_gather"
-    assert pick(few, 8, LinkCost(0.0, fast.beta / 100)) == "voted_indices"
-    assert pick(MB, 8, fast, cf=4) == "sharded"
-    assert pick(few / 4, 8, fast, cf=4) == "all_gather"
+    assert pick(few, 9, fast) == "all_gather"
+    assert pick(few, 9, LinkCost(0.0, fast.beta / 100)) == "voted_indices"
+    assert pick(MB, 9, fast, cf=4) == "sharded"
+    assert pick(few / 4, 9, fast, cf=4) == "all_gather"
 
 
 def test_ranks_that_agree_on_the_link_choose_alike() -> None:
     """The host's time is a constant, whatever a rank's own host takes."""
     for link in (SLOW, LinkCost(0.0, 1e9), LinkCost(1e-5, 1e8)):
-        ranks = [ExchangeChoice(make_compressor("topk"), "auto", 8) for _ in range(2)]
+        ranks = [ExchangeChoice(make_compressor("topk"), "auto", 9) for _ in range(2)]
         for rank in ranks:
             rank.link = link
         for size in (1e2, 1e4, 1e5, 1e6):
@@ -82,7 +91,7 @@ def _calls(name: str) -> int:
 
 
 def test_at_three_ranks_the_saving_of_a_third_is_taken() -> None:
-    assert pick(MB, 3) == "voted_indices"
+    assert pick(MB, 3, cf=4) == "sharded"
 
 
 def test_a_message_and_a_byte_cost_what_the_link_says() -> None:
@@ -117,7 +126,7 @@ def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
 
 
 def test_a_clock_that_stands_still_leaves_the_bytes_to_count() -> None:
-    assert pick(MB, 4, LinkCost()) == "voted_indices"
+    assert pick(MB, 9, LinkCost()) == "voted_indices"
 
 
 def test_what_is_asked_for_is_done() -> None:
