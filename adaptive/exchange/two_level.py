@@ -219,7 +219,7 @@ class NodeExchange(Exchange):
         own = _padded(pack(out, units[self.node_shard], out.payloads), most)
         out.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
         wire = gather_wire_bytes(self.node_size * most, n)
-        shard = yield self._gather_between(own, sum(sizes), wire)
+        shard = yield self._all_gather(own, sum(sizes), wire)
         shape = self.node_size, n, most
         rows = yield self._gather(shard.reshape(-1), lambda whole: whole.view(shape))
         of_shards = zip(units, rows, sizes, strict=True)
@@ -253,15 +253,7 @@ class NodeExchange(Exchange):
             return tensor
 
         self._gather_shards = lambda shard: self._gather(_padded(shard, size), completed)
-        if own.numel():
-            work = dist.all_reduce(own, group=self.group, async_op=True)
-            done = future_of(work, self.group, own).then(lambda future: after(future, own))
-        else:  # then the shard is empty on the other nodes' ranks of this place, too
-            done = done_with(own)
-        wire = reduce_wire_bytes(numel * tensor.element_size(), self.world_size)
-        self._traffic.down += wire / 2
-        self._round_the_ring(2)
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
+        return self._sum(own, tensor, self.group)
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """(nodes, bytes of a shard); the second collective makes (nodes, bytes of a payload)."""
@@ -270,30 +262,15 @@ class NodeExchange(Exchange):
         own = _padded(self._own_shard(payload, size), size)
         wire = gather_wire_bytes(numel, self.world_size)
         self._traffic.down += wire * means
-        return self._gather_between(own, numel, wire)
-
-    def _gather_between(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
-        """The shards of this place from all nodes: (nodes, bytes). nbytes, wire: bytes of the whole
-        node, as payload and on the wire."""
-        n, size = self.world_size, own.numel()
-        out = uninitialized(n * size, own.dtype, own.device)
-        work = all_gather_single(out, own, self.group)
-        self._round_the_ring()
-        return self._receive(work, nbytes, wire, out.view(n, size))
+        return self._all_gather(own, numel, wire)
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         """(nodes, bytes of a shard); the second collective makes (nodes, sizes[rank])."""
-        n, shards = self.world_size, [self._shard_numel(size) for size in sizes]
+        shards = [self._shard_numel(size) for size in sizes]
         pieces = zip(payload.split(list(sizes)), shards, strict=True)
         own = [_padded(self._own_shard(piece, size), size) for piece, size in pieces]
-        out = uninitialized(n * shards[self.rank], payload.dtype, payload.device)
         self._gather_shards = partial(self._gather_rows, sizes[self.rank])
-        work = dist.all_to_all_single(
-            out, torch.cat(own), [shards[self.rank]] * n, shards, self.group, async_op=True
-        )
-        wire = payload.nbytes * (n - 1) / n
-        self._round_the_ring()
-        return self._receive(work, payload.nbytes, wire, out.view(n, shards[self.rank]))
+        return self._all_to_all(torch.cat(own), shards, payload.nbytes)
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
         """A shard of the payload that node `source` has passed on; the second collective makes the

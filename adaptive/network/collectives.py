@@ -145,7 +145,7 @@ class Exchange:
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
         """A future of the sum of `tensor` over the group, in place."""
-        return self._sum(tensor, self.group, 1)
+        return self._sum(tensor, tensor, self.group)
 
     def receiver_for(
         self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]
@@ -166,27 +166,32 @@ class Exchange:
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
         """The same as `all_reduce`, in one collective of `replicas`. Also outside of hook calls."""
-        return self._sum(tensor, self.replicas, self.copies)
+        return self._sum(tensor, tensor, self.replicas, self.copies)
 
-    def _sum(self, tensor: Tensor, group: dist.ProcessGroup, copies: int) -> Future[Tensor]:
-        """A future of the sum over a group in which so many ranks each have the same tensor."""
+    def _sum(
+        self, own: Tensor, whole: Tensor, group: dist.ProcessGroup, copies: int = 1
+    ) -> Future[Tensor]:
+        """A future of the sum of `own` over a group, in place. own: what this rank sums of the
+        node's `whole`, whose bytes are counted. copies: number of ranks with the same tensor."""
         n = dist.get_world_size(group)
         # Also if it is empty: the number of hops must be the same for all shards of a model.
         self._traffic.hops += 2 * (n - 1)
-        if tensor.numel() == 0:  # on all ranks of the group
-            return done_with(tensor)
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        wire = reduce_wire_bytes(tensor.nbytes, n)
-        self._traffic.down += wire / 2
+        if whole.numel() == 0:  # on all ranks of the group
+            return done_with(own)
 
         def counted_once(future: Future[Any]) -> Tensor:
-            total = after(future, tensor)
+            total = after(future, own)
             if copies == 1:
                 return total
             return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
 
-        done = future_of(work, group, tensor).then(counted_once)
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
+        done = done_with(own)
+        if own.numel():  # else it is empty on all ranks of the group
+            work = dist.all_reduce(own, group=group, async_op=True)
+            done = future_of(work, group, own).then(counted_once)
+        wire = reduce_wire_bytes(whole.nbytes, n)
+        self._traffic.down += wire / 2
+        return self._hold(done, whole.nbytes, wire, own.device)
 
     def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
         """A future of the ranks' mean, made as DDP makes it without a hook. Sparse gradients need a
@@ -221,25 +226,32 @@ class Exchange:
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """A future of the payloads of all ranks, (world size, n). payload: uint8 (n,). means: each
         payload is of a mean, not of the rank's own gradients."""
-        n, size = self.world_size, payload.numel()
-        out = uninitialized(n * size, payload.dtype, payload.device)
-        work = all_gather_single(out, payload, self.group)
-        wire = gather_wire_bytes(size, n)
+        wire = gather_wire_bytes(payload.numel(), self.world_size)
         self._traffic.down += wire * means
-        self._round_the_ring()
-        return self._receive(work, size, wire, out.view(n, size))
+        return self._all_gather(payload, payload.numel(), wire)
+
+    def _all_gather(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
+        """As `all_gather`. own: what this rank sends of the node's `nbytes` bytes, which are `wire`
+        bytes on the wire."""
+        n, size = self.world_size, own.numel()
+        out = uninitialized(n * size, own.dtype, own.device)
+        work = all_gather_single(out, own, self.group)
+        self._traffic.hops += n - 1
+        return self._receive(work, nbytes, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] bytes to
         rank 1, and so on. A future of the bytes received, (world size, sizes[rank])."""
+        return self._all_to_all(payload, sizes, payload.nbytes)
+
+    def _all_to_all(self, own: Tensor, sizes: Sequence[int], nbytes: int) -> Future[Tensor]:
+        """As `all_to_all`. own: what this rank sends of the node's `nbytes` bytes."""
         n, size = self.world_size, sizes[self.rank]
-        out = uninitialized(n * size, payload.dtype, payload.device)
-        work = dist.all_to_all_single(
-            out, payload, [size] * n, list(sizes), self.group, async_op=True
-        )
-        wire = payload.nbytes * (n - 1) / n  # on average over the ranks
-        self._round_the_ring()
-        return self._receive(work, payload.nbytes, wire, out.view(n, size))
+        out = uninitialized(n * size, own.dtype, own.device)
+        work = dist.all_to_all_single(out, own, [size] * n, list(sizes), self.group, async_op=True)
+        wire = nbytes * (n - 1) / n  # on average over the ranks
+        self._traffic.hops += n - 1
+        return self._receive(work, nbytes, wire, out.view(n, size))
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
         """Send `payload` (uint8, n elements) to rank `to`. A future of the payload (n,) of rank
@@ -298,7 +310,7 @@ class Exchange:
         nbytes = round(torch.float32.itemsize * tensor.numel() / cf)
         wire = reduce_wire_bytes(nbytes, self.world_size)
         self._traffic.down += wire / 2
-        self._round_the_ring(2)
+        self._traffic.hops += 2 * (self.world_size - 1)
         return self._hold(done, nbytes, wire, tensor.device)
 
     def count_floats(self, floats: float) -> None:
@@ -326,10 +338,6 @@ class Exchange:
         """The traffic counted since the last call. Counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
-
-    def _round_the_ring(self, times: int = 1) -> None:
-        """Count the hops of `times` rounds from rank to rank."""
-        self._traffic.hops += times * (self.world_size - 1)
 
     def _hold(
         self, done: Future[Tensor], nbytes: int, wire: float, device: torch.device
