@@ -37,12 +37,9 @@ class Handover:
     not be."""
 
     sends_updates = False
+    keeps_momentum = False
     other_optimizer = ""
     dense_because = ""
-
-    @property
-    def keeps_momentum(self) -> bool:
-        return False
 
     @property
     def leaves_gradients(self) -> bool:

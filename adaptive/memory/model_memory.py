@@ -13,12 +13,17 @@ from torch.optim import LBFGS, SGD, Optimizer
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import is_torchs_own, steps_as
 from adaptive.memory.moments import is_adaptive
-from adaptive.memory.momentum import MomentumMemory
+from adaptive.memory.momentum import (
+    DenseSteps,
+    MomentumMemory,
+    MomentumShare,
+    SGDHandover,
+    ShorterMomentum,
+)
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
 from adaptive.memory.rule import MemoryRule, RuledMemory
-from adaptive.memory.sgd import DenseSteps, MomentumShare, SGDHandover, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameters
 from adaptive.model.state import SavedPart, check_like, flat_tensors
@@ -36,7 +41,7 @@ class MemoryChoice:
     argument, for settings that do not go together."""
 
     def __init__(self, base: Compressor, options: Memory) -> None:
-        self.options = options
+        self.options, self.kind = options, options.kind  # kind: the memory's name, or "auto"
         self._base = base
         chosen = options if isinstance(options, Momentum) else Momentum()
         self._share = chosen.share
@@ -59,11 +64,6 @@ class MemoryChoice:
                 f"masking={chosen.masking!r}: needs a base that keeps some elements and not "
                 f"others, whose velocities it clears; got base={base.name!r}"
             )
-
-    @property
-    def kind(self) -> str:
-        """The name of the memory, or "auto"."""
-        return self.options.kind
 
     @property
     def tied_to_ranks(self) -> str:

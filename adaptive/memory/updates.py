@@ -118,7 +118,7 @@ class UpdateHandover(Handover):
         self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
 
     @property
-    def keeps_momentum(self) -> bool:
+    def keeps_momentum(self) -> bool:  # type: ignore[override]
         """Muon keeps its momentum, and so does every optimizer that is not adaptive."""
         return not all(is_adaptive(of) for of, _ in self._of.distinct)
 

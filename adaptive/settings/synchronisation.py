@@ -142,7 +142,11 @@ class LocalSteps(Synchronisation):
         if isinstance(self.steps, str) and self.steps != "auto":
             raise ValueError(f"steps={self.steps!r}: must be a whole number >= 2 or 'auto'")
         steps = self.steps if self.steps == "auto" else checks.whole("steps", self.steps, least=2)
+        auto = steps == "auto"
         settled = {
+            "memories": ("auto", "updates") if auto else ("auto", "residual", "none"),
+            "takes_optimizer": auto,
+            "keeps_unsent": not auto,
             "steps": steps,
             "outer_lr": checks.real("outer_lr", self.outer_lr, above=0),
             "outer_momentum": checks.real("outer_momentum", self.outer_momentum, least=0),
@@ -161,18 +165,6 @@ class LocalSteps(Synchronisation):
         most = inf if isinstance(self.steps, str) else self.steps
         if self.overlap and self.overlap >= most:
             raise ValueError(f"overlap={self.overlap}: must be less than steps={self.steps!r}")
-
-    @property
-    def memories(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("auto", "updates") if self.steps == "auto" else ("auto", "residual", "none")
-
-    @property
-    def takes_optimizer(self) -> bool:  # type: ignore[override]
-        return self.steps == "auto"
-
-    @property
-    def keeps_unsent(self) -> bool:  # type: ignore[override]
-        return self.steps != "auto"
 
     @property
     def numbers(self) -> tuple[int, ...]:

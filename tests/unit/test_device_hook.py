@@ -24,8 +24,7 @@ from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
-from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.sgd import RESTING, SGDHandover
+from adaptive.memory.momentum import RESTING, MomentumMemory, SGDHandover
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameter
 from adaptive.network.collectives import Exchange, Traffic

@@ -117,7 +117,7 @@ SPINE = ("network", "model", "statistics", "bucket", "step", "session", "setting
 """Rooms that every run goes through, and the check of its settings."""
 
 GUESTS = ("sync", "exchange.strategies", "exchange.votes", "exchange.two_level", "contrib", "fsdp")
-GUESTS += ("memory.momentum", "memory.sgd", "memory.updates", "memory.rule", "memory.muon")
+GUESTS += ("memory.momentum", "memory.updates", "memory.rule", "memory.muon")
 """Where classes are that some runs need: synchronisers, strategies, memories, what serves one kind
 of optimizer, and sharded models."""
 

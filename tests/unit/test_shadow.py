@@ -18,8 +18,7 @@ from torch.optim import SGD
 from adaptive.bucket.bucket import Part
 from adaptive.bucket.shadow import ShadowLadder
 from adaptive.memory.error_feedback import MomentumRule, NoMemory, Residual
-from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.sgd import SGDHandover
+from adaptive.memory.momentum import MomentumMemory, SGDHandover
 from adaptive.model.parameters import ModelParameter
 from compressors.base import Key, kept
 from compressors.kernels.blocks import Flag

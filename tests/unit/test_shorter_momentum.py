@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import stand_in_for
-from adaptive.memory.sgd import ShorterMomentum
+from adaptive.memory.momentum import ShorterMomentum
 from adaptive.model.parameters import ModelParameter
 from tests.unit.model_parameters import Parameters
 
