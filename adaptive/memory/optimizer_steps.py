@@ -226,7 +226,8 @@ class OptimizerSteps:
         self._stepped.add(optimizer)
         if self._complete_exchanges < SURE and not self.all_stepped:
             self._hold()
-        taken = _taken(optimizer)
+        skips: Any = getattr(optimizer, "found_inf", None)  # a `GradScaler` tells a fused optimizer
+        taken = 1.0 if skips is None else 1 - skips
         for chunk, before in self.before.items():
             decays = [decay for _, decay in self.rates_of(chunk)]
             if not any_decay(decays):
@@ -301,7 +302,7 @@ class OptimizerSteps:
         if chunk.narrow:
             rates = [(lr, 0.0) for lr, _ in rates]
         if not each:
-            alike = all(_same(rates[0], other) for other in rates[1:])
+            alike = all(all(map(same_number, rates[0], other)) for other in rates[1:])
             return rates[:1] if alike else self.rates_of(chunk, each=True)
         if not scales:
             return rates
@@ -342,16 +343,6 @@ def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """(learning rate, share by which decoupled weight decay shrinks a parameter in a step)."""
     lr, decay = rate_of(group), group.get("weight_decay", 0.0)
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
-
-
-def _taken(optimizer: Optimizer) -> Scalar:
-    """1, or 0 if a `GradScaler` has told a fused optimizer to skip the step."""
-    skips: Any = getattr(optimizer, "found_inf", None)
-    return 1.0 if skips is None else 1 - skips
-
-
-def _same(a: tuple[Scalar, Scalar], b: tuple[Scalar, Scalar]) -> bool:
-    return all(map(same_number, a, b))
 
 
 def same_number(a: Scalar, b: Scalar) -> bool:

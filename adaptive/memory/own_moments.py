@@ -65,7 +65,10 @@ class FlatMoments:
         if self._steps is None:
             return []
         groups = {id(group): group for _, group in owners if "betas" in group}
-        settings = {each: _settings(group) for each, group in groups.items()}
+        settings = {
+            each: (*group["betas"], group["eps"], bool(group.get("amsgrad")))
+            for each, group in groups.items()
+        }
         # On a device every parameter has a count of its own, which the host need not know.
         counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
         ahead = [count - counts[0] for count in counts]
@@ -162,10 +165,6 @@ class FlatMoments:
         elif name == "exp_avg":
             self._left_out = True
         self._seen[i][name] = state[name]
-
-
-def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*group["betas"], group["eps"], bool(group.get("amsgrad")))
 
 
 @dataclass(eq=False)

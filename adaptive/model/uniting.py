@@ -44,16 +44,11 @@ def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
         own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
         if p.unsent is not None:
             own -= p.unsent
-        p.tensor.copy_(_mean(own, exchange).view_as(p.tensor))
+        counts = own.isfinite().all()
+        sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
+        exchange.total(sent).wait()
+        p.tensor.copy_(sent[:-1].div_(sent[-1]).view_as(p.tensor))  # nan if no rank's is finite
     exchange.take_traffic()  # no step's
-
-
-def _mean(own: Tensor, exchange: Exchange) -> Tensor:
-    """Of the ranks whose flat tensor is finite; nan if none is."""
-    counts = own.isfinite().all()
-    sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
-    exchange.total(sent).wait()
-    return sent[:-1].div_(sent[-1])
 
 
 class Agreed:
