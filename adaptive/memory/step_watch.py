@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
 )
 
 from adaptive.memory.handover import (
-    Groups,
     closure_of,
     is_torchs_own,
     stand_in_for,
@@ -82,23 +81,14 @@ class StepWatch:
 
     parameters: those that DDP reduces. ours: the gradients in `p.grad` have come out of our hook,
     and no other backward has begun since they were cleared.
-    step_begins: called when an optimizer of these parameters is to step with a closure.
-    before_step: called when it has its gradients, with the parameter groups of this step. Returns
-    other groups for this step (of an optimizer of torch's own), or None. after_step: called after
-    its step.
+    listener: is told of the steps of optimizers that have some of these parameters:
+    `step_begins(optimizer)` of a step with a closure; `before_step(optimizer, groups)` when the
+    gradients are there, which returns other groups for this step (of an optimizer of torch's own),
+    or None; `after_step(optimizer)`.
     """
 
-    def __init__(
-        self,
-        parameters: Collection[Tensor],
-        step_begins: Callable[[Optimizer], None],
-        before_step: Callable[[Optimizer, Groups], Groups | None],
-        after_step: Callable[[Optimizer], None] = lambda _: None,
-    ) -> None:
-        self._parameters = parameters
-        self._call_step_begins = step_begins
-        self._call_before_step = before_step
-        self._call_after_step = after_step
+    def __init__(self, parameters: Collection[Tensor], listener: Any) -> None:
+        self._parameters, self._listener = parameters, listener
         self._said: set[str] = set()
 
     def start(self) -> None:
@@ -221,7 +211,7 @@ class StepWatch:
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
         self._left_at = None
         if closure_of(args, kwargs) is not None:
-            self._call_step_begins(optimizer)
+            self._listener.step_begins(optimizer)
         stands_in = args[0]  # another watch's hook may have put a stand-in there
         stand_in, replaced = stand_in_for(stands_in), False
 
@@ -229,7 +219,7 @@ class StepWatch:
             nonlocal replaced
             self._compare(optimizer)
             groups = stands_in.param_groups
-            changed = self._call_before_step(optimizer, groups)
+            changed = self._listener.before_step(optimizer, groups)
             replaced = changed is not None
             if (wanted := changed or groups) is not stand_in.param_groups:
                 stand_in.param_groups = wanted  # which is read-only in some wrappers
@@ -242,7 +232,7 @@ class StepWatch:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
-            self._call_after_step(optimizer)
+            self._listener.after_step(optimizer)
             self._left_at = self._stand_at()
 
     # -- parameters that somebody else moves --

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.network.agreement import PYTHON_REDUCER, check_model
-
 ATTRIBUTE = "_adaptive_replica"
 """Of a model: its replica, from the first compressor on."""
 
@@ -28,6 +26,14 @@ JOIN = (
     "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
     "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
     "drop_last=True), and leave join() out"
+)
+
+
+PYTHON_REDUCER = (
+    "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
+    "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
+    "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
+    "with compiled autograd, before DistributedDataParallel(model)"
 )
 
 
@@ -125,10 +131,26 @@ class DDPReplica(Replica):
 
     @classmethod
     def of(cls, model: object, compiled: bool) -> "DDPReplica":
-        """The one of this model, made if there is none. compiled, and what is raised: see
-        `check_model`."""
-        ddp = check_model(model, compiled)
-        return cls._found(ddp) or cls(ddp)
+        """The one of this model, made if there is none. TypeError if the model is not DDP,
+        RuntimeError if DDP would not hand a hook its buckets. compiled: it was inside of what
+        torch.compile has made."""
+        if not isinstance(model, DistributedDataParallel):
+            if hasattr(model, "set_requires_all_reduce"):
+                raise TypeError(
+                    f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) "
+                    f"compresses what its replicas exchange"
+                )
+            how = "model = DistributedDataParallel(model)"
+            if compiled:
+                how = "model = torch.compile(DistributedDataParallel(model))"
+            got = f"a compiled {type(model).__name__}" if compiled else type(model).__name__
+            raise TypeError(
+                f"model must be a DistributedDataParallel module, got {got}; wrap it first, and "
+                f"train what that makes: {how}"
+            )
+        if getattr(model, "_use_python_reducer", False):
+            raise RuntimeError(PYTHON_REDUCER)
+        return cls._found(model) or cls(model)
 
     def __reduce__(self) -> "tuple[type[DDPReplica], tuple[()]]":
         return DDPReplica, ()

@@ -20,7 +20,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from policies import Plan
 
@@ -33,13 +32,6 @@ PATIENCE = timedelta(minutes=5)
 
 SAY = 20.0
 """Seconds of waiting after which a rank says for what."""
-
-PYTHON_REDUCER = (
-    "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
-    "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
-    "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
-    "with compiled autograd, before DistributedDataParallel(model)"
-)
 
 
 def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
@@ -118,28 +110,6 @@ def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     for rank, theirs in enumerate(everyone):
         if theirs:
             raise ValueError(f"{what} rank {rank}: {theirs}")
-
-
-def check_model(model: object, compiled: bool = False) -> DistributedDataParallel:
-    """`model` if it is DDP; TypeError otherwise, RuntimeError if DDP would not hand a hook its
-    buckets. compiled: it was inside of what torch.compile has made."""
-    if not isinstance(model, DistributedDataParallel):
-        if hasattr(model, "set_requires_all_reduce"):
-            raise TypeError(
-                f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) compresses "
-                f"what its replicas exchange"
-            )
-        how = "model = DistributedDataParallel(model)"
-        if compiled:
-            how = "model = torch.compile(DistributedDataParallel(model))"
-        got = f"a compiled {type(model).__name__}" if compiled else type(model).__name__
-        raise TypeError(
-            f"model must be a DistributedDataParallel module, got {got}; wrap it first, and train "
-            f"what that makes: {how}"
-        )
-    if getattr(model, "_use_python_reducer", False):
-        raise RuntimeError(PYTHON_REDUCER)
-    return model
 
 
 def compare_replicas(

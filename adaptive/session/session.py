@@ -96,12 +96,7 @@ class Session:
         world_size = self.exchange.world_size
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
-        self._watch = StepWatch(
-            self._parameters,
-            lambda optimizer: self._sync.step_begins(optimizer),
-            self._before_step,
-            lambda optimizer: self._sync.after_step(optimizer),
-        )
+        self._watch = StepWatch(self._parameters, self)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
         way, server = settings.exchange.way, settings.exchange.server
         adapt = self.exchange.adapt
@@ -309,9 +304,16 @@ class Session:
             self._averager.warn_once(MOVED)
         self._sync.forward_begins()
 
-    def _before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """See `StepWatch`, as of the next two."""
+        self._sync.step_begins(optimizer)
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         self.agreed.before_step(optimizer)
         return self._sync.before_step(optimizer, groups)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._sync.after_step(optimizer)
 
     # -- between steps --
 
