@@ -18,7 +18,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -356,6 +356,7 @@ def _padded(shard: Tensor, size: int) -> Tensor:
     return torch.cat([shard, shard.new_zeros(size - shard.numel())])
 
 
+@dataclass(eq=False)
 class NodeMeans:
     """A hook between DDP and the session: it replaces the gradients of a rank by the mean of its
     node. The session gets each bucket in the body of the next hook call, after the node's mean.
@@ -363,25 +364,23 @@ class NodeMeans:
     calls: the context of a hook call, see `Averager.replica_calls`.
     """
 
-    def __init__(
-        self,
-        exchange: NodeExchange,
-        session: Exchanging,
-        calls: Callable[[bool], AbstractContextManager[None]],
-    ) -> None:
-        self.session, self._exchange, self._calls = session, exchange, calls
-        # DDP's buckets, each with the future of its node's mean, and the future that DDP has of it.
-        self._waiting: deque[tuple[dist.GradBucket, Future[Tensor], Future[Tensor]]] = deque()
-        self._last: Future[Tensor] | None = None
+    exchange: NodeExchange
+    session: Exchanging
+    calls: Callable[[bool], AbstractContextManager[None]]
+    # DDP's buckets, each with the future of its node's mean, and the future that DDP has of it.
+    _waiting: deque[tuple[dist.GradBucket, Future[Tensor], Future[Tensor]]] = field(
+        default_factory=deque
+    )
+    _last: Future[Tensor] | None = None
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """See `Exchanging`."""
         if bucket.index() == 0:  # drop buckets that an earlier backward left when it raised
             self._waiting.clear()
         buffer = bucket.buffer()
-        with self._calls(False):
+        with self.calls(False):
             left = is_left_to_ddp(buffer, bucket.parameters())
-            mean = done_with(buffer) if left else self._exchange.node_mean(buffer)
+            mean = done_with(buffer) if left else self.exchange.node_mean(buffer)
         done = new_future(buffer.device)
         self._waiting.append((bucket, mean, done))
         self._hand_on(but_for=1)
@@ -396,7 +395,7 @@ class NodeMeans:
     def _hand_on(self, but_for: int) -> None:
         while len(self._waiting) > but_for:
             bucket, mean, done = self._waiting.popleft()
-            with self._calls(False):
+            with self.calls(False):
                 mean.wait()
             self._last = self.session.reduce(bucket)
             self._last.then(partial(_pass_on, done))

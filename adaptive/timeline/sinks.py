@@ -10,14 +10,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
 from adaptive.timeline.records import Event, Header, StepRecord, final_scalars, scalars
 from policies import DENSE, Policy, StepReport, checks
-from policies.state import Stateful, declare
+from policies.state import Stateful, saved
 
 LogFunction = Callable[[dict[str, float], int], object]
 """An experiment tracker's function, called with numbers by name and a step."""
@@ -246,6 +246,7 @@ class SafeTimeline(Timeline):
                     sink.close()
 
 
+@dataclass(eq=False)
 class Recorder(Stateful):
     """Turns agreed steps and switches into records, on the one rank that writes.
 
@@ -253,40 +254,31 @@ class Recorder(Stateful):
     samples of all ranks in a step of the optimizer; 1 if unknown, and throughput is steps/s.
     """
 
-    _fields = declare(_started_at=float | None)
-
-    def __init__(
-        self,
-        timeline: SafeTimeline,
-        writes: bool,
-        header: Callable[[], Header],
-        samples: float,
-    ) -> None:
-        self._timeline = timeline
-        self._writes = writes
-        self._header: Callable[[], Header] | None = header
-        self._samples = samples
-        self._started_at: float | None = None  # the time of the first step
-        self._logged: set[str] = set()
+    timeline: SafeTimeline
+    writes: bool
+    header: Callable[[], Header] | None
+    samples: float
+    _started_at: float | None = saved(None)  # the time of the first step
+    _logged: set[str] = field(default_factory=set)
 
     def event(self, event: Event) -> None:
-        if self._writes:
+        if self.writes:
             self._start()
-            self._timeline.event(event)
+            self.timeline.event(event)
 
     def step(self, report: StepReport, policy: Policy, now: float, **recorded: Any) -> None:
         """Record an agreed step, and log a new verdict of the policy. now: the time. recorded: the
         other fields of the `StepRecord`."""
-        if not self._writes:
+        if not self.writes:
             return
         self._start()
         if self._started_at is None:
             self._started_at = now
         verdict = policy.verdict()
-        if self._timeline.sinks:
+        if self.timeline.sinks:
             elapsed = now - self._started_at
             recorded |= {"elapsed": elapsed, "verdict": verdict}
-            self._timeline.step(self._record(report, policy, recorded))
+            self.timeline.step(self._record(report, policy, recorded))
         if verdict and verdict not in self._logged:
             log.warning("%s", verdict)
             self._logged.add(verdict)
@@ -301,8 +293,8 @@ class Recorder(Stateful):
         t_comp = status.pop("t_comp", t_sys * gain)
         return StepRecord(
             report,
-            t_sys=t_sys * report.timed_steps * self._samples,
-            t_comp=t_comp * report.timed_steps * self._samples,
+            t_sys=t_sys * report.timed_steps * self.samples,
+            t_comp=t_comp * report.timed_steps * self.samples,
             status=status,
             down_cf=status.pop("down_cf", nan),
             down_gain=status.pop("down_gain", nan),
@@ -311,17 +303,17 @@ class Recorder(Stateful):
 
     def close(self) -> None:
         """Close the sinks; nothing is recorded from here on."""
-        self._timeline.close()
-        self._writes = False
+        self.timeline.close()
+        self.writes = False
 
     def _start(self) -> None:
-        if self._header is not None:
-            self._timeline.start(self._header())
-            self._header = None
+        if self.header is not None:
+            self.timeline.start(self.header())
+            self.header = None
 
     def load_state_dict(self, state: Mapping[str, Any], pause: float = 0.0) -> None:
         """Go on after a pause of so many seconds, which `elapsed` leaves out."""
         super().load_state_dict(state)
         if self._started_at is not None:
-            self._header = None
+            self.header = None
             self._started_at += pause
