@@ -66,12 +66,6 @@ class ShardBucket:
         """The sharded parameters, in the order of the buffer."""
         return list(self.of)
 
-    def gradients(self) -> list[Tensor]:
-        """Views of the buffer, in the shapes of the shards."""
-        shards = [local(p) for p in self.of]
-        parts = self.flat.split([shard.numel() for shard in shards])
-        return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
-
 
 @dataclass(eq=False)
 class _Unit:

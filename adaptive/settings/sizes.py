@@ -3,6 +3,7 @@ timelines are told of it at the start."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
 
@@ -27,24 +28,22 @@ FASTER = 2.0
 """How much faster a measured link may be than it was measured."""
 
 
+@dataclass(eq=False)
 class Sizes:
     """How many bytes a step sends at each CF. Where whole buckets are compressed, they are those of
     a model that is a single bucket: next to the same, and they never change. Where parameters are
     sharded, they are those of the largest shard, so that all ranks reckon with the same."""
 
-    def __init__(
-        self,
-        parameters: ModelParameters,
-        granularity: Granularity,
-        choice: ExchangeChoice,
-        world_size: int,
-    ) -> None:
-        self.parameters, self.granularity = parameters, granularity
-        self.choice, self.world_size = choice, world_size
-        self._by_name = parameters.by_name()
-        self._pieces_at: dict[float, list[Piece]] = {}  # by CF; the others are caches, too
-        self._payload_nbytes: dict[float, float] = {}
-        self._wire_bytes: dict[tuple[Any, ...], float] = {}
+    parameters: ModelParameters
+    granularity: Granularity
+    choice: ExchangeChoice
+    world_size: int
+    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)  # by CF; caches, all of them
+    _payload_nbytes: dict[float, float] = field(default_factory=dict)
+    _wire_bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name = self.parameters.by_name()
 
     def numel(self) -> int:
         """Elements of all gradients that may be compressed."""
