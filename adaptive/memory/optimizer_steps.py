@@ -4,7 +4,7 @@ see `adaptive/memory/updates.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ Owner = tuple[Optimizer, dict[str, Any]]
 class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
-    The lookup is remembered until an optimizer's groups change.
-    rate_scales: of parameters whose updates are told in another learning rate than their group's,
-    that rate as a multiple of the group's."""
+    The lookup is remembered until an optimizer's groups change. known: the optimizers that were
+    learned. rate_scales: of parameters whose updates are told in another learning rate than their
+    group's, that rate as a multiple of the group's."""
 
     def __init__(self, parameters: ModelParameters, optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
         self._parameters = parameters
-        self._groups: dict[Optimizer, list[tuple[int, int]]] = {}  # as they were learned
+        self.known: dict[Optimizer, list[tuple[int, int]]] = {}  # and their groups, as learned
         self._of_chunk: dict[Chunk, list[Owner]] = {}
         self._groups_of: dict[Chunk, list[dict[str, Any]]] = {}
         self.rate_scales: dict[Tensor, float] = {}
@@ -45,18 +45,18 @@ class Owners(dict[Tensor, Owner]):
     def learn(self, optimizer: Optimizer) -> None:
         """It is about to step its parameters."""
         groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
-        if self._groups.get(optimizer) == groups:
+        if self.known.get(optimizer) == groups:
             return
         for group in optimizer.param_groups:
             ours = [p for p in group["params"] if p in self._parameters]
             for p in ours:
                 if p in self:
-                    self._groups.pop(self[p][0], None)
+                    self.known.pop(self[p][0], None)
                 self[p] = optimizer, group
                 self.rate_scales.pop(p, None)
                 if is_muon(optimizer):
                     self.rate_scales[p] = rate_scale(group, p.shape)
-        self._groups[optimizer] = groups
+        self.known[optimizer] = groups
         self._of_chunk.clear()
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
@@ -65,11 +65,6 @@ class Owners(dict[Tensor, Owner]):
         """Optimizers may have other parameter groups now, as after `load_state_dict`."""
         for optimizer in {of for of, _ in self.distinct}:
             self.learn(optimizer)
-
-    @property
-    def known(self) -> Collection[Optimizer]:
-        """Those that have been learned."""
-        return self._groups.keys()
 
     @property
     def chunks(self) -> Sequence[Chunk]:

@@ -81,12 +81,6 @@ def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -
         part.check(read(state, name, part.kind))
 
 
-def load_parts(state: State, parts: Mapping[str, SavedPart]) -> None:
-    """Go on from a state that `check_state` has found to be good."""
-    for name, part in parts.items():
-        part.load(state[name])
-
-
 def flat_tensors(parameters: Iterable[ModelParameter]) -> dict[str, Tensor]:
     """Tensors like those that are kept of parameters, by name, without values: for `check_like`."""
     return {p.name: torch.empty(p.local.numel(), dtype=p.dtype, device="meta") for p in parameters}

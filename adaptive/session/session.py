@@ -25,7 +25,7 @@ from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
 from adaptive.model.parameters import ModelParameters, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
-from adaptive.model.state import SavedPart, check_state, load_parts, refusing, swapped
+from adaptive.model.state import SavedPart, check_state, refusing, swapped
 from adaptive.model.uniting import Agreed
 from adaptive.network.agreement import agree
 from adaptive.network.link import EmulatedLink
@@ -485,7 +485,8 @@ class Session:
         self.abandon()
         self._watch.they_move()
         with averager.noting_failure():
-            load_parts(state, parts)
+            for name, part in parts.items():
+                part.load(state[name])
             controller.stopwatch.go_on(state["controller"]["saved_at"])
 
     def _identity(self) -> dict[str, Any]:

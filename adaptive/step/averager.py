@@ -179,10 +179,6 @@ class Averager:
             return self.reducer.dense(step, flat, parameters, narrow=self.narrow)
         return self.reducer.compressed(step, flat, parameters, self.strategy, bucket.index())
 
-    def mean_as_ddp(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of the mean of sparse or complex gradients, as DDP itself makes it."""
-        return self.exchange.mean_as_ddp(bucket.buffer())
-
     def end(self) -> None:
         """After the last tensor: issue all remaining collectives, and start the all-reduce of the
         statistics."""

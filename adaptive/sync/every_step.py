@@ -77,7 +77,7 @@ class EveryStepSync(Synchroniser):
                 return future.value()
 
         if is_left_to_ddp(buffer, bucket.parameters()):
-            done = averager.mean_as_ddp(bucket).then(finish)
+            done = averager.exchange.mean_as_ddp(buffer).then(finish)
         else:
             done = self._join(bucket)
         if self._piece and bucket.is_last():

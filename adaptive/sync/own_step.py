@@ -115,7 +115,7 @@ class OwnStepSync(EveryStepSync):
         mean if only DDP can average them, or if no optimizer in `attach` steps their parameters."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if is_left_to_ddp(buffer, of):
-            return self.averager.mean_as_ddp(bucket)
+            return self.averager.exchange.mean_as_ddp(buffer)
         averager, tally = self.averager, self.averager.controller.tally
         energy, scale = squared_norm(buffer), loss_scale(averager.scaler, buffer.device)
         sums = averager.controller.plan.accumulate and averager.controller.plan.local_sum
