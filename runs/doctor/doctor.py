@@ -54,7 +54,7 @@ from adaptive.network.collectives import Exchange
 from adaptive.network.link import LinkCost, new_future
 from adaptive.session.session import Session
 from adaptive.settings.config import Settings, with_ladder
-from adaptive.settings.synchronisation import EveryStep
+from adaptive.settings.synchronisation import LATE, EveryStep
 from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
@@ -189,6 +189,10 @@ class Verdict:
             f'  in other runs {runs}; with goal="time", for a schedule made longer, {interval} at '
         )
         others += f"{self.name} all along"
+        late = (
+            '  messages are late: beside any optimizer but SGD sync="auto" also lets ranks '
+            "take several steps for each exchange, where that is faster"
+        )
         busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
             [
@@ -199,7 +203,8 @@ class Verdict:
                 *([faster] if is_faster else []),
                 *([] if self.cf == DENSE or len(self.path) == 1 else [others]),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
-                f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.2g} ms a message",
+                f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.3g} ms a message",
+                *([late] if self.link.alpha >= LATE else []),
                 *([busy] if self.noise > BUSY else []),
             ]
         )

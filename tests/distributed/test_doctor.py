@@ -169,6 +169,10 @@ def test_a_verdict_says_what_to_do() -> None:
     assert str(VERDICT).splitlines()[0] == f"{told} 100 on"
     assert VERDICT.seconds == 0.4
     assert str(VERDICT).endswith("network 100 Mbit/s, 1 ms a message")
+    late = str(replace(VERDICT, link=LinkCost(0.1, 1.25e7))).splitlines()
+    assert late[-2].endswith("network 100 Mbit/s, 100 ms a message")
+    assert late[-1].startswith("  messages are late: ")
+    assert 'sync="auto"' in late[-1]
     busy = str(replace(VERDICT, noise=0.35)).splitlines()[-1]
     assert busy == "  steps of one kind differ by 35%: the machine or the network is busy"
     half = {"cf": 2.0, "name": "bf16", "best": 2.0, "best_name": "bf16", "speedup": 1 / 0.55}
