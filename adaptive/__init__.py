@@ -28,8 +28,7 @@ from compressors import Compressor, Ladder, NoCompression, RandomK, TopK
 from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy, Schedule, StepReport, Warmup
 
 if _TYPE_CHECKING:
-    from adaptive.contrib.gossip import Gossip
-    from adaptive.contrib.gossip_rule import GossipRule
+    from adaptive.contrib.gossip import Gossip, GossipRule
     from adaptive.contrib.hooks import HookRung
 
 __all__ = [

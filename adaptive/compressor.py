@@ -42,7 +42,7 @@ from adaptive.settings.config import (
 )
 from adaptive.settings.sizes import latency_of
 from adaptive.settings.synchronisation import LATE, EveryStep, LocalSteps, Synchronisation
-from adaptive.timeline.recorder import SafeTimeline, Sink
+from adaptive.timeline.sinks import SafeTimeline, Sink
 from adaptive.timeline.summary import Summary
 from compressors import Compressor
 from policies import DENSE, Policy, PolicyName, checks, make_policy
@@ -271,7 +271,8 @@ class AdaptiveCompressor:
             by_latency = "sync='auto'" if self._if_late is not None else "sync not 'auto'"
             return f"{by_latency}, {self._settings.network.describe()}"
 
-        with on_device_of(inside.model):
+        device = next((p.device for p in inside.model.parameters()), torch.device("cpu"))
+        with on_device(device):
             wait_for_all(replica.everyone, "attach() must be called on every rank")
             agree(check_arguments, replica.everyone)
             settings = self._settings
@@ -319,8 +320,6 @@ class AdaptiveCompressor:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         with on_device(self._session.device):
             self._session.detach()
-        if (replica := self._session.replica) is not None:
-            replica.stop()
 
     @property
     def detached(self) -> bool:
@@ -459,9 +458,3 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a CUDA device is the current one, from where torch sends objects among
     ranks. A script that gives DDP its `device_ids` may have left the first device current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def on_device_of(model: nn.Module) -> AbstractContextManager[object]:
-    """`on_device` of the model's parameters."""
-    first = next(iter(model.parameters()), None)
-    return nullcontext() if first is None else on_device(first.device)

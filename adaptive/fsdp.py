@@ -20,8 +20,9 @@ What differs from DDP:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,17 +36,10 @@ from torch.distributed.tensor import DTensor
 from adaptive.model.parameters import largest_shard, local
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.network.collectives import groups_joined, join_groups
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.config import Settings
 from adaptive.settings.synchronisation import EveryStep
 from adaptive.step.reducer import SendsItself
-
-_NO_HOOK = (
-    f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and not "
-    f"{torch.__version__}"
-)
-
-_TORCH = "this version of torch keeps the parameters of an FSDP module where they are not found"
 
 
 @dataclass(frozen=True)
@@ -71,12 +65,6 @@ class ShardBucket:
     def parameters(self) -> list[Tensor]:
         """The sharded parameters, in the order of the buffer."""
         return list(self.of)
-
-    def gradients(self) -> list[Tensor]:
-        """Views of the buffer, in the shapes of the shards."""
-        shards = [local(p) for p in self.of]
-        parts = self.flat.split([shard.numel() for shard in shards])
-        return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
 
 
 @dataclass(eq=False)
@@ -109,8 +97,6 @@ class _Unit:
 class ShardedReplica(Replica):
     """One replica of a sharded model. group: the ranks that hold the same shard, one of each
     replica. everyone: all ranks of the mesh."""
-
-    NAME = "root"
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(root)
@@ -157,14 +143,8 @@ class ShardedReplica(Replica):
         self.module.register_forward_pre_hook(self._forward_begins)
         for unit in self._units:
             for module in unit.group.modules:
-                module.set_all_reduce_hook(self._hook(unit))
+                module.set_all_reduce_hook(partial(self._reduce, unit))
                 module.register_forward_pre_hook(_ArrivalMarks(unit))
-
-    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
-        def exchange_between_replicas(flat: Tensor) -> None:
-            self._reduce(unit, flat)
-
-        return exchange_between_replicas
 
     def _forward_begins(self, *_: Any) -> None:
         self._buckets = 0  # a backward that raised has not ended
@@ -246,10 +226,7 @@ class _ArrivalMarks:
             p, whole = sharded.sharded_param, getattr(sharded, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and self._seen.get(p) is not whole:
                 self._seen[p] = whole
-                whole.register_post_accumulate_grad_hook(self._mark(p))
-
-    def _mark(self, p: DTensor) -> Callable[[Tensor], None]:
-        return lambda _: self._unit.arrived.add(p)
+                whole.register_post_accumulate_grad_hook(lambda _, p=p: self._unit.arrived.add(p))
 
 
 def _units(root: Any) -> Iterator[_Unit]:
@@ -263,7 +240,10 @@ def _units(root: Any) -> Iterator[_Unit]:
             group = module._get_fsdp_state()._fsdp_param_group
             parameters = [] if group is None else [each.sharded_param for each in group.fsdp_params]
         except AttributeError as error:
-            raise RuntimeError(f"{_TORCH}: {error}") from error
+            raise RuntimeError(
+                f"this version of torch keeps the parameters of an FSDP module where they are not "
+                f"found: {error}"
+            ) from error
         if group is not None and group not in seen:
             seen.add(group)
             yield _Unit(name, group, parameters)
@@ -316,7 +296,10 @@ def _check_mean(mesh: DeviceMesh) -> None:
 
 def _check(root: Any, mesh: Any, settings: Settings) -> None:
     if not hasattr(FSDPModule, "set_all_reduce_hook"):
-        raise RuntimeError(_NO_HOOK)
+        raise RuntimeError(
+            f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and "
+            f"not {torch.__version__}"
+        )
     if not isinstance(root, FSDPModule):
         raise TypeError(
             f"root must be a module that fully_shard was called on, got {type(root).__name__}; "

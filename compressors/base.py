@@ -288,8 +288,8 @@ class Compressor(ABC):
     sampled: a strided sample of a tensor is compressed about as well as the tensor itself.
     keeps_zeros: an element that is 0 is decoded to 0.
     keeps_most_to: the largest CF at which so little is lost that the residual stays next to empty.
-    momentum_lag: momentum correction keeps the share min(1, momentum_lag / cf^(1/3)) of the
-        momentum's lag.
+    momentum_factor: momentum correction keeps the share min(1, momentum_factor / cf^(1/3)) of the
+        mean delay of momentum (`Momentum`).
     masking: the smallest CF with momentum factor masking: the velocity of sent elements is set to
         zero; inf for never.
     rungs: other compressors, by the CFs at which they work in this one's place.
@@ -307,7 +307,7 @@ class Compressor(ABC):
     sampled: bool = True
     keeps_zeros: bool = True
     keeps_most_to: float = 1.0
-    momentum_lag: float = inf
+    momentum_factor: float = inf
     masking: float = inf
     rungs: Mapping[float, Compressor] = MappingProxyType({})
     known_gains: Mapping[float, float] = MappingProxyType({})

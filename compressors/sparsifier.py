@@ -127,7 +127,7 @@ class Sparsifier(Compressor):
     comparable = True
     selects = True
     # At a larger CF elements stay longer in the residual (measured: docs/research/defaults.md).
-    momentum_lag = 1.2
+    momentum_factor = 1.2
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
         self.values = make_values(values)

@@ -69,7 +69,7 @@ class DGC(ThresholdSparsifier):
 
     name = "dgc"
     masking = 1.0
-    momentum_lag = inf
+    momentum_factor = inf
 
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         sample = sample_magnitudes(tensor, add, self.sample_size(tensor.numel(), k), start=key.step)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from adaptive import AdaptiveCompressor
-from adaptive.integrations.metrics import metrics
+from adaptive.integrations import metrics
 
 SIZE = 16
 

@@ -21,7 +21,7 @@ from adaptive import (
     Timeline,
 )
 from adaptive.network.pace import Pace
-from adaptive.timeline.recorder import SafeTimeline
+from adaptive.timeline.sinks import SafeTimeline
 from adaptive.timeline.tensorboard import write_scalars
 from policies.base import DENSE, GainKind
 from policies.words import in_short, named

@@ -138,7 +138,7 @@ class Compressing:
     40 ms or more."""
     memory: str | None = None
     """What becomes of what is not sent: auto, residual, momentum, updates or none; with settings
-    "Momentum(lag=0.5, masking=True)", "Residual(clip_norm=1, dtype=torch.bfloat16)" (auto)."""
+    "Momentum(share=0.5, masking=True)", "Residual(clip_norm=1, dtype=torch.bfloat16)" (auto)."""
     exchange: str | None = None
     """How payloads become the mean: auto, all_reduce, all_gather, sharded, voted_indices; with
     settings "ParameterServer(down_cf=1)" (auto)."""

@@ -156,11 +156,6 @@ class Unit:
         """The host knows that all parts of this unit are skipped in this step."""
         return all(piece.part.skipped is True for piece in self.ranges)
 
-    @property
-    def none_skipped(self) -> bool:
-        """The host knows that no part of this unit is skipped in this step."""
-        return all(piece.part.skipped is False for piece in self.ranges)
-
 
 @dataclass(eq=False)
 class Bucket:

@@ -51,7 +51,8 @@ class _Run:
         joint = self.joint
         for part in self.parts:
             own = part.parameter
-            own.filled, own.started, own.lag = joint.filled, joint.started, joint.lag
+            own.has_residual, own.started = joint.has_residual, joint.started
+            own.momentum_share = joint.momentum_share
 
 
 class BucketMemory:
@@ -178,7 +179,8 @@ class BucketMemory:
 
     def _in_place(self, unit: Unit, residual: Tensor) -> bool:
         """The residual itself is compressed, and the payload is subtracted from it: no copy."""
-        return unit.none_skipped and residual.dtype == self._bucket.work.dtype
+        none_skipped = all(part.skipped is False for part, _, _ in unit.ranges)
+        return none_skipped and residual.dtype == self._bucket.work.dtype
 
     def _add_to(self, residual: Tensor, x: Tensor, name: str, times: int = 1) -> None:
         """residual += times * x, with stochastic rounding if the residual is of lower precision.

@@ -7,7 +7,7 @@ from typing import Any
 
 MODULES = {
     "Gossip": "gossip",
-    "GossipRule": "gossip_rule",
+    "GossipRule": "gossip",
     "HookRung": "hooks",
     "with_hooks": "hooks",
 }

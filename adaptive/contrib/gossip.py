@@ -36,12 +36,13 @@ With `every=H` a rank takes H steps between two exchanges, and g is their sum (f
 D-PSGD: Li and others 2019, "Communication-Efficient Local Decentralized SGD Methods"). A round is
 one exchange and the steps before it. A step of the policy and of the record is a round.
 
-A rule of a user's own (gossip_rule.py) keeps what it likes, and mixes in the step itself.
+A rule of a user's own (`GossipRule`) keeps what it likes, and mixes in the step itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from math import nan
@@ -63,19 +64,18 @@ from adaptive.bucket.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.contrib.gossip_rule import GossipRule
 from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrices, named
 from adaptive.exchange.strategies import Outgoing, pack, unpack
+from adaptive.memory.handover import Groups
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
 from adaptive.memory.options import NAMED, Memory
-from adaptive.memory.step_watch import Groups
+from adaptive.memory.rule import Kept
 from adaptive.model.chunks import Chunk, chunks
 from adaptive.model.parameters import ModelParameter, shaped
-from adaptive.model.state import SavedPart, check_like, flat_tensors
+from adaptive.model.state import check_like, flat_tensors
 from adaptive.model.uniting import averaged, unite
-from adaptive.network.collectives import Arriving
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.synchronisation import Synchronisation, check_all_moved
 from adaptive.statistics.vector import Tally
 from adaptive.step.averager import Averager
@@ -86,6 +86,7 @@ from compressors.kernels.blocks import fill_if
 from compressors.rounds import RoundsCompressor
 from policies import Fixed, Policy, Schedule, Warmup, checks
 from policies.base import DeclaredPolicy
+from policies.checks import settings_of
 from policies.state import require
 
 AlgorithmName = Literal["auto", "d-psgd", "dcd-psgd", "deepsqueeze", "choco-sgd", "naive"]
@@ -100,6 +101,39 @@ AT_ONCE = ("deepsqueeze", "choco-sgd")
 
 ADDING = ("dcd-psgd", "choco-sgd")
 """Algorithms whose offset is the sum of all that has arrived."""
+
+
+class GossipRule(ABC):
+    """A gossip rule says what a rank tells its neighbours, and where it goes from what they say.
+
+    A round is `Gossip.every` steps of the rank's own optimizer, then one exchange: all send what
+    `tell` returns, compressed by the base, and go to what `mix` returns, in `optimizer.step()`.
+    Tensors are those of several parameters, flat, so a rule goes element by element. It holds
+    settings, alike on all ranks, and no state of its own: what is kept is saved with the run.
+
+    keeps: names of what a rank keeps, zero at first.
+    """
+
+    keeps: tuple[str, ...] = ()
+
+    def begin(self, kept: Kept, here: Tensor) -> None:  # noqa: B027 - may do nothing
+        """Fill what is kept, in place, where all ranks stand alike: at first, and whenever they
+        have gone to their mean."""
+
+    @abstractmethod
+    def tell(self, kept: Kept, here: Tensor) -> Tensor:
+        """What is sent by a rank whose steps have come to `here` (flat). Nothing is changed."""
+
+    @abstractmethod
+    def mix(self, kept: Kept, here: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+        """Where the rank goes on from. It may change `kept`, in place.
+
+        sent: what this rank's own message decodes to. mean: sum of what the rank and its neighbours
+        have sent, by the weights of the topology."""
+
+    def __repr__(self) -> str:
+        """Its class and its settings: what must be alike on all ranks."""
+        return settings_of(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,17 +296,19 @@ class _Round:
 
     units: Sequence[Unit]
     weights: Sequence[float]
-    arriving: Arriving
+    arrived: Callable[[], Tensor]
 
 
 @dataclass(eq=False)
 class _Chunk(Chunk):
     """Parameters that travel as one message; all tensors are flat.
 
-    offset, kept: see above; kept is the error or the replica, if the algorithm has one."""
+    offset: see above. kept: by name, what the algorithm or the rule keeps besides. sent: what this
+    rank's last message decodes to, for a rule."""
 
     offset: Tensor = field(init=False)
-    kept: Tensor | None = None
+    sent: Tensor = field(init=False)
+    kept: dict[str, Tensor] = field(default_factory=dict)
     round: _Round | None = None
 
     def __post_init__(self) -> None:
@@ -282,7 +318,7 @@ class _Chunk(Chunk):
     @torch.no_grad()
     def move(self, by: Tensor, alpha: float) -> None:
         """Add alpha times `by` to the parameters."""
-        for p, each in zip(self.parameters, self.split(by), strict=True):
+        for p, each in self.pieces(by):
             p.tensor.add_(shaped(each, p.tensor), alpha=alpha)
 
 
@@ -297,14 +333,12 @@ class GossipSync(Synchroniser):
         self.algorithm = choice.algorithm
         self.at_once = self.algorithm in AT_ONCE
         self.parameters = list(averager.parameters.values())
-        topology = choice.topology_of(averager.exchange.world_size)
-        assert topology is not None
-        self.topology = topology
+        self.topology = choice.topology_of(averager.exchange.world_size)
         self._every = choice.every
         self._backwards = 0  # since the last exchange, but for one whose exchange is to come
         self._open = False  # the last backward of a round has ended, and its exchange is to come
         self._step_at = choice.step_at
-        self._granularity, self._exchange = averager.granularity, averager.exchange
+        self._granularity, self._exchange = averager.sizes.granularity, averager.exchange
         self._moved = MovedBetweenSteps(averager.parameters, averager.optimizers, choice)
         self._begin()
 
@@ -375,7 +409,10 @@ class GossipSync(Synchroniser):
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)
             sent = stopwatch.timestamps()
-            self._end_step(controller.cfs.send)
+            if self.at_once:  # with the step size of this step's CF
+                for chunk in self._chunks:
+                    self._receive(chunk)
+                    self._mix_at_once(chunk, controller.cfs.send)
             arrived = stopwatch.timestamps()
             controller.tally.at("grad").fill_(nan)  # nobody looks at gradients
             controller.end_step(averager.watch.take_found())
@@ -425,9 +462,9 @@ class GossipSync(Synchroniser):
     def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
         chunk = _Chunk(parameters)
         if self.algorithm == "deepsqueeze":
-            chunk.kept = torch.zeros_like(chunk.offset)
+            chunk.kept["error"] = torch.zeros_like(chunk.offset)
         elif self.algorithm in ADDING:  # of where all stand
-            chunk.kept = chunk.here("replica").clone()
+            chunk.kept["replica"] = chunk.here("replica").clone()
         return chunk
 
     def _mix(self) -> None:
@@ -439,13 +476,6 @@ class GossipSync(Synchroniser):
         for chunk in self._chunks:
             self._receive(chunk)
             chunk.move(chunk.offset, 1.0)
-
-    def _end_step(self, cf: float) -> None:
-        """Algorithms of AT_ONCE mix at once, with the step size of the step's CF; so do rules."""
-        if self.at_once:
-            for chunk in self._chunks:
-                self._receive(chunk)
-                self._mix_at_once(chunk, cf)
 
     def _mix_at_once(self, chunk: _Chunk, cf: float) -> None:
         """Messages of the neighbours have been added to the offset."""
@@ -464,19 +494,21 @@ class GossipSync(Synchroniser):
         out = Outgoing(index, bucket, units, payloads, lambda _: None, lambda _: None)
         weights = self.topology.sources(step, rank)
         own_weight = weights.pop(rank)
-        arriving = self._exchange.to_neighbours(
+        arrived = self._exchange.to_neighbours(
             pack(out, units, payloads),
             self.topology.receivers(step, rank),
             list(weights),
         )
-        chunk.round = _Round(units, list(weights.values()), arriving)
+        chunk.round = _Round(units, list(weights.values()), arrived)
         self._take_in(chunk, x, units, payloads, own_weight)
 
     def _to_tell(self, chunk: _Chunk) -> Tensor:
         """What is compressed and sent, in a buffer of its own."""
         x = chunk.here("sent")
-        if chunk.kept is not None:
-            x.add_(chunk.kept, alpha=-1 if self.algorithm in ADDING else 1)
+        if "error" in chunk.kept:
+            x.add_(chunk.kept["error"])
+        if "replica" in chunk.kept:
+            x.sub_(chunk.kept["replica"])
         return x
 
     def _take_in(
@@ -495,15 +527,12 @@ class GossipSync(Synchroniser):
             chunk.offset.sub_(x)
         else:
             _add(chunk.offset, units, payloads, weight - 1)
-        if chunk.kept is None:
-            return
-        if self.algorithm == "deepsqueeze":
-            chunk.kept.copy_(x)
-            _add(chunk.kept, units, payloads, -1.0)
-            return
-        _add(chunk.kept, units, payloads, 1.0)
+        if "error" in chunk.kept:
+            _add(chunk.kept["error"].copy_(x), units, payloads, -1.0)
+        if "replica" in chunk.kept:
+            _add(chunk.kept["replica"], units, payloads, 1.0)
         if self.algorithm == "dcd-psgd":
-            chunk.go_to(chunk.kept)
+            chunk.go_to(chunk.kept["replica"])
 
     def _bucket(self, chunk: _Chunk, x: Tensor, step: int) -> Bucket:
         """`x` in the form of one of DDP's buckets. A value that is not finite makes neighbours'
@@ -513,7 +542,7 @@ class GossipSync(Synchroniser):
         bucket.nonfinite = all_finite(x) ^ True
         fill_if(bucket.nonfinite, x, 0.0)
         start = 0
-        for p, piece in zip(chunk.parameters, chunk.split(x), strict=True):
+        for p, piece in chunk.pieces(x):
             bucket.parts.append(Part(p, start, start + piece.numel(), piece, False))
             start += piece.numel()
         return bucket
@@ -524,8 +553,7 @@ class GossipSync(Synchroniser):
         if under_way is None:
             return
         units = under_way.units
-        rows = under_way.arriving.payloads()
-        for weight, row in zip(under_way.weights, rows, strict=True):
+        for weight, row in zip(under_way.weights, under_way.arrived(), strict=True):
             payloads = [payload for (payload,) in unpack(units, row[None])]
             _add(chunk.offset, units, payloads, weight)
             for payload in payloads:
@@ -538,53 +566,39 @@ class GossipSync(Synchroniser):
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        return SavedPart(self.state_dict, self.check, self.load_state_dict)
-
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name, between steps; what is under way is waited for."""
         self._receive_all()
-        state: dict[str, Any] = {"backwards": self._backwards, "mixed": self._mixed}
-        state |= {"offset": {}, "kept": {}}
+        kept: dict[str, Tensor] = {}
         for chunk in self._chunks:
             for what, flat in self._lasting(chunk).items():
-                pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
-                state[what] |= {p.name: piece.clone() for p, piece in pieces}
-        return state
+                kept |= {f"{name}: {what}": each for name, each in chunk.by_name(flat).items()}
+        return {"backwards": self._backwards, "mixed": self._mixed, "kept": kept}
 
     def _lasting(self, chunk: _Chunk) -> dict[str, Tensor]:
         """What the next round needs of a chunk. An offset that is not a sum over rounds has been
         used up where the step itself mixes."""
         used_up = self.at_once and self.algorithm not in ADDING
-        of = {"offset": None if used_up else chunk.offset, "kept": chunk.kept}
-        return {what: flat for what, flat in of.items() if flat is not None}
+        return chunk.kept if used_up else {"offset": chunk.offset, **chunk.kept}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless it is a state of gossip of these parameters."""
-        flat = flat_tensors(p for chunk in self._chunks for p in chunk.parameters)
-        like = {"backwards": int, "mixed": bool, "offset": flat, "kept": flat}
-        check_like("sync", state, like, complete=True)
+        flat = flat_tensors(self.parameters)
+        kept = {
+            f"{p.name}: {what}": flat[p.name]
+            for chunk in self._chunks
+            for p in chunk.parameters
+            for what in self._lasting(chunk)
+        }
+        check_like("sync", state, {"backwards": int, "mixed": bool, "kept": kept}, complete=True)
+        check_like("sync: kept", state["kept"], kept, complete=True)
         require(0 <= state["backwards"] < self._every, "'sync' is not in a round of so many steps")
-        for what in ("offset", "kept"):
-            keeps = any(what in self._lasting(chunk) for chunk in self._chunks)
-            require(state[what].keys() == (flat.keys() if keeps else set()), "'sync' has lost some")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The parameters themselves, which are this rank's own, are not part of it."""
         self._open = False
         self._backwards, self._mixed = state["backwards"], state["mixed"]
         for chunk in self._chunks:
             for what, flat in self._lasting(chunk).items():
-                for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
-                    piece.copy_(state[what][p.name])
-
-
-@dataclass(eq=False)
-class _RuledChunk(_Chunk):
-    """of_rule: what the rule keeps. sent: what this rank's last message decodes to."""
-
-    of_rule: dict[str, Tensor] = field(default_factory=dict)
-    sent: Tensor = field(init=False)
+                for p, piece in chunk.pieces(flat):
+                    piece.copy_(state["kept"][f"{p.name}: {what}"])
 
 
 class RuledGossipSync(GossipSync):
@@ -601,16 +615,15 @@ class RuledGossipSync(GossipSync):
 
     @torch.no_grad()
     def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
-        chunk = _RuledChunk(parameters)
-        chunk.of_rule = {name: torch.zeros_like(chunk.offset) for name in self.rule.keeps}
+        chunk = _Chunk(parameters)
+        chunk.kept = {name: torch.zeros_like(chunk.offset) for name in self.rule.keeps}
         chunk.sent = torch.zeros_like(chunk.offset)
-        self.rule.begin(chunk.of_rule, chunk.here("here"))
+        self.rule.begin(chunk.kept, chunk.here("here"))
         return chunk
 
     @torch.no_grad()
     def _to_tell(self, chunk: _Chunk) -> Tensor:
-        assert isinstance(chunk, _RuledChunk)
-        told = self.rule.tell(chunk.of_rule, chunk.here("here"))
+        told = self.rule.tell(chunk.kept, chunk.here("here"))
         return chunk.buffer("sent").copy_(told)
 
     def _take_in(
@@ -621,41 +634,13 @@ class RuledGossipSync(GossipSync):
         payloads: Sequence[Payload],
         weight: float,
     ) -> None:
-        assert isinstance(chunk, _RuledChunk)
         _add(chunk.sent.zero_(), units, payloads, 1.0)
         torch.mul(chunk.sent, weight, out=chunk.offset)
 
     @torch.no_grad()
     def _mix_at_once(self, chunk: _Chunk, cf: float) -> None:
-        assert isinstance(chunk, _RuledChunk)
         here = chunk.here("here")
-        chunk.go_to(self.rule.mix(chunk.of_rule, here, chunk.sent, chunk.offset))
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        for chunk in self._chunks:
-            assert isinstance(chunk, _RuledChunk)
-            for name, flat in chunk.of_rule.items():
-                pieces = zip(chunk.parameters, chunk.split(flat), strict=True)
-                state["kept"] |= {f"{p.name}: {name}": piece.clone() for p, piece in pieces}
-        return state
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        kept = {
-            f"{name}: {each}": tensor
-            for name, tensor in flat_tensors(self.parameters).items()
-            for each in self.rule.keeps
-        }
-        check_like("sync: kept", state["kept"], kept, complete=True)
-        super().check({**state, "kept": {}})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        for chunk in self._chunks:
-            assert isinstance(chunk, _RuledChunk)
-            for name, flat in chunk.of_rule.items():
-                for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
-                    piece.copy_(state["kept"][f"{p.name}: {name}"])
+        chunk.go_to(self.rule.mix(chunk.kept, here, chunk.sent, chunk.offset))
 
 
 def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:

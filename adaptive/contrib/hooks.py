@@ -116,23 +116,6 @@ def with_hooks(
         if not low <= cf <= high:
             raise ValueError(f"hooks must have CFs inside cf_range ({low:g}, {high:g}), got {cf:g}")
         rungs[float(cf)] = rung
-    if rungs:
-        _check_goes_with(rungs, policy, sync, server)
-    base = deepcopy(base)
-    exchanging = {cf: HookCompressor(rung, cf) for cf, rung in rungs.items()}
-    base.rungs = {**base.rungs, **exchanging}
-    gains = {cf: rung.gain for cf, rung in rungs.items() if rung.gain is not None}
-    base.known_gains = {**base.known_gains, **gains}
-    return base
-
-
-def _check_goes_with(
-    rungs: Mapping[float, HookRung],
-    policy: Policy,
-    sync: Synchronisation,
-    server: ParameterServer,
-) -> None:
-    """ValueError if hooks, which exchange the gradients of DDP's buckets, do not go with these."""
     why = ""
     if server.down_cf in ("auto", *rungs):
         why = f"exchange={server!r}, which compresses means at CFs of its own"
@@ -140,5 +123,11 @@ def _check_goes_with(
         why = f"sync={sync!r}, which exchanges no gradients"
     elif policy.layerwise:
         why = f"policy {policy.name!r}, which gives layers CFs of their own"
-    if why:
+    if rungs and why:
         raise ValueError(f"hooks must be empty with {why}; got CF {min(rungs):g}")
+    base = deepcopy(base)
+    exchanging = {cf: HookCompressor(rung, cf) for cf, rung in rungs.items()}
+    base.rungs = {**base.rungs, **exchanging}
+    gains = {cf: rung.gain for cf, rung in rungs.items() if rung.gain is not None}
+    base.known_gains = {**base.known_gains, **gains}
+    return base

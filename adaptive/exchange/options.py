@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptive.exchange.choice import (
     SAME,
-    ExchangeChoice,
     ParameterServer,
     check_exchange,
     in_one_collective,
 )
 from adaptive.exchange.strategies import Strategy
-from adaptive.exchange.two_level import TwoLevel, find_nodes, open_exchange
+from adaptive.exchange.two_level import NodeExchange, TwoLevel, find_nodes
 from adaptive.model.replicas import Replica
 from adaptive.network.collectives import Exchange
 from adaptive.network.link import EmulatedLink
@@ -65,11 +63,6 @@ class ExchangeOptions:
             self, way=way, may_have_levels=may_have_levels, one_collective=one_collective
         )
 
-    @property
-    def chooses_down_cf(self) -> bool:
-        """The policy chooses the CF of means."""
-        return self.server.down_cf == "auto"
-
     def check_used(self, base: str, compresses: bool, changing: str, not_by_gains: str) -> None:
         """ValueError for a setting that nothing would look at.
 
@@ -80,12 +73,13 @@ class ExchangeOptions:
             raise ValueError(
                 f"exchange={self.server!r}: needs a base that compresses, got base={base!r}"
             )
-        if self.chooses_down_cf and changing:
+        by_policy = self.server.down_cf == "auto"
+        if by_policy and changing:
             raise ValueError(
                 f"exchange={self.server!r}: needs a number of local steps that is fixed, got "
                 f"sync={changing}"
             )
-        if self.chooses_down_cf and not_by_gains:
+        if by_policy and not_by_gains:
             raise ValueError(
                 f"exchange={self.server!r}: needs a policy that goes by gains, as 'goodput' and "
                 f"'gravac' do, and gives all layers one CF (with down_cf=None means have the CF of "
@@ -100,10 +94,6 @@ class ExchangeOptions:
         nodes = None
         if replica.everyone is replica.group:  # a sharded model has levels of its own
             nodes = find_nodes(levels, self.levels is not None, replica.group)
-        return open_exchange(replica, link, nodes)
-
-    def choice(
-        self, base: Compressor, world_size: int, adapt: Callable[[Strategy, bool], Strategy]
-    ) -> ExchangeChoice:
-        """See `ExchangeChoice`."""
-        return ExchangeChoice(base, self.way, world_size, self.server, adapt)
+        if nodes is None:
+            return Exchange(replica.group, link, replica.everyone)
+        return NodeExchange(nodes, replica.everyone, link)

@@ -17,7 +17,7 @@ from torch.futures import Future
 from adaptive.bucket.bucket import Bucket, Unit
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Strategy
 from adaptive.network.collectives import Exchange, Traffic, gather_wire_bytes, reduce_wire_bytes
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from compressors import Compressor
 from compressors.base import Key, Payload
 

@@ -64,10 +64,6 @@ class Outgoing:
     report: Callable[[Sequence[Payload]], None]
     report_means: Callable[[Tensor], None]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.bucket.work.dtype
-
     def pack(self) -> Tensor:
         """This rank's payloads as one tensor (bytes,), uint8, of the same length on every rank.
         ValueError if a payload is not of the size that the compressor's `nbytes` announced."""
@@ -220,7 +216,7 @@ class Summed(Strategy):
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         wire = outgoing.pack()
         dtype = outgoing.units[0].compressor.sum_dtype if outgoing.units else None
-        total = yield exchange.all_reduce(wire.view(dtype or outgoing.dtype))
+        total = yield exchange.all_reduce(wire.view(dtype or outgoing.bucket.work.dtype))
         sums = list(unpack(outgoing.units, total.view(torch.uint8)[None]))
         nonfinite = any_nonfinite([*chain(*sums)])
         return Received(sums, nonfinite, 1 / exchange.world_size, outgoing.payloads)
@@ -298,7 +294,10 @@ class ShardedMeans(Summed):
         wire = pack(outgoing, outgoing.units, outgoing.payloads)
         rows = yield exchange.all_to_all(wire, shard_sizes(outgoing.units, work.numel(), n))
 
-        own_units = _owned(outgoing.units, work.numel(), n, rank)
+        if _all_in_one(outgoing.units):
+            own_units = [outgoing.units[0].shard(rank)]
+        else:
+            own_units = by_shards(outgoing.units, work.numel(), n)[rank]
         received = unpack(own_units, rows)
         mean_units = [_downward(unit, back) for unit in outgoing.units]
         mean_sizes = shard_sizes(mean_units, work.numel(), n)
@@ -384,11 +383,6 @@ def shard_sizes(units: Sequence[Unit], numel: int, shards: int) -> list[int]:
     if whole := _all_in_one(units):
         return list(whole.sizes(units[0].spec))
     return [sum(payload_sizes(own)) for own in by_shards(units, numel, shards)]
-
-
-def _owned(units: Sequence[Unit], numel: int, shards: int, rank: int) -> Sequence[Unit]:
-    """The units of this rank's shard."""
-    return [units[0].shard(rank)] if _all_in_one(units) else by_shards(units, numel, shards)[rank]
 
 
 def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iterator[Payload]:

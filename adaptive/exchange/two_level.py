@@ -18,7 +18,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -42,11 +42,10 @@ from adaptive.exchange.strategies import (
     unpack,
 )
 from adaptive.model.parameters import is_left_to_ddp
-from adaptive.model.replicas import Exchanging, Replica
+from adaptive.model.replicas import Exchanging
+from adaptive.network.agreement import gather_objects
 from adaptive.network.collectives import (
     Exchange,
-    PendingSum,
-    RunsRounds,
     after,
     all_gather_single,
     future_of,
@@ -55,8 +54,7 @@ from adaptive.network.collectives import (
     join_groups,
     reduce_wire_bytes,
 )
-from adaptive.network.link import EmulatedLink, new_future
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import EmulatedLink, complete, done_with, new_future
 from compressors.kernels.blocks import uninitialized
 from policies import checks
 
@@ -99,21 +97,13 @@ class Nodes(NamedTuple):
     between: dist.ProcessGroup
 
 
-def open_exchange(replica: Replica, link: EmulatedLink | None, nodes: Nodes | None) -> Exchange:
-    """The collectives of a model's exchange. nodes: None for one level."""
-    if nodes is None:
-        return Exchange(replica.group, link, replica.everyone)
-    return NodeExchange(nodes, replica.everyone, link)
-
-
 def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -> Nodes | None:
     """This rank's two process groups; None for one level. A collective of `group`.
 
     asked: the script has asked for two levels: ValueError on every rank if they are impossible.
     """
     label = "" if levels is None else _label(levels, group)
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (repr(levels), label, groups_joined()), group=group)
+    told = gather_objects((repr(levels), label, groups_joined()), group)
     if levels is None or len({said for said, *_ in told}) > 1:  # `agree` raises for the latter
         return None
     labels = [label for _, label, _ in told]
@@ -173,7 +163,8 @@ def _problem(
 def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """A subgroup with the backend and the timeout of its parent. ranks: ranks of the parent."""
     of_default = [dist.get_global_rank(group, rank) for rank in ranks]
-    options = getattr(group._get_backend(_device_of(group)), "options", None)
+    devices = sorted(group._device_types, key=lambda device: device.type == "cpu")
+    options = getattr(group._get_backend(devices[0]), "options", None)
     made = dist.new_group(
         of_default,
         timeout=getattr(options, "_timeout", None),
@@ -182,11 +173,6 @@ def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGro
     )
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    devices = sorted(group._device_types, key=lambda device: device.type == "cpu")
-    return devices[0]
 
 
 class NodeExchange(Exchange):
@@ -202,12 +188,11 @@ class NodeExchange(Exchange):
         self, nodes: Nodes, everyone: dist.ProcessGroup, link: EmulatedLink | None = None
     ) -> None:
         super().__init__(nodes.between, link, everyone)
-        self._all = dist.get_world_size(everyone)
         self.ranks, self.place = self.world_size, self.rank
         self.distinct, self.replicas = nodes.between, everyone
         self._inside = nodes.inside
-        self.node_size = dist.get_world_size(nodes.inside)
-        self._node_shard = dist.get_rank(nodes.inside)
+        self.node_size = self.copies = dist.get_world_size(nodes.inside)
+        self.node_shard = dist.get_rank(nodes.inside)
         # Starts the second collective of the one issued last: shard -> future of the whole.
         self._gather_shards: Callable[[Tensor], Future[Tensor]] | None = None
 
@@ -222,7 +207,7 @@ class NodeExchange(Exchange):
         """The strategy, with a second collective after each of its own. divisible: units may be
         cut at any element."""
         if divisible and isinstance(strategy, Gathered):
-            return _ShardedGather(strategy, self, self.node_size, self._node_shard)
+            return _ShardedGather(strategy, self)
         return _InTwoLevels(strategy, self)
 
     def gather_by_shards(self, out: Outgoing) -> Rounds:
@@ -231,10 +216,10 @@ class NodeExchange(Exchange):
         units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
         sizes = [sum(payload_sizes(of_shard)) for of_shard in units]
         most = max(sizes)
-        own = _padded(pack(out, units[self._node_shard], out.payloads), most)
+        own = _padded(pack(out, units[self.node_shard], out.payloads), most)
         out.payloads = ()  # frees them: the all-gather brings this rank's payloads back, too
         wire = gather_wire_bytes(self.node_size * most, n)
-        shard = yield self._gather_between(own, sum(sizes), wire)
+        shard = yield self._all_gather(own, sum(sizes), wire)
         shape = self.node_size, n, most
         rows = yield self._gather(shard.reshape(-1), lambda whole: whole.view(shape))
         of_shards = zip(units, rows, sizes, strict=True)
@@ -263,19 +248,12 @@ class NodeExchange(Exchange):
         numel, size = tensor.numel(), self._shard_numel(tensor.numel())
         own = self._own_shard(tensor.view(-1), size)
 
-        def gather_shards(shard: Tensor) -> Future[Tensor]:
-            return self._gather(_padded(shard, size), lambda rows: _fill(tensor, rows))
+        def completed(rows: Tensor) -> Tensor:
+            tensor.view(-1).copy_(rows[:numel])
+            return tensor
 
-        self._gather_shards = gather_shards
-        if own.numel():
-            work = dist.all_reduce(own, group=self.group, async_op=True)
-            done = future_of(work, self.group, own).then(lambda future: after(future, own))
-        else:  # then the shard is empty on the other nodes' ranks of this place, too
-            done = done_with(own)
-        wire = reduce_wire_bytes(numel * tensor.element_size(), self.world_size)
-        self._traffic.down += wire / 2
-        self._round_the_ring(2)
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
+        self._gather_shards = lambda shard: self._gather(_padded(shard, size), completed)
+        return self._sum(own, tensor, self.group)
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
         """(nodes, bytes of a shard); the second collective makes (nodes, bytes of a payload)."""
@@ -284,30 +262,15 @@ class NodeExchange(Exchange):
         own = _padded(self._own_shard(payload, size), size)
         wire = gather_wire_bytes(numel, self.world_size)
         self._traffic.down += wire * means
-        return self._gather_between(own, numel, wire)
-
-    def _gather_between(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
-        """The shards of this place from all nodes: (nodes, bytes). nbytes, wire: bytes of the whole
-        node, as payload and on the wire."""
-        n, size = self.world_size, own.numel()
-        out = uninitialized(n * size, own.dtype, own.device)
-        work = all_gather_single(out, own, self.group)
-        self._round_the_ring()
-        return self._receive(work, nbytes, wire, out.view(n, size))
+        return self._all_gather(own, numel, wire)
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
         """(nodes, bytes of a shard); the second collective makes (nodes, sizes[rank])."""
-        n, shards = self.world_size, [self._shard_numel(size) for size in sizes]
+        shards = [self._shard_numel(size) for size in sizes]
         pieces = zip(payload.split(list(sizes)), shards, strict=True)
         own = [_padded(self._own_shard(piece, size), size) for piece, size in pieces]
-        out = uninitialized(n * shards[self.rank], payload.dtype, payload.device)
         self._gather_shards = partial(self._gather_rows, sizes[self.rank])
-        work = dist.all_to_all_single(
-            out, torch.cat(own), [shards[self.rank]] * n, shards, self.group, async_op=True
-        )
-        wire = payload.nbytes * (n - 1) / n
-        self._round_the_ring()
-        return self._receive(work, payload.nbytes, wire, out.view(n, shards[self.rank]))
+        return self._all_to_all(torch.cat(own), shards, payload.nbytes)
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
         """A shard of the payload that node `source` has passed on; the second collective makes the
@@ -342,36 +305,15 @@ class NodeExchange(Exchange):
 
     def _own_shard(self, flat: Tensor, size: int) -> Tensor:
         """This rank's shard of `flat` (a view): at most `size` elements."""
-        return flat[self._node_shard * size :][:size]
+        return flat[self.node_shard * size :][:size]
 
     # -- for other callers --
 
-    def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
+    def sum_by(self, run: Callable[..., Future[Tensor]], tensor: Tensor) -> Future[Tensor]:
         def rounds() -> Generator[Future[Tensor], Any, Tensor]:
             return (yield self.all_reduce(tensor))
 
-        return pipeline.run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
-
-    def total(self, tensor: Tensor) -> Future[Tensor]:
-        """The sum over nodes in one collective of all ranks: the ranks of a node have the same
-        tensor, so the sum over ranks is divided by their number."""
-        if tensor.numel() == 0:
-            return done_with(tensor)
-        wire = reduce_wire_bytes(tensor.nbytes, self._all)
-        self._traffic.down += wire / 2
-        self._traffic.hops += 2 * (self._all - 1)
-        work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
-        arrived = future_of(work, self.everyone, tensor)
-        done = arrived.then(lambda future: _divided(after(future, tensor), self.node_size))
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
-
-    def sum_later(self, tensor: Tensor) -> PendingSum:
-        pending = super().sum_later(tensor)
-        return replace(pending, copies=self.node_size)
-
-    def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
-        work = dist.all_reduce(gradients.div_(self._all), group=self.everyone, async_op=True)
-        return future_of(work, self.everyone, gradients).then(lambda future: future.value()[0])
+        return run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
 
     def node_mean(self, gradients: Tensor) -> Future[Tensor]:
         """The mean over the ranks of the node, in place."""
@@ -399,9 +341,9 @@ class _InTwoLevels(Wrapped):
 class _ShardedGather(_InTwoLevels):
     """`Gathered`, where each rank of a node compresses its own shard of the bucket."""
 
-    def __init__(self, inner: Strategy, nodes: NodeExchange, shards: int, shard: int) -> None:
+    def __init__(self, inner: Strategy, nodes: NodeExchange) -> None:
         super().__init__(inner, nodes)
-        self.node_shards, self.node_shard = shards, shard
+        self.node_shards, self.node_shard = nodes.node_size, nodes.node_shard
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         return self._nodes.gather_by_shards(outgoing)
@@ -414,24 +356,7 @@ def _padded(shard: Tensor, size: int) -> Tensor:
     return torch.cat([shard, shard.new_zeros(size - shard.numel())])
 
 
-def _fill(tensor: Tensor, rows: Tensor) -> Tensor:
-    tensor.view(-1).copy_(rows[: tensor.numel()])
-    return tensor
-
-
-def _divided(total: Tensor, copies: int) -> Tensor:
-    return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
-
-
 @dataclass(eq=False)
-class _Bucket:
-    """One of DDP's buckets. mean: a future of the node's mean. done: the future for DDP."""
-
-    bucket: dist.GradBucket
-    mean: Future[Tensor]
-    done: Future[Tensor]
-
-
 class NodeMeans:
     """A hook between DDP and the session: it replaces the gradients of a rank by the mean of its
     node. The session gets each bucket in the body of the next hook call, after the node's mean.
@@ -439,27 +364,27 @@ class NodeMeans:
     calls: the context of a hook call, see `Averager.replica_calls`.
     """
 
-    def __init__(
-        self,
-        exchange: NodeExchange,
-        session: Exchanging,
-        calls: Callable[[bool], AbstractContextManager[None]],
-    ) -> None:
-        self.session, self._exchange, self._calls = session, exchange, calls
-        self._waiting: deque[_Bucket] = deque()
-        self._last: Future[Tensor] | None = None
+    exchange: NodeExchange
+    session: Exchanging
+    calls: Callable[[bool], AbstractContextManager[None]]
+    # DDP's buckets, each with the future of its node's mean, and the future that DDP has of it.
+    _waiting: deque[tuple[dist.GradBucket, Future[Tensor], Future[Tensor]]] = field(
+        default_factory=deque
+    )
+    _last: Future[Tensor] | None = None
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """See `Exchanging`."""
         if bucket.index() == 0:  # drop buckets that an earlier backward left when it raised
             self._waiting.clear()
         buffer = bucket.buffer()
-        with self._calls(False):
+        with self.calls(False):
             left = is_left_to_ddp(buffer, bucket.parameters())
-            mean = done_with(buffer) if left else self._exchange.node_mean(buffer)
-        self._waiting.append(_Bucket(bucket, mean, new_future(buffer.device)))
+            mean = done_with(buffer) if left else self.exchange.node_mean(buffer)
+        done = new_future(buffer.device)
+        self._waiting.append((bucket, mean, done))
         self._hand_on(but_for=1)
-        return self._waiting[-1].done
+        return done
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """See `Exchanging`."""
@@ -469,15 +394,12 @@ class NodeMeans:
 
     def _hand_on(self, but_for: int) -> None:
         while len(self._waiting) > but_for:
-            waiting = self._waiting.popleft()
-            with self._calls(False):
-                waiting.mean.wait()
-            self._last = self.session.reduce(waiting.bucket)
-            self._last.then(partial(_pass_on, waiting.done))
+            bucket, mean, done = self._waiting.popleft()
+            with self.calls(False):
+                mean.wait()
+            self._last = self.session.reduce(bucket)
+            self._last.then(partial(_pass_on, done))
 
 
-def _pass_on(done: Future[Tensor], arrived: Future[Tensor]) -> None:
-    try:
-        done.set_result(arrived.value())
-    except Exception as error:  # DDP, which waits for `done`, must raise any error
-        done.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+def _pass_on(done: Future[Tensor], mean: Future[Tensor]) -> None:
+    complete(done, mean.value)

@@ -24,7 +24,10 @@ from policies import DENSE
 
 
 class Voted(Strategy):
-    """The ranks vote on indices, and send their values at all of them, coded as `values` says."""
+    """Each rank proposes 1/N of the indices, those of its own largest elements, and all ranks send
+    their values at all of them: to the owner of each shard of the values, which sends the mean on.
+    Both travel as `values` says. What the owner's coding loses goes to its own residual. A rank
+    sends (N-1)/N index lists and 2(N-1)/N value lists."""
 
     name = "voted_indices"
     takes_error_fed = True
@@ -35,75 +38,64 @@ class Voted(Strategy):
         self.values = values
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        return voted_indices(exchange, outgoing, self.values)
+        n, me, own = exchange.world_size, exchange.rank, list(outgoing.payloads)
+        sparse = [
+            (i, unit, unit.compressor)
+            for i, unit in enumerate(outgoing.units)
+            if isinstance(unit.compressor, Sparsifier)
+        ]
+        sizes = [
+            compressor.index_nbytes(unit.spec.at(unit.cf * n)) for _, unit, compressor in sparse
+        ]
+        wire = uninitialized(sum(sizes), torch.uint8, outgoing.bucket.work.device)
+        for (i, unit, compressor), slot in zip(sparse, wire.split(sizes), strict=True):
+            proposed = compressor.compress(own[i].parts[0], unit.spec.at(unit.cf * n))
+            slot.copy_(compressor.pack_indices(proposed))
+        rows = yield exchange.all_gather(wire)
+
+        for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
+            own[i] = compressor.at_union(own[i].parts[0], packed, unit.spec)
+        empty = outgoing.bucket.work[:0]
+        lists = _ValueLists(own, {i for i, *_ in sparse}, self.values, n, empty)
+        key = outgoing.bucket.key._replace(name=f"values {outgoing.index}")
+        sent = lists.flat.clone()
+        wire = lists.encode(sent, key, outgoing.bucket.nonfinite)
+        outgoing.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
+        rows = yield exchange.all_to_all(wire, lists.sizes)
+
+        mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
+        lists.mean_of(lists.of(mean, me), rows, me)
+        nonfinite = all_finite(mean) ^ True
+        fill_if(nonfinite, mean, 0.0)
+        exact = mean.clone()
+        # All send equally many bytes.
+        wire = uninitialized(max(lists.sizes), torch.uint8, mean.device).zero_()
+        key = key._replace(rank=key.rank + n)
+        wire[: lists.sizes[me]] = lists.encode_own(lists.of(mean, me), key, nonfinite, me)
+        # The next mean divides by the number of ranks what its owner alone has lost of this one.
+        sent.sub_(exact.sub_(mean), alpha=n)
+        rows = yield exchange.all_gather(wire, means=True)
+
+        lists.read_means(mean, rows)
+        received = [[payload] for payload in lists.put(own, mean)]
+        return Received(received, all_finite(mean) ^ True, 1.0, lists.put(own, sent))
 
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
-        return voted_bytes(pieces, ranks)
+        """Of the indices that a rank proposes, and of values at all that the ranks propose."""
+        indices, values = 0.0, 0.0
+        for piece in pieces:
+            if piece.cf == DENSE:
+                values += piece.nbytes
+                continue
+            compressor, numel = piece.compressor, prod(piece.shape)
+            assert isinstance(compressor, Sparsifier)
+            count = max(kept(numel, piece.cf), min(numel, ranks * kept(numel, piece.cf * ranks)))
+            indices += compressor.index_nbytes(Spec((numel,), piece.cf * ranks))
+            values += compressor.values.size(count, torch.float32)
+        return gather_wire_bytes(indices, ranks) + reduce_wire_bytes(values, ranks)
 
     def collectives(self, ranks: int) -> int:
         return 3
-
-
-def voted_bytes(pieces: Sequence[Piece], ranks: int) -> float:
-    """Bytes that a rank puts on the wire in `voted_indices`: the indices that it proposes, and
-    values at all that the ranks propose."""
-    indices, values = 0.0, 0.0
-    for piece in pieces:
-        if piece.cf == DENSE:
-            values += piece.nbytes
-            continue
-        compressor, numel = piece.compressor, prod(piece.shape)
-        assert isinstance(compressor, Sparsifier)
-        count = max(kept(numel, piece.cf), min(numel, ranks * kept(numel, piece.cf * ranks)))
-        indices += compressor.index_nbytes(Spec((numel,), piece.cf * ranks))
-        values += compressor.values.size(count, torch.float32)
-    return gather_wire_bytes(indices, ranks) + reduce_wire_bytes(values, ranks)
-
-
-def voted_indices(exchange: Exchange, out: Outgoing, values: ValueFormat) -> Rounds:
-    """Each rank proposes 1/N of the indices, those of its own largest elements, and all ranks send
-    their values at all of them: to the owner of each shard of the values, which sends the mean on.
-    Both travel as `values` says; what the owner's coding loses goes to its own residual. Bytes a
-    rank sends: (N-1)/N index lists, 2(N-1)/N value lists."""
-    n, me, own = exchange.world_size, exchange.rank, list(out.payloads)
-    sparse = [
-        (i, unit, unit.compressor)
-        for i, unit in enumerate(out.units)
-        if isinstance(unit.compressor, Sparsifier)
-    ]
-    sizes = [compressor.index_nbytes(unit.spec.at(unit.cf * n)) for _, unit, compressor in sparse]
-    wire = uninitialized(sum(sizes), torch.uint8, out.bucket.work.device)
-    for (i, unit, compressor), slot in zip(sparse, wire.split(sizes), strict=True):
-        proposed = compressor.compress(own[i].parts[0], unit.spec.at(unit.cf * n))
-        slot.copy_(compressor.pack_indices(proposed))
-    rows = yield exchange.all_gather(wire)
-
-    for (i, unit, compressor), packed in zip(sparse, rows.split(sizes, dim=1), strict=True):
-        own[i] = compressor.at_union(own[i].parts[0], packed, unit.spec)
-    empty = out.bucket.work[:0]
-    lists = _ValueLists(own, {i for i, *_ in sparse}, values, n, empty)
-    key = out.bucket.key._replace(name=f"values {out.index}")
-    sent = lists.flat.clone()
-    wire = lists.encode(sent, key, out.bucket.nonfinite)
-    out.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
-    rows = yield exchange.all_to_all(wire, lists.sizes)
-
-    mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
-    lists.mean_of(lists.of(mean, me), rows, me)
-    nonfinite = all_finite(mean) ^ True
-    fill_if(nonfinite, mean, 0.0)
-    exact = mean.clone()
-    # All send equally many bytes.
-    wire = uninitialized(max(lists.sizes), torch.uint8, mean.device).zero_()
-    key = key._replace(rank=key.rank + n)
-    wire[: lists.sizes[me]] = lists.encode_own(lists.of(mean, me), key, nonfinite, me)
-    # The next mean divides by the number of ranks what its owner alone has lost of this one.
-    sent.sub_(exact.sub_(mean), alpha=n)
-    rows = yield exchange.all_gather(wire, means=True)
-
-    lists.read_means(mean, rows)
-    received = [[payload] for payload in lists.put(own, mean)]
-    return Received(received, all_finite(mean) ^ True, 1.0, lists.put(own, sent))
 
 
 class _ValueLists:
@@ -209,10 +201,5 @@ def _written(payload: Payload, nonfinite: Flag, like: Tensor) -> Tensor:
     return wire
 
 
-@cache
-def _value_list(form: ValueFormat) -> ValueList:
-    """`ValueList`, made once."""
-    return ValueList(form)
-
-
+_value_list = cache(ValueList)
 _FULL = Full()

@@ -6,3 +6,17 @@
 `AdaptiveCompressor.attach` takes models and optimizers that Accelerate or Fabric have wrapped.
 docs/frameworks.md says what is saved where.
 """
+
+from __future__ import annotations
+
+from adaptive.compressor import AdaptiveCompressor
+
+
+def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:
+    """By name, the CF in use, the mean gain at that CF (if it is known) and the wire factor of all
+    steps so far: `accelerator.log(metrics(compressor), step=step)`."""
+    summary = compressor.summary()
+    found = {"cf": summary.cf, "wire_factor": summary.wire_factor}
+    if summary.cf in summary.mean_gain:
+        found["gain"] = summary.mean_gain[summary.cf]
+    return {f"{prefix}{name}": float(number) for name, number in found.items()}

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adaptive.compressor import AdaptiveCompressor
-from adaptive.integrations.metrics import metrics
+from adaptive.integrations import metrics
 from adaptive.model.wrappers import unwrap
 from adaptive.network.agreement import all_or_none
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive.compressor import AdaptiveCompressor
-from adaptive.integrations.metrics import metrics
+from adaptive.integrations import metrics
 from adaptive.model.wrappers import unwrap
 
 if TYPE_CHECKING:

@@ -23,6 +23,9 @@ from compressors.kernels import kernels_for
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
 
+Groups = list[dict[str, Any]]
+"""The parameter groups of an optimizer."""
+
 
 class Handover:
     """The contract of all handovers. This one does nothing in the optimizers' place.
@@ -34,12 +37,9 @@ class Handover:
     not be."""
 
     sends_updates = False
+    keeps_momentum = False
     other_optimizer = ""
     dense_because = ""
-
-    @property
-    def keeps_momentum(self) -> bool:
-        return False
 
     @property
     def leaves_gradients(self) -> bool:
@@ -58,9 +58,7 @@ class Handover:
         or updates may have been undelivered."""
         return False
 
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """An optimizer is about to step with these parameter groups. Returns the groups to step
         with instead; None: `groups`."""
         return None
@@ -119,9 +117,9 @@ def describe(optimizers: Sequence[Optimizer]) -> str:
     return ", ".join(told) or "none"
 
 
-def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether an optimizer's step has a closure. args, kwargs: as torch passes them to hooks."""
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure of an optimizer's step, or None. args, kwargs: as torch passes them to hooks."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) -> Any:
@@ -130,7 +128,7 @@ def when_gradients_are_there(act: Callable[[], object], args: Any, kwargs: Any) 
 
     args, kwargs: as torch passes them to the hook, the optimizer first. Returns the hook's result:
     None, or new (args, kwargs)."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if closure is None:
         act()
         return None
@@ -168,19 +166,10 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
     return other
 
 
-def with_settings(
-    groups: Sequence[Group],
-    settings: Group,
-    taken: Callable[[Group], bool],
-    managed: Collection[Tensor],
-) -> list[dict[str, Any]]:
-    """Copies of parameter groups. In a `taken` group the `managed` parameters get these settings;
-    all other parameters keep the user's."""
-    changed: list[dict[str, Any]] = []
-    for group in groups:
-        inside: list[Tensor] = []
-        outside: list[Tensor] = []
-        for p in group["params"]:
-            (inside if taken(group) and p in managed else outside).append(p)
-        changed += [{**group, **settings, "params": inside}, {**group, "params": outside}]
-    return [group for group in changed if group["params"]]
+def with_settings(group: Group, settings: Group, managed: Collection[Tensor]) -> Groups:
+    """Copies of a parameter group: the `managed` parameters with these settings, the others with
+    the user's."""
+    inside = [p for p in group["params"] if p in managed]
+    outside = [p for p in group["params"] if p not in managed]
+    copies = [{**group, **settings, "params": inside}, {**group, "params": outside}]
+    return [each for each in copies if each["params"]]

@@ -21,17 +21,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.handover import is_torchs_own
-from adaptive.model.parameters import ModelParameters, local
+from adaptive.model.parameters import ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange
 
 NEAR = 0.5
 """A state tensor that is a copy of weights differs from them by less than this share of their norm.
 Anything that is made of gradients differs by more than the whole norm, as a rule."""
 
-
 TORCHS = ("params", "state", "param_groups", "defaults")
 """Attributes of every optimizer, and of every group, in which no numbers are looked for."""
-
 
 SHARED_OUT = "state of other parameters on each rank (which shares them out?)"
 
@@ -99,7 +97,7 @@ class Inspection:
 
     def _in_state(self, optimizer: Optimizer) -> tuple[str, tuple[str, ...]]:
         """What there is in its state that ranks cannot agree on, and which of it are weights."""
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = {*parameters_of(optimizer)}
         gaps: dict[str, Any] = {}  # of each name, squared norms: of state less parameter, parameter
         for p, state in optimizer.state.items():
             if p not in stepped:
@@ -110,7 +108,7 @@ class Inspection:
                 return f"state in other forms than tensors ({_few(hidden)})", ()
             here = local(p).detach().reshape(-1).float()
             for name, kept in state.items():
-                if _may_be_weights(kept, p):
+                if _is_floating(kept) and kept.numel() == p.numel():
                     gap = local(kept).detach().reshape(-1).float() - here
                     squares = torch.stack([gap.square().sum(), here.square().sum()]).double()
                     gaps[name] = gaps.get(name, 0) + squares
@@ -205,7 +203,7 @@ def _numbers(optimizer: Optimizer, tensors: bool) -> dict[str, Any]:
     places = _places(optimizer)
     found = {name + key: e for name, of in places for key, e in of.items() if type(e) is float}
     if tensors:
-        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ours = {*map(id, parameters_of(optimizer))}
         for name, place in places:
             _copy(name, {k: e for k, e in place.items() if k not in TORCHS}, ours, found)
     return found
@@ -255,10 +253,6 @@ def _hides(kept: Any) -> bool:
 
 def _is_floating(kept: Any) -> bool:
     return isinstance(kept, Tensor) and kept.is_floating_point()
-
-
-def _may_be_weights(kept: Any, p: Tensor) -> bool:
-    return _is_floating(kept) and kept.numel() == p.numel()
 
 
 def _few(names: Iterable[str]) -> str:

@@ -13,16 +13,20 @@ from torch.optim import LBFGS, SGD, Optimizer
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import is_torchs_own, steps_as
 from adaptive.memory.moments import is_adaptive
-from adaptive.memory.momentum import MomentumMemory
+from adaptive.memory.momentum import (
+    DenseSteps,
+    MomentumMemory,
+    MomentumShare,
+    SGDHandover,
+    ShorterMomentum,
+)
 from adaptive.memory.muon import is_muon
 from adaptive.memory.options import Memory, Momentum
 from adaptive.memory.own_moments import MomentState
 from adaptive.memory.rule import MemoryRule, RuledMemory
-from adaptive.memory.sgd import DenseSteps, SGDHandover
-from adaptive.memory.shorter_momentum import LagShare, ShorterMomentum
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameters
-from adaptive.model.state import check_like, flat_tensors
+from adaptive.model.state import SavedPart, check_like, flat_tensors
 from adaptive.model.wrappers import advice, steps_a_part
 from adaptive.network.collectives import Exchange
 from compressors import Compressor
@@ -37,13 +41,13 @@ class MemoryChoice:
     argument, for settings that do not go together."""
 
     def __init__(self, base: Compressor, options: Memory) -> None:
-        self.options = options
+        self.options, self.kind = options, options.kind  # kind: the memory's name, or "auto"
         self._base = base
         chosen = options if isinstance(options, Momentum) else Momentum()
-        self._lag = chosen.lag
-        if not base.at(inf).momentum_lag > 0:  # of a compressor of the user's own
+        self._share = chosen.share
+        if not base.at(inf).momentum_factor > 0:  # of a compressor of the user's own
             raise ValueError(
-                f"the compressor's momentum_lag={base.at(inf).momentum_lag!r}: must be > 0"
+                f"the compressor's momentum_factor={base.at(inf).momentum_factor!r}: must be > 0"
             )
         self._masking = float(base.masking)  # the smallest CF
         if isinstance(chosen.masking, bool):
@@ -60,11 +64,6 @@ class MemoryChoice:
                 f"masking={chosen.masking!r}: needs a base that keeps some elements and not "
                 f"others, whose velocities it clears; got base={base.name!r}"
             )
-
-    @property
-    def kind(self) -> str:
-        """The name of the memory, or "auto"."""
-        return self.options.kind
 
     @property
     def tied_to_ranks(self) -> str:
@@ -87,8 +86,7 @@ class MemoryChoice:
             return Residual(maybe_unused)
         plain = len(optimizers) == 1 and is_sgd(optimizer)
         if self.takes_updates(optimizers):
-            lag = self._update_lag_at
-            by_updates = UpdateHandover(optimizers, parameters, ranks, lag)
+            by_updates = UpdateHandover(optimizers, parameters, ranks, self._update_share_at)
             return UpdateMemory(maybe_unused, by_updates)
         if self.kind == "updates":
             raise ValueError(
@@ -99,7 +97,7 @@ class MemoryChoice:
         momenta = {group.get("momentum", 0) for o in optimizers for group in o.param_groups}
         if plain and momenta - {0} and isinstance(optimizer, SGD):
             handover = SGDHandover(optimizer, parameters)
-            return MomentumMemory(handover, self._masking, self.lag_at, maybe_unused)
+            return MomentumMemory(handover, self._masking, self.share_at, maybe_unused)
         if self.kind == "auto":
             return Residual(maybe_unused)
         raise ValueError(
@@ -114,24 +112,19 @@ class MemoryChoice:
         plain = len(optimizers) == 1 and is_sgd(next(iter(optimizers)))
         return by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain))
 
-    def lag_at(self, cf: float) -> float:
-        """Share of the momentum's lag in a step at `cf`: all of it where next to nothing waits."""
-        return 1.0 if self._keeps_most(cf) else self._lag_of_base(cf)
+    def share_at(self, cf: float) -> float:
+        """The momentum share in a step at `cf`: 1 where next to nothing stays in the residual."""
+        base = self._base.at(cf)
+        if cf <= base.keeps_most_to:
+            return 1.0
+        if self._share is not None:
+            return self._share
+        return min(1.0, base.momentum_factor / cf ** (1 / 3))
 
-    def _keeps_most(self, cf: float) -> bool:
-        return cf <= self._base.at(cf).keeps_most_to
-
-    def _lag_of_base(self, cf: float) -> float:
-        if self._lag is not None:
-            return self._lag
-        return min(1.0, self._base.at(cf).momentum_lag / cf ** (1 / 3))
-
-    def _update_lag_at(self, cf: float) -> float:
+    def _update_share_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/research/defaults.md)."""
-        if self._keeps_most(cf):
-            return 1.0
-        return max(0.0, 1 - log10(cf))
+        return 1.0 if cf <= self._base.at(cf).keeps_most_to else max(0.0, 1 - log10(cf))
 
     def __str__(self) -> str:
         return f"memory={self.options!r}"
@@ -144,7 +137,10 @@ def is_sgd(optimizer: Optimizer | None) -> bool:
 
 def unmeasured(optimizers: Iterable[Optimizer]) -> str:
     """What whoever uses these in parameter space should know; "" if their quality was measured."""
-    others = sorted({type(each).__name__ for each in optimizers if not _was_measured(each)})
+    measured = (is_sgd, is_muon, is_adaptive)
+    others = sorted(
+        {type(each).__name__ for each in optimizers if not any(of(each) for of in measured)}
+    )
     if not others:
         return ""
     return (
@@ -153,10 +149,6 @@ def unmeasured(optimizers: Iterable[Optimizer]) -> str:
         f"Adam and others that divide by a second moment; compare with a dense run before a long "
         f"one"
     )
-
-
-def _was_measured(optimizer: Optimizer) -> bool:
-    return is_sgd(optimizer) or is_muon(optimizer) or is_adaptive(optimizer)
 
 
 def _steps_by_itself(optimizer: Optimizer) -> bool:
@@ -187,13 +179,13 @@ class ModelMemory:
             self.now.name = Residual.name
 
     def fall_back(self) -> None:
-        """Plain error feedback from the next step on, and the optimizer's own momentum, with less
-        of its lag."""
+        """Plain error feedback from the next step on, and the optimizer's own momentum, of
+        which a share only."""
         self._gave_up = True
         before = self.now.handover
         self.release()
         if isinstance(before, SGDHandover) and not before.other_optimizer:
-            by = ShorterMomentum(before.optimizer, self._choice.lag_at, self._parameters)
+            by = ShorterMomentum(before.optimizer, self._choice.share_at, self._parameters)
             self.now = Residual(self._parameters.maybe_unused, by)
 
     def falls_back_to(self, kind: Any) -> bool:
@@ -273,9 +265,9 @@ class ModelMemory:
         self.now.forget([*self._parameters.values()])
         owed = self.now.rule.owed if isinstance(self.now, RuledMemory) else True
         for parameter in self._parameters.values():
-            parameter.velocity, parameter.lag = None, 1.0
+            parameter.velocity, parameter.momentum_share = None, 1.0
             parameter.started = parameter.stepped = False
-            parameter.filled = parameter.filled and owed
+            parameter.has_residual = parameter.has_residual and owed
         plain = Residual if self.now.keeps else NoMemory
         self.now = plain(self._parameters.maybe_unused)
 
@@ -285,12 +277,12 @@ class ModelMemory:
         if is_host(self._parameters.device) or self._parameters.maybe_unused():
             return
         for parameter in self._parameters.values():
-            parameter.filled = False
+            parameter.has_residual = False
 
     def discard(self) -> None:
         self.now.forget([*self._parameters.values()])
         for parameter in self._parameters.values():
-            parameter.filled = parameter.started = False
+            parameter.has_residual = parameter.started = False
             parameter.velocity = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,11 +291,25 @@ class ModelMemory:
         states = {parameter.name: self.now.state_dict(parameter) for parameter in parameters}
         return {name: state for name, state in states.items() if state}
 
-    def check(self, state: Mapping[str, Any], kind: str) -> None:
+    def parts(self, kind: str) -> dict[str, SavedPart]:
+        """What is saved, where the memory in use is of this kind. (Memory and handover may be
+        replaced between a check and the loading.)"""
+        return {
+            "moments": SavedPart(
+                lambda: self.now.handover.state_dict(),
+                lambda state: self._check_handover(state, kind),
+                lambda state: self.now.handover.load_state_dict(state),
+            ),
+            "memory": SavedPart(
+                self.state_dict, lambda state: self._check(state, kind), self.load_state_dict
+            ),
+        }
+
+    def _check(self, state: Mapping[str, Any], kind: str) -> None:
         """ValueError unless it is a state of the memory of this name, of these parameters."""
         flat = flat_tensors(self._parameters.values())
         keeps = {each.name: each.keeps for each in (self.now, *KINDS)}[kind]
-        plain = {"lag": float, "to_full_lag": float, "stepped": bool}
+        plain = {"momentum_share": float, "to_full_momentum": float, "stepped": bool}
         like = {name: {**dict.fromkeys(keeps, each), **plain} for name, each in flat.items()}
         for name, kept in state.items():
             residual = kept.get("residual") if isinstance(kept, Mapping) else None
@@ -315,28 +321,22 @@ class ModelMemory:
         for name, kept in state.items():
             lost = sorted({*of_rule} - kept.keys())
             require(not lost or len(lost) == len(of_rule), f"{name!r} has lost {', '.join(lost)}")
-            whole = ("velocity" in kept) == ("to_full_lag" in kept) <= ("lag" in kept)
+            whole = (
+                ("velocity" in kept) == ("to_full_momentum" in kept) <= ("momentum_share" in kept)
+            )
             require(bool(kept) and whole, f"the memory of {name!r} has lost something")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for parameter in self._parameters.values():
             self.now.load_state_dict(parameter, state.get(parameter.name, {}))
 
-    def handover_state(self) -> dict[str, Any]:
-        """What has become of what optimizers keep."""
-        return self.now.handover.state_dict()
-
-    def check_handover(self, state: Mapping[str, Any], kind: str) -> None:
-        """The same as `check`, of this."""
+    def _check_handover(self, state: Mapping[str, Any], kind: str) -> None:
         of: type[Stateful] | None
         of = {UpdateMemory.name: MomentState, MomentumMemory.name: DenseSteps}.get(kind)
         shortened = isinstance(self.now.handover, ShorterMomentum) or self.falls_back_to(kind)
         if shortened and kind == Residual.name and state:
-            of = LagShare
+            of = MomentumShare
         if of is None:
             check_like("moments", state, {})
         else:
             of().load_state_dict(state)
-
-    def load_handover(self, state: Mapping[str, Any]) -> None:
-        self.now.handover.load_state_dict(state)

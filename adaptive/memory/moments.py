@@ -96,13 +96,13 @@ def have_noise(state: Mapping[str, Any]) -> bool:
     return "exp_avg" in state and "exp_avg_sq" in state
 
 
-def enlarge(update: Tensor, run: Run, part: slice, share: float, ranks: int) -> None:
+def enlarge(update: Tensor, run: Run, elements: slice, share: float, ranks: int) -> None:
     """Enlarge an update (flat, in place) to what the second moment of the mean gradient would make:
     divide each element by sqrt(v of the mean gradient / v of this rank).
 
-    part: the elements of the run that belong to the update; on a device all. share: see `noise_of`.
-    """
-    mean, square = run.mean[part], run.square[part]
+    elements: the elements of the run that belong to the update; on a device all. share: see
+    `noise_of`."""
+    mean, square = run.mean[elements], run.square[elements]
     noise = noise_of(run, share)
     factor, constant = _weights(noise, ranks)
     tensors = [x for x in (update, mean, square, factor) if isinstance(x, Tensor)]
@@ -141,10 +141,10 @@ def fused_updates(
     read(update)
     squares = []
     for run in runs:
-        part = slice(run.start, run.stop)
-        old, weight = None if old_mean is None else old_mean[part], 1 - run.group["betas"][0]
+        elements = slice(run.start, run.stop)
+        old, weight = None if old_mean is None else old_mean[elements], 1 - run.group["betas"][0]
         limits = *_weights(noise_of(run, share), ranks), 1 / ranks, LEAST, run.ends
-        flats = before[part], update[part], run.mean, run.square, old
+        flats = before[elements], update[elements], run.mean, run.square, old
         squares.append(fused.take_step(*flats, decay_factor, rate, weight, *limits))
     return torch.cat(squares).sum() if len(squares) > 1 else squares[0].sum()
 
@@ -156,8 +156,8 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
-    """The pending momentum of a run with full lag, the updates that later steps would still make of
-    it: beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
+    """The pending momentum of a run with momentum share 1, the updates that later steps would still
+    make of it: beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
 
     share: see `noise_of`. share_of_square: v is multiplied by this number (flat, or 1)."""
     beta1 = run.group["betas"][0]
@@ -167,7 +167,7 @@ def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
 
 def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> None:
     """Set the first moment so that its pending momentum is `waiting` (flat, overwritten) with this
-    share of its lag, above 0: the inverse of `undelivered`."""
+    momentum share, above 0: the inverse of `undelivered`."""
     beta1 = run.group["betas"][0]
     scale = _bias(_decay_of_mean(beta1, share), run.step) * (1 - beta1) / beta1 / share
     run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(run.by_element(scale)))
@@ -190,7 +190,8 @@ def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int
         return grad
     square = flat(state[name])[::stride]
     if name != "sum":  # an average
-        square = square / _bias(decay_of_square(group), state["step"])
+        beta2 = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
+        square = square / _bias(beta2, state["step"])
     return grad / square.sqrt().add_(group["eps"])
 
 
@@ -208,17 +209,11 @@ def is_decoupled(optimizer: Optimizer, group: Group) -> bool:
     return is_adaptive(optimizer) and bool(group.get("decoupled_weight_decay"))
 
 
-def decay_of_square(group: Group) -> float:
-    """The decay (beta2) of the second moment; 0.9 for one that does not decay (Adagrad)."""
-    beta2: float = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
-    return beta2
-
-
 @lru_cache(maxsize=64)
-def with_lag(beta1: float, share: float) -> float:
-    """The decay b of a first moment with a share of the lag: b / (1 - b) is `share` times
+def decay_with_share(beta1: float, share: float) -> float:
+    """The decay b of a first moment with a momentum share: b / (1 - b) is `share` times
     beta1 / (1 - beta1)."""
-    return MomentumRule(beta1).with_lag(share).momentum if share else 0.0
+    return MomentumRule(beta1).with_share(share).momentum if share else 0.0
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -232,7 +227,7 @@ def noise_of(run: Run, share: float) -> Noise:
     about noise: then all counts as signal.
 
     scale: a number, or one for each parameter (flat) if a device counts steps. share: the share of
-    its lag that momentum had in the steps, in [0, 1]."""
+    the steps, in [0, 1]."""
     beta1, beta2 = _decay_of_mean(run.group["betas"][0], share), run.group["betas"][1]
     if beta1 == 0:
         return 0.0, -1.0
@@ -255,9 +250,9 @@ def _noise(beta1: float, beta2: float, step: Tensor) -> Noise:
 
 
 def _decay_of_mean(beta1: float, share: float) -> float:
-    """The decay of the first moment while momentum has a share of its lag. With share 0 it is
+    """The decay of the first moment with a momentum share. With share 0 it is
     beta1, by which `own_moments.average` updates the first moment after such a step."""
-    return with_lag(beta1, share) if share else beta1
+    return decay_with_share(beta1, share) if share else beta1
 
 
 def _bias(beta: float, step: Tensor) -> Tensor:

@@ -9,27 +9,337 @@ A residual delays gradients, and so does a velocity: delay acts as momentum (Mit
 smaller momentum and a larger gain, and the two delays do not add up (measured:
 docs/research/defaults.md). When the momentum changes, the velocity is scaled: the sum of its future
 contributions stays.
+
+What is done in the place of the user's SGD: its momentum and weight decay (`SGDHandover`, beside
+momentum correction), or a change of its momentum (`ShorterMomentum`, beside error feedback).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
 from adaptive.memory.error_feedback import MomentumRule, Residual
-from adaptive.memory.sgd import SGDHandover
-from adaptive.model.parameters import ModelParameter
+from adaptive.memory.handover import Group, Groups, Handover, steps_as, with_settings
+from adaptive.model.chunks import chunks
+from adaptive.model.parameters import (
+    ModelParameter,
+    ModelParameters,
+    like,
+    local,
+    parameters_of,
+    shaped,
+)
+from adaptive.network.collectives import Exchange
 from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
+from policies import state as saved
+
+_NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+"""Settings with which SGD steps by what is in `p.grad`, and does nothing else."""
+
+
+RESTING = 8
+"""Dense steps in a row after which SGD has its momentum back. That takes one all-reduce of
+velocities, so a policy that sends dense for a few steps only does not pay for it."""
+
+
+@dataclass(eq=False)
+class DenseSteps(saved.Stateful):
+    """How many dense steps there were in a row, and whether SGD has its momentum back."""
+
+    count: int = saved.saved(0)
+    rests: bool = saved.saved(False)
+
+
+class SGDHandover(Handover):
+    """Momentum in the place of an SGD, by the settings in its parameter groups as they are in each
+    step, so that schedulers keep working.
+
+    torch adds weight decay to the gradient before momentum. The decay term is the same on every
+    rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
+    Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
+    of this is linear, a buffer that was there before simply goes on decaying.
+
+    After `RESTING` dense steps in a row SGD has its momentum back, and a dense step costs no more
+    than without compression. With the next compressed step velocities begin at zero.
+
+    An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
+    place as it steps. Velocities go on. other_optimizer: the name of an optimizer that
+    cannot, but has stepped these parameters. optimizer: the SGD.
+    """
+
+    def __init__(self, optimizer: SGD, parameters: ModelParameters) -> None:
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._dense = DenseSteps()
+        self._index: dict[Tensor, int] = {}
+        self._indexed: list[int] = []
+
+    @property
+    def rests(self) -> bool:
+        """SGD has its momentum back: a dense step adds nothing to the gradients."""
+        return self._dense.rests
+
+    @property
+    def leaves_gradients(self) -> bool:
+        return self.rests
+
+    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+        if cf is not None:
+            self._dense.count, self._dense.rests = 0, False
+            return
+        self._dense.count = self._dense.count + 1 if may_rest else 0
+        parameters = self._parameters.values()
+        if self.rests or self._dense.count <= RESTING or self._parameters.maybe_unused():
+            return
+        # On all ranks or on none, after so many dense steps without a bad one.
+        if any(parameter.has_residual for parameter in parameters):
+            return
+        self._add_to_buffers(exchange)
+        for parameter in parameters:
+            parameter.velocity, parameter.started = None, False
+            parameter.momentum_share = 1.0
+        self._dense.rests = True
+
+    def rule(self, parameter: ModelParameter) -> MomentumRule:
+        """Its momentum settings as they stand now; no momentum if it is not optimized."""
+        group = self._group(parameter.tensor)
+        return MomentumRule(0.0) if group is None else MomentumRule.of(group)
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        if optimizer is not self.optimizer:
+            of = [self._parameters[p] for p in parameters_of(optimizer) if p in self._parameters]
+            moved = [parameter for parameter in of if self.rule(parameter).momentum]
+            if not moved:
+                return None
+            if not steps_as(optimizer, SGD):
+                if self.rests:
+                    return None
+                self._show_gradients(moved)
+                self.other_optimizer = type(optimizer).__name__
+                return None
+            assert isinstance(optimizer, SGD)
+            self.optimizer, self._indexed = optimizer, []
+        if self.rests:
+            return None
+        changed: Groups = []
+        for group in groups:
+            if group["momentum"] != 0:
+                self._add_decay(group)
+                changed += with_settings(group, _NEUTRAL, self._parameters)
+            else:
+                changed.append(group)
+        return changed
+
+    @torch.no_grad()
+    def _show_gradients(self, of: Sequence[ModelParameter]) -> None:
+        """Scale `p.grad`, which holds velocities, to the size of gradients."""
+        for parameter in of:
+            if parameter.tensor.grad is not None:
+                local(parameter.tensor.grad).div_(self._gradient_to_velocity(parameter))
+
+    def _group(self, p: Tensor) -> Group | None:
+        """The user's settings for a parameter, as they stand now; None if it is not optimized."""
+        groups = self.optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._indexed:  # built late, and again after add_param_group
+            self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
+            self._indexed = sizes
+        index = self._index.get(p)
+        return None if index is None else groups[index]
+
+    def has_buffer(self, parameter: ModelParameter) -> bool:
+        """SGD has a velocity of its own for this parameter already."""
+        state = self.optimizer.state.get(parameter.tensor, {})
+        return state.get("momentum_buffer") is not None
+
+    def hand_back(self, exchange: Exchange | None) -> None:
+        if exchange is not None:
+            self._add_to_buffers(exchange)
+            exchange.take_traffic()  # no step's
+        for parameter in self._parameters.values():
+            if exchange is None and parameter.started and parameter.velocity is not None:
+                rule = self.rule(parameter)
+                ahead = rule.momentum / (1 - rule.momentum) if rule.momentum < 1 else 0.0
+                ahead = ahead * rule.velocity_scale(parameter.momentum_share, 1.0) * rule.sent_share
+                parameter.open_residual().add_(parameter.velocity, alpha=ahead)
+            if parameter.unsent is not None:
+                parameter.unsent.mul_(1 / self._gradient_to_velocity(parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dense.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._dense.load_state_dict(state)
+
+    def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
+        """What a gradient adds up to once momentum is through with it."""
+        rule = self.rule(parameter)
+        if rule.dampening == 1 or not 0 < rule.momentum < 1:
+            return 1.0
+        return (1 - rule.dampening) / (1 - rule.momentum)
+
+    def _add_to_buffers(self, exchange: Exchange) -> None:
+        """Add the ranks' mean velocities to SGD's own. Collectives."""
+        for chunk in chunks(self._parameters.values()):
+            velocities = [p.zeros() if p.velocity is None else p.velocity for p in chunk]
+            scales = [self.rule(p).velocity_scale(p.momentum_share, 1.0) for p in chunk]
+            weights = [scale / exchange.world_size for scale in scales]
+            own = torch.cat(torch._foreach_mul(velocities, weights))
+            started = torch.tensor([float(p.started) for p in chunk], dtype=own.dtype)
+            started = started.to(own.device, non_blocking=True)
+            total = exchange.total(torch.cat([own, started])).wait()
+            *means, known = total.split([*map(len, velocities), len(chunk)])
+            # Read only where SGD has not stepped all that it is to step.
+            asked = any(self.rule(p).momentum and not p.stepped for p in chunk)
+            by_any = known.tolist() if asked else [0.0] * len(chunk)
+            for parameter, mean, any_started in zip(chunk, means, by_any, strict=True):
+                if parameter.stepped or (self.rule(parameter).momentum and any_started):
+                    self._add_to_buffer(parameter, mean)
+
+    def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
+        p = parameter.tensor
+        group, state = self._group(p), self.optimizer.state[p]
+        if group is not None and group["maximize"]:
+            mean = -mean
+        velocity = shaped(mean.to(p.dtype, copy=True), parameter.local)
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            state["momentum_buffer"] = like(velocity, p)
+        else:
+            local(buffer).add_(velocity)
+
+    @torch.no_grad()
+    def _add_decay(self, group: Group) -> None:
+        """To the gradients of a group, before a step."""
+        decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
+        sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
+        # A fused SGD unscales gradients itself, and skips the step if they are not finite.
+        scale = getattr(self.optimizer, "grad_scale", None)
+        skips = getattr(self.optimizer, "found_inf", None)
+        made: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients, parameters, buffers
+        moved: list[tuple[Tensor, Tensor, Tensor]] = []
+        for p in group["params"]:
+            if p.grad is None or p not in self._parameters:
+                continue
+            parameter, state = self._parameters[p], self.optimizer.state[p]
+            new, parameter.stepped = not parameter.stepped, True
+            here, grad = parameter.local, local(p.grad)
+            buffer = state.get("momentum_buffer")
+            if buffer is not None:
+                moved.append((grad, here, local(buffer)))
+            elif decay:
+                first = here * (decay if new else rate * decay)
+                state["momentum_buffer"] = like(first, p)
+                made.append((grad, here, first))
+        if not made and not moved:
+            return
+        _, heres, buffers = map(list, zip(*moved, strict=True)) if moved else ([], [], [])
+        before = [] if skips is None else [buffer.clone() for buffer in buffers]
+        if moved:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, heres, alpha=rate * decay)
+        if skips is not None:
+            for buffer, old in zip(buffers, before, strict=True):
+                buffer.lerp_(old, skips.to(buffer.dtype))
+            for *_, buffer in made:
+                buffer.mul_(1 - skips.to(buffer.dtype))
+        grads, heres, buffers = map(list, zip(*made, *moved, strict=True))
+        nesterov = [(heres, sign * decay), (buffers, sign * momentum)]
+        for tensors, factor in nesterov if group["nesterov"] else [(buffers, sign)]:
+            if scale is None:
+                torch._foreach_add_(grads, tensors, alpha=factor)
+            else:
+                torch._foreach_add_(grads, torch._foreach_mul(tensors, scale * factor))
+
+
+@dataclass(eq=False)
+class MomentumShare(saved.Stateful):
+    """The momentum share with which the optimizer's buffers have moved."""
+
+    share: float = saved.saved(1.0)
+
+    def _check_loaded(self) -> None:
+        saved.require(isfinite(self.share) and 0 < self.share <= 1, "'share' must be in (0, 1]")
+
+
+class ShorterMomentum(Handover):
+    """A shorter momentum for an SGD that applies its momentum itself, beside plain error feedback.
+
+    What waits in a residual is delayed, and delay acts as momentum (see above). If `p.grad`
+    must hold gradients, since the script clips them, velocities cannot take the optimizer's place.
+    But the optimizer can step with a smaller momentum and a larger learning rate while gradients
+    are compressed, so that the two delays do not add up. Every gradient still moves the parameters
+    as far. An SGD that a script makes anew takes the first one's place.
+
+    share_at: (CF) -> the momentum share in a compressed step, in (0, 1]. In a dense step it is 1.
+    The pending momentum stays when the share changes."""
+
+    def __init__(
+        self, optimizer: Optimizer, share_at: Callable[[float], float], parameters: ModelParameters
+    ) -> None:
+        self._optimizer, self._share_at, self._parameters = optimizer, share_at, parameters
+        self._now, self._wanted = MomentumShare(), 1.0
+
+    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+        self._wanted = 1.0 if cf is None else self._share_at(cf)
+
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        if optimizer is not self._optimizer:
+            ours = {*parameters_of(self._optimizer)}
+            if not steps_as(optimizer, SGD) or ours.isdisjoint(parameters_of(optimizer)):
+                return None
+            self._optimizer, self._now = optimizer, MomentumShare()  # made anew, with new buffers
+        self._move_to(self._wanted, groups)
+        if self._now.share == 1:
+            return None
+        changed: Groups = []
+        for group in groups:
+            rule = MomentumRule.of(group).with_share(self._now.share)
+            shorter = {"momentum": rule.momentum, "lr": group["lr"] * rule.gain}
+            changed += with_settings(group, shorter, self._parameters)
+        return changed
+
+    @torch.no_grad()
+    def _move_to(self, share: float, groups: Groups) -> None:
+        """A buffer holds the velocity divided by what the learning rate is multiplied by."""
+        before, self._now.share = self._now.share, share
+        if share == before:
+            return
+        for group in groups:
+            rule = MomentumRule.of(group)
+            gains = rule.with_share(before).gain / rule.with_share(share).gain
+            ours = (p for p in group["params"] if p in self._parameters)
+            found = [self._optimizer.state.get(p, {}).get("momentum_buffer") for p in ours]
+            buffers = [local(buffer) for buffer in found if buffer is not None]
+            if buffers:
+                torch._foreach_mul_(buffers, gains * rule.velocity_scale(before, share))
+
+    def hand_back(self, exchange: Exchange | None) -> None:
+        self._move_to(1.0, self._optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._now.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The optimizer's state is loaded by the script."""
+        self._now = MomentumShare()
+        if state:
+            self._now.load_state_dict(state)
 
 
 class MomentumMemory(Residual):
     """A velocity and its residual for each parameter.
 
     handover: in the place of an SGD, whose momentum settings are the velocities'. masking: see
-    `NoMemory`. lag: share of the momentum's lag in a compressed step at a CF, in (0, 1].
+    `NoMemory`. share_at: (CF) -> the momentum share in a compressed step, in (0, 1].
     """
 
     name = "momentum"
@@ -39,18 +349,18 @@ class MomentumMemory(Residual):
         self,
         handover: SGDHandover,
         masking: float,
-        lag: Callable[[float], float],
+        share_at: Callable[[float], float],
         maybe_unused: Callable[[], bool],
     ) -> None:
         super().__init__(maybe_unused, handover)
         self._of = handover
         self.masking = masking
-        self._lag = cache(lag)
+        self._share_at = cache(share_at)
 
     def open(
         self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
     ) -> Tensor | None:
-        velocity, rule = self._move(parameter, grad, self._lag(cf), nonfinite)
+        velocity, rule = self._move(parameter, grad, self._share_at(cf), nonfinite)
         if velocity is None:
             return super().open(parameter, grad, cf)
         residual = parameter.open_residual()
@@ -87,20 +397,26 @@ class MomentumMemory(Residual):
 
     def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
         begun = (parameter.started, parameter.stepped, self._of.has_buffer(parameter))
-        return (*super().update_key(parameter), *begun, parameter.lag, self._of.rule(parameter))
+        return (
+            *super().update_key(parameter),
+            *begun,
+            parameter.momentum_share,
+            self._of.rule(parameter),
+        )
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
-        rule, lag = self._of.rule(parameter), self._lag(cf)
+        rule, share = self._of.rule(parameter), self._share_at(cf)
         if not rule.momentum:
             return None
-        return rule.with_lag(lag), rule.change_of_lag(parameter.lag, lag)
+        return rule.with_share(share), rule.velocity_scale(parameter.momentum_share, share)
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         state = super().state_dict(parameter)
         if parameter.started and parameter.velocity is not None:
-            full = self._of.rule(parameter).change_of_lag(parameter.lag, 1.0)
-            state |= {"velocity": parameter.velocity.clone(), "lag": parameter.lag}
-            state["to_full_lag"] = full  # for `adaptive.reshard_states`
+            share = parameter.momentum_share
+            state |= {"velocity": parameter.velocity.clone(), "momentum_share": share}
+            # For `adaptive.reshard_states`.
+            state["to_full_momentum"] = self._of.rule(parameter).velocity_scale(share, 1.0)
         return {**state, "stepped": True} if parameter.stepped else state
 
     def load_state_dict(self, parameter: ModelParameter, state: Mapping[str, Any]) -> None:
@@ -108,12 +424,12 @@ class MomentumMemory(Residual):
         saved = state.get("velocity")
         parameter.started = saved is not None
         parameter.stepped = bool(state.get("stepped", False))
-        parameter.velocity, parameter.lag = None, state.get("lag", 1.0)
+        parameter.velocity, parameter.momentum_share = None, state.get("momentum_share", 1.0)
         if saved is not None:
             parameter.velocity = parameter.zeros().copy_(saved)
 
     def _move(
-        self, parameter: ModelParameter, grad: Tensor, lag: float, nonfinite: Flag
+        self, parameter: ModelParameter, grad: Tensor, share: float, nonfinite: Flag
     ) -> tuple[Tensor | None, MomentumRule]:
         """The velocity after a step, if there is momentum, and the rule by which it has moved."""
         full = self._of.rule(parameter)
@@ -124,17 +440,12 @@ class MomentumMemory(Residual):
             return None, full
         if parameter.velocity is None:
             parameter.velocity = parameter.zeros()
-        _change_lag(parameter, full, lag)
-        rule = full.with_lag(lag)
+        scale = full.velocity_scale(parameter.momentum_share, share)
+        if scale != 1:
+            parameter.velocity.mul_(scale)
+        parameter.momentum_share = share
+        rule = full.with_share(share)
         scale_if(nonfinite ^ True, parameter.velocity, rule.momentum)
         parameter.velocity.add_(grad, alpha=rule.rate(first))
         parameter.started = True
         return parameter.velocity, rule
-
-
-def _change_lag(parameter: ModelParameter, rule: MomentumRule, lag: float) -> None:
-    """From now on the velocity moves with this share of the momentum's lag."""
-    factor = rule.change_of_lag(parameter.lag, lag)
-    if parameter.velocity is not None and factor != 1:
-        parameter.velocity.mul_(factor)
-    parameter.lag = lag

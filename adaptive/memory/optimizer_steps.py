@@ -1,9 +1,10 @@
-"""The optimizer steps that this rank makes with local gradients, from a backward to the exchange of
-the updates (see `adaptive/memory/updates.py`)."""
+"""Which optimizer steps each parameter of a model (`Owners`), and the optimizer steps that this
+rank makes with local gradients, from a backward to the exchange of the updates (`OptimizerSteps`;
+see `adaptive/memory/updates.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,83 @@ from torch.optim import Optimizer
 
 from adaptive.memory.handover import Group, rate_of
 from adaptive.memory.moments import is_adaptive, is_decoupled
-from adaptive.memory.owners import Owners
-from adaptive.model.chunks import Chunk
-from adaptive.model.parameters import ModelParameter
+from adaptive.memory.muon import is_muon, rate_scale
+from adaptive.model.chunks import Chunk, chunked
+from adaptive.model.parameters import ModelParameter, ModelParameters, parameters_of
 from compressors.kernels.blocks import Flag, Scalar
+
+Owner = tuple[Optimizer, dict[str, Any]]
+"""An optimizer, and its parameter group."""
+
+
+class Owners(dict[Tensor, Owner]):
+    """The owner of each parameter: the optimizer that has stepped it last.
+
+    The lookup is remembered until an optimizer's groups change. known: the optimizers that were
+    learned. rate_scales: of parameters whose updates are told in another learning rate than their
+    group's, that rate as a multiple of the group's."""
+
+    def __init__(self, parameters: ModelParameters, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self.known: dict[Optimizer, list[tuple[int, int]]] = {}  # and their groups, as learned
+        self._of_chunk: dict[Chunk, list[Owner]] = {}
+        self._groups_of: dict[Chunk, list[dict[str, Any]]] = {}
+        self.rate_scales: dict[Tensor, float] = {}
+        self.distinct: list[Owner] = []
+        self._chunks: list[Chunk] = []
+        self._chunked = 0  # the number of their parameters
+        for optimizer in optimizers:
+            self.learn(optimizer)
+
+    def learn(self, optimizer: Optimizer) -> None:
+        """It is about to step its parameters."""
+        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+        if self.known.get(optimizer) == groups:
+            return
+        for group in optimizer.param_groups:
+            ours = [p for p in group["params"] if p in self._parameters]
+            for p in ours:
+                if p in self:
+                    self.known.pop(self[p][0], None)
+                self[p] = optimizer, group
+                self.rate_scales.pop(p, None)
+                if is_muon(optimizer):
+                    self.rate_scales[p] = rate_scale(group, p.shape)
+        self.known[optimizer] = groups
+        self._of_chunk.clear()
+        self._groups_of.clear()
+        self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
+
+    def relearn(self) -> None:
+        """Optimizers may have other parameter groups now, as after `load_state_dict`."""
+        for optimizer in {of for of, _ in self.distinct}:
+            self.learn(optimizer)
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
+        if self._chunked != len(self):
+            self._chunked = len(self)
+            ours = [parameter for p, parameter in self._parameters.items() if p in self]
+            self._chunks = chunked(ours)
+        return self._chunks
+
+    def of_chunk(self, chunk: Chunk) -> list[Owner]:
+        """Of each of its parameters."""
+        found = self._of_chunk.get(chunk)
+        if found is None:
+            found = self._of_chunk[chunk] = [self[p.tensor] for p in chunk.parameters]
+        return found
+
+    def groups_of(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The parameter groups of a chunk's parameters, each once."""
+        found = self._groups_of.get(chunk)
+        if found is None:
+            groups = {id(group): group for _, group in self.of_chunk(chunk)}
+            found = self._groups_of[chunk] = list(groups.values())
+        return found
+
 
 STEPPED_LATE = (
     "{} steps after the updates of this backward were exchanged, so the ranks would diverge: the "
@@ -105,11 +179,10 @@ class OptimizerSteps:
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step with its gradients. RuntimeError for a step inside another
         optimizer's step, and for a step after the exchange of its backward's updates."""
-        outer, late = self._stepping, self.was_exchanged and _has_rate(optimizer)
-        told = ""
+        outer, told = self._stepping, ""
         if outer not in (None, optimizer):
             told = NESTED.format(inner=type(optimizer).__name__, outer=type(outer).__name__)
-        elif late and self._has_gradients(optimizer):
+        elif self.was_exchanged and self._moves(optimizer):
             told = STEPPED_LATE.format(type(optimizer).__name__)
         if told:
             self._stepping, self._has_closure = None, False
@@ -123,9 +196,13 @@ class OptimizerSteps:
             if not self.before:
                 self._remember()
 
-    def _has_gradients(self, optimizer: Optimizer) -> bool:
-        """Some parameter that this optimizer is known to step has a local gradient. (Gradients of
-        parameters without a known optimizer are the ranks' mean.)"""
+    def _moves(self, optimizer: Optimizer) -> bool:
+        """The optimizer moves a parameter by a local gradient: some learning rate is not 0 (or is
+        on a device, where it is not read), and some parameter that it is known to step has a
+        gradient. (Gradients of parameters without a known optimizer are the ranks' mean.)"""
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if not any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
+            return False
         return any(p.grad is not None for p in parameters_of(optimizer) if p in self._of)
 
     def _remember(self) -> None:
@@ -144,7 +221,8 @@ class OptimizerSteps:
         self._stepped.add(optimizer)
         if self._complete_exchanges < SURE and not self.all_stepped:
             self._hold()
-        taken = _taken(optimizer)
+        skips: Any = getattr(optimizer, "found_inf", None)  # a `GradScaler` tells a fused optimizer
+        taken = 1.0 if skips is None else 1 - skips
         for chunk, before in self.before.items():
             decays = [decay for _, decay in self.rates_of(chunk)]
             if not any_decay(decays):
@@ -219,22 +297,12 @@ class OptimizerSteps:
         if chunk.narrow:
             rates = [(lr, 0.0) for lr, _ in rates]
         if not each:
-            alike = all(_same(rates[0], other) for other in rates[1:])
+            alike = all(all(map(same_number, rates[0], other)) for other in rates[1:])
             return rates[:1] if alike else self.rates_of(chunk, each=True)
         if not scales:
             return rates
         of = (scales.get(p.tensor, 1.0) for p in chunk.parameters)
         return [(lr * scale, decay) for (lr, decay), scale in zip(rates, of, strict=True)]
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _has_rate(optimizer: Optimizer) -> bool:
-    """Some learning rate is not 0, or is on a device, where it is not read."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return any(isinstance(lr, Tensor) or lr != 0 for lr in rates)
 
 
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
@@ -270,16 +338,6 @@ def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
     """(learning rate, share by which decoupled weight decay shrinks a parameter in a step)."""
     lr, decay = rate_of(group), group.get("weight_decay", 0.0)
     return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
-
-
-def _taken(optimizer: Optimizer) -> Scalar:
-    """1, or 0 if a `GradScaler` has told a fused optimizer to skip the step."""
-    skips: Any = getattr(optimizer, "found_inf", None)
-    return 1.0 if skips is None else 1 - skips
-
-
-def _same(a: tuple[Scalar, Scalar], b: tuple[Scalar, Scalar]) -> bool:
-    return all(map(same_number, a, b))
 
 
 def same_number(a: Scalar, b: Scalar) -> bool:

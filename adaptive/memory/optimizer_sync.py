@@ -21,8 +21,8 @@ from adaptive.memory.moments import (
     mean_share,
     scale_second_moments,
 )
-from adaptive.memory.owners import Owners
-from adaptive.model.chunks import CHUNK, Chunk
+from adaptive.memory.optimizer_steps import Owners
+from adaptive.model.chunks import CHUNK
 from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, shaped
 from adaptive.network.collectives import Exchange
 from compressors.kernels.blocks import Scalar, is_host
@@ -48,9 +48,11 @@ class OptimizerSync:
         agree_on_states(states, exchange)
         for parameter, state in states.items():
             self._keep(parameter.tensor, state)
-        if any(exchange.gather_objects(any(parameter.filled for _, parameter in ours))):
+        if any(exchange.gather_objects(any(parameter.has_residual for _, parameter in ours))):
             for chunk in self._of.chunks:
-                self._take(chunk, exchange)
+                residuals = chunk.take_residuals(chunk.buffer("work"))
+                mean = exchange.total(residuals.div_(exchange.world_size)).wait().clone()
+                self.undelivered |= {p.tensor: piece for p, piece in chunk.pieces(mean)}
 
     def state(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's of a parameter; of a sharded one with the shards that are here."""
@@ -83,18 +85,6 @@ class OptimizerSync:
             if name in own and not isinstance(kept, float):
                 continue
             own[name] = like(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
-
-    def _take(self, chunk: Chunk, exchange: Exchange) -> None:
-        waiting = chunk.buffer("work")
-        for parameter, piece in zip(chunk.parameters, chunk.split(waiting), strict=True):
-            if parameter.filled and parameter.residual is not None:
-                piece.copy_(parameter.residual)
-            else:
-                piece.zero_()
-            parameter.filled = False
-        mean = exchange.total(waiting.div_(exchange.world_size)).wait().clone()
-        means = zip(chunk.parameters, chunk.split(mean), strict=True)
-        self.undelivered |= {parameter.tensor: piece for parameter, piece in means}
 
 
 @torch.no_grad()

@@ -23,19 +23,12 @@ def _check_clip_norm(clip_norm: Any) -> None:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Of a memory without settings of its own. kind: its name, or "auto"."""
+    """A memory without settings of its own. kind: its name, or "auto". dtype, clip_norm: see
+    `Residual`."""
 
     kind: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the residual."""
-        return torch.float32
-
-    @property
-    def clip_norm(self) -> float | None:
-        """To which each parameter's local gradient is clipped, before 1 / sqrt(world size)."""
-        return None
+    dtype: ClassVar[torch.dtype] = torch.float32
+    clip_norm: ClassVar[float | None] = None
 
 
 @dataclass(frozen=True)
@@ -65,23 +58,24 @@ class Momentum:
     """Momentum correction (DGC: Lin and others 2018, section 3), for torch's SGD with momentum,
     handed over: velocities are accumulated and sent in the gradients' place.
 
-    lag: the share of the momentum's lag m / (1 - m), in (0, 1], that is kept while gradients are
-        compressed (docs/research/defaults.md). 1 is DGC's rule; None: the compressor's own.
+    share: the momentum share while gradients are compressed, in (0, 1]: a gradient's mean delay in
+        the velocity is this share of m / (1 - m) steps (docs/research/defaults.md). 1 is DGC's
+        rule; None: the compressor's own.
     masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others).
     clip_norm: see `Residual`.
 
     ValueError or TypeError for a value that is not accepted."""
 
-    lag: float | None = None
+    share: float | None = None
     masking: bool | float | None = None
     clip_norm: float | None = None
     kind: ClassVar[str] = "momentum"
     dtype: ClassVar[torch.dtype] = torch.float32
 
     def __post_init__(self) -> None:
-        if self.lag is not None:
-            checks.fraction("lag", self.lag)
+        if self.share is not None:
+            checks.fraction("share", self.share)
         if self.masking is not None and not isinstance(self.masking, bool):
             checks.real("masking", self.masking, least=1)
         _check_clip_norm(self.clip_norm)
@@ -113,7 +107,6 @@ NAMED: dict[str, Memory] = {
     "updates": Updates(),
     "none": MemoryOptions("none"),
 }
-
 
 _registered: dict[str, type[MemoryRule]] = {}
 """Rules of users' own, by name."""

@@ -1,31 +1,170 @@
 """The moments of this rank's optimizers, from one dense step to the next.
 
-While updates are exchanged, moments are those of local gradients. Momentum then has a share of its
-lag, and the residual has the rest. Before a dense step they become moments of the mean gradient."""
+While updates are exchanged, moments are those of local gradients, and the momentum share is below
+1: the residual has the rest. Before a dense step they become moments of the mean gradient.
+
+`FlatMoments` are the moments of a chunk's parameters as flat tensors. `optimizer.state[p]` holds
+views of them, so that scripts and checkpoints find what they expect. What is done with moments in a
+step is then done to flat tensors, whatever the number of parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.memory.flat_moments import FlatMoments
+from adaptive.memory.handover import Groups, with_settings
 from adaptive.memory.moments import (
+    SECOND_MOMENTS,
     Run,
+    decay_with_share,
     deliver,
+    have_noise,
     is_adaptive,
     mean_share,
     scale_second_moments,
     undelivered,
-    with_lag,
 )
-from adaptive.memory.owners import Owners
+from adaptive.memory.optimizer_steps import Owner, Owners
 from adaptive.model.chunks import Chunk
+from adaptive.model.parameters import like, local, shaped
 from policies import state as saved
+
+MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
+"""Names in an optimizer's state of a parameter: how many steps it was, and averages over them."""
+
+
+class FlatMoments:
+    """The moments of one chunk's parameters.
+
+    tensors: the flat tensors, by their names in an optimizer's state. Where an optimizer keeps no
+    moment of a parameter the elements are zero, and `runs` leaves them out."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.tensors: dict[str, Tensor] = {}
+        self._ends = [0, *accumulate(chunk.sizes)]
+        self._views: list[dict[str, Tensor]] = []  # for each parameter, by name
+        self._seen: list[dict[str, Tensor]] = []  # the same, and tensors that are left out
+        self._lengths: list[int] = []  # of the states that were taken in
+        self._left_out = False
+        self._steps: Tensor | None = None
+        self._runs: list[Run] = []
+        self._runs_for: tuple[Any, ...] = ()  # all that the runs depend on
+
+    def runs(self, owners: Sequence[Owner]) -> list[Run]:
+        """Neighbouring parameters with both moments whose averages move alike. owners: of each of
+        the chunk's parameters."""
+        self._take_in(owners)
+        if self._steps is None:
+            return []
+        groups = {id(group): group for _, group in owners if "betas" in group}
+        settings = {
+            each: (*group["betas"], group["eps"], bool(group.get("amsgrad")))
+            for each, group in groups.items()
+        }
+        # On a device every parameter has a count of its own, which the host need not know.
+        counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
+        ahead = [count - counts[0] for count in counts]
+        runs_for = (owners, settings, ahead)
+        if runs_for != self._runs_for:
+            self._runs, self._runs_for = self._find(owners, settings, counts), runs_for
+        return self._runs
+
+    @property
+    def _counts_on_host(self) -> bool:
+        """Optimizers count their steps there, unless they are capturable or fused."""
+        return self._steps is not None and self._steps.device.type == "cpu"
+
+    def _find(
+        self, owners: Sequence[Owner], settings: Mapping[int, object], counts: Sequence[float]
+    ) -> list[Run]:
+        moves_by: list[object] = []
+        for (_, group), views, count in zip(owners, self._views, counts, strict=True):
+            both = have_noise(views) and "step" in views
+            moves_by.append((settings[id(group)], count) if both else None)
+        found = []
+        for setting, several in groupby(range(len(owners)), key=moves_by.__getitem__):
+            places = [*several]
+            start, stop = self._ends[places[0]], self._ends[places[-1] + 1]
+            if setting is not None and stop > start:
+                tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
+                group, first, last = owners[places[0]][1], places[0], places[-1] + 1
+                counted = self._counted(first, last)
+                found.append(Run(group, start=start, stop=stop, tensors=tensors, **counted))
+        return found
+
+    def _counted(self, first: int, last: int) -> dict[str, Any]:
+        """How many steps of these parameters there were: `step` of a `Run`, and where a device
+        counts them its `sizes` and `ends`."""
+        assert self._steps is not None
+        if self._counts_on_host:
+            return {"step": self._steps[first]}
+        ends = torch.tensor(self._ends[first + 1 : last + 1]) - self._ends[first]
+        return {
+            "step": self._steps[first:last],
+            "sizes": self.chunk.sizes[first:last],
+            "ends": ends.to(self._steps.device, non_blocking=True),
+        }
+
+    def left_out(self, owners: Sequence[Owner]) -> bool:
+        """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
+        device is not that of the first parameter's."""
+        self._take_in(owners)
+        return self._left_out
+
+    def _take_in(self, owners: Sequence[Owner]) -> None:
+        """Let `tensors` hold what the optimizers keep, and the optimizers keep views of them. All
+        of it is made anew if an optimizer keeps another tensor than when it was made last."""
+        optimizer, adaptive = None, False
+        states: list[dict[str, Any]] = []
+        for (of, _), parameter in zip(owners, self.chunk.parameters, strict=True):
+            if of is not optimizer:
+                optimizer, adaptive = of, is_adaptive(of)
+            states.append(of.state.get(parameter.tensor, {}) if adaptive else {})
+        if [*map(len, states)] == self._lengths and self._were_seen(states):
+            return
+        self.tensors, self._steps, self._left_out, self._runs_for = {}, None, False, ()
+        self._views, self._seen = [{} for _ in states], [{} for _ in states]
+        for i, state in enumerate(states):
+            for name in MOMENTS:
+                if isinstance(state.get(name), Tensor):
+                    self._take(i, name, state)
+        self._lengths = [*map(len, states)]
+
+    def _were_seen(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """These states hold the tensors that they held when they were taken in."""
+        for state, seen in zip(states, self._seen, strict=True):
+            for name, tensor in seen.items():
+                if state.get(name) is not tensor:
+                    return False
+        return True
+
+    def _take(self, i: int, name: str, state: dict[str, Any]) -> None:
+        """Replace the tensor of this name in the state of parameter i by a view of a flat one."""
+        here, parameter = local(state[name]), self.chunk.parameters[i]
+        if name == "step":
+            if self._steps is None:
+                self._steps = here.new_zeros(len(self._views))
+            flat, view = self._steps, self._steps[i]
+        else:
+            if name not in self.tensors:
+                self.tensors[name] = here.new_zeros(self.chunk.numel)
+            flat = self.tensors[name]
+            view = shaped(flat[self._ends[i] : self._ends[i + 1]], parameter.local.detach())
+        if (flat.dtype, flat.device) == (here.dtype, here.device):
+            view.copy_(here)
+            state[name] = view if name == "step" else like(view, parameter.tensor)
+            self._views[i][name] = state[name]
+        elif name == "exp_avg":
+            self._left_out = True
+        self._seen[i][name] = state[name]
 
 
 @dataclass(eq=False)
@@ -34,16 +173,16 @@ class MomentState(saved.Stateful):
 
     ranks_differ: ranks have different moments, and residuals may hold updates. local_squares:
     second moments are those of local gradients, with all of their noise. residuals_hold_gradients:
-    residuals hold gradients, not updates, if they are not empty. had_full_lag: momentum had its
-    full lag in some step. share: the share of its lag that momentum had in the last step, in
-    [0, 1]. muon_steps: steps of Muon. uninspected: some optimizer has not been inspected yet
-    (inspection.py). gradients_only: some optimizer cannot step with local gradients, so that all
-    steps exchange gradients."""
+    residuals hold gradients, not updates, if they are not empty. had_full_momentum: the momentum
+    share was 1 in some step. share: the momentum share of the last step, in [0, 1]. muon_steps:
+    steps of Muon. uninspected: some optimizer has not been inspected yet (inspection.py).
+    gradients_only: some optimizer cannot step with local gradients, so that all steps exchange
+    gradients."""
 
     ranks_differ: bool = saved.saved(False)
     local_squares: bool = saved.saved(False)
     residuals_hold_gradients: bool = saved.saved(False)
-    had_full_lag: bool = saved.saved(False)
+    had_full_momentum: bool = saved.saved(False)
     share: float = saved.saved(1.0)
     muon_steps: int = saved.saved(0)
     uninspected: bool = saved.saved(False)
@@ -82,29 +221,24 @@ class OwnMoments:
             self._flats = {**kept, chunk: FlatMoments(chunk)}
         return self._flats[chunk]
 
-    # -- momentum's share of its lag --
+    # -- the momentum share --
 
-    def settings_with_share(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
-        """Parameter groups for a step in which momentum has its share of the lag; None: `groups`.
+    def settings_with_share(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+        """Parameter groups for a step with the present momentum share; None: `groups`.
         With share 0 first moments are copied first, since they tell the share of noise."""
         if self.state.share == 1 or not is_adaptive(optimizer):
             return None
         if any(self._flat(chunk).left_out(self._of.of_chunk(chunk)) for chunk in self._of.chunks):
             return None
-        changed: list[dict[str, Any]] = []
+        changed: Groups = []
         without = False
         for group in groups:
             beta1, *beta2 = group.get("betas", (0.0,))
-            ours = [p for p in group["params"] if p in self._of]
-            if not ours or not beta1:
+            if not beta1 or not any(p in self._of for p in group["params"]):
                 changed.append(group)
                 continue
-            betas = (with_lag(beta1, self.state.share), *beta2)
-            changed.append({**group, "params": ours, "betas": betas})
-            others = [p for p in group["params"] if p not in self._of]
-            changed += [{**group, "params": others}] if others else []
+            betas = (decay_with_share(beta1, self.state.share), *beta2)
+            changed += with_settings(group, {"betas": betas}, self._of)
             without = self.state.share == 0
         if without:
             self._keep_means(optimizer)
@@ -130,20 +264,20 @@ class OwnMoments:
         self.old_means = {}
 
     def begin_own_steps(self, share: float) -> None:
-        """From now on moments are of local gradients, and momentum has this share of its lag."""
+        """From now on moments are of local gradients, and this is the momentum share."""
         self.state.ranks_differ = True
         if not self.state.local_squares:
             self.state.local_squares = True
             for run in self._all_runs():
                 # The second moment of the mean gradient holds 1 / N of the noise.
-                part = mean_share(run, self._ranks, self.state.share)
-                scale = part.mul_(-self._ranks).add_(1 + self._ranks)
+                of_mean = mean_share(run, self._ranks, self.state.share)
+                scale = of_mean.mul_(-self._ranks).add_(1 + self._ranks)
                 scale_second_moments(run.tensors, scale)
         self._change_share(share)
 
     def before_sync(self) -> None:
         """Before an optimizer-state sync: second moments are scaled to those of the mean gradient.
-        Momentum gets its full lag, and takes over the residuals."""
+        The momentum share is 1, and momentum takes over the residuals."""
         were_own, self.state.local_squares = self.state.local_squares, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
@@ -160,10 +294,10 @@ class OwnMoments:
 
         Adam's bias correction makes its first steps as large as later ones, and the pending
         momentum comes on top. A run that started without momentum gets this pending momentum when
-        momentum first has its full lag. Otherwise it would stay behind a dense run by that much."""
+        momentum share first is 1. Otherwise it would stay behind a dense run by that much."""
         before, self.state.share = self.state.share, share
-        first = not self.state.had_full_lag
-        self.state.had_full_lag = not first or share == 1
+        first = not self.state.had_full_momentum
+        self.state.had_full_momentum = not first or share == 1
         if before == share and not syncs:
             return
         for chunk in self._of.chunks:
@@ -180,15 +314,15 @@ class OwnMoments:
                 had = 1.0 if first and share == 1 else before
                 waiting = undelivered(run, before, of_mean).mul_(had)
                 for parameter, piece in chunk.within(waiting, run.start):
-                    if parameter.filled and parameter.residual is not None:
-                        piece.add_(parameter.residual)
-                    parameter.filled = False
+                    if parameter.unsent is not None:
+                        piece.add_(parameter.unsent)
+                    parameter.has_residual = False
                 deliver(run, waiting, share, of_mean)
 
 
-def average(run: Run, before: Tensor, part: slice) -> None:
-    """For the elements `part` of a run whose first moment holds a gradient: replace the gradient by
+def average(run: Run, before: Tensor, elements: slice) -> None:
+    """For some elements of a run whose first moment holds a gradient: replace the gradient by
     its average with `before` (the old first moments of the chunk, flat)."""
-    mean = run.mean[part]
-    old = before[run.start : run.stop][part].to(mean.dtype)
+    mean = run.mean[elements]
+    old = before[run.start : run.stop][elements].to(mean.dtype)
     torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)

@@ -44,11 +44,13 @@ class MemoryRule(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.name = cls.__dict__.get("name") or cls.__name__
-        taken = {"residual", "velocity", "lag", "to_full_lag", "stepped"} & {*cls.keeps}
+        taken = {"residual", "velocity", "momentum_share", "to_full_momentum", "stepped"} & {
+            *cls.keeps
+        }
         if taken or not all(isinstance(name, str) and name.isidentifier() for name in cls.keeps):
             raise TypeError(
                 f"{cls.__name__}.keeps must be names other than those of ours (residual, velocity, "
-                f"lag, to_full_lag, stepped), got {cls.keeps!r}"
+                f"momentum_share, to_full_momentum, stepped), got {cls.keeps!r}"
             )
 
     @abstractmethod
@@ -112,7 +114,7 @@ class RuledMemory(Residual):
 
     def is_empty(self, parameter: ModelParameter) -> bool:
         turns_means = type(self.rule).received is not MemoryRule.received
-        return not (parameter.filled or self.rule.keeps or turns_means)
+        return not (parameter.has_residual or self.rule.keeps or turns_means)
 
     def state_dict(self, parameter: ModelParameter) -> dict[str, Any]:
         kept = {name: getattr(parameter, name, None) for name in self.rule.keeps}

@@ -27,18 +27,15 @@ from torch.optim.optimizer import (
 )
 
 from adaptive.memory.handover import (
-    has_closure,
+    closure_of,
     is_torchs_own,
     stand_in_for,
     when_gradients_are_there,
 )
-from adaptive.model.parameters import is_dense, local, storage_of
+from adaptive.model.parameters import is_dense, local, parameters_of, storage_of
 from compressors.kernels import kernels_for
 
 log = logging.getLogger("adaptive")
-
-Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer."""
 
 CHANGED = (
     "p.grad was changed between backward() and optimizer.step() (clip_grad_norm_, GradScaler, "
@@ -84,23 +81,14 @@ class StepWatch:
 
     parameters: those that DDP reduces. ours: the gradients in `p.grad` have come out of our hook,
     and no other backward has begun since they were cleared.
-    step_begins: called when an optimizer of these parameters is to step with a closure.
-    before_step: called when it has its gradients, with the parameter groups of this step. Returns
-    other groups for this step (of an optimizer of torch's own), or None. after_step: called after
-    its step.
+    listener: is told of the steps of optimizers that have some of these parameters:
+    `step_begins(optimizer)` of a step with a closure; `before_step(optimizer, groups)` when the
+    gradients are there, which returns other groups for this step (of an optimizer of torch's own),
+    or None; `after_step(optimizer)`.
     """
 
-    def __init__(
-        self,
-        parameters: Collection[Tensor],
-        step_begins: Callable[[Optimizer], None],
-        before_step: Callable[[Optimizer, Groups], Groups | None],
-        after_step: Callable[[Optimizer], None] = lambda _: None,
-    ) -> None:
-        self._parameters = parameters
-        self._call_step_begins = step_begins
-        self._call_before_step = before_step
-        self._call_after_step = after_step
+    def __init__(self, parameters: Collection[Tensor], listener: Any) -> None:
+        self._parameters, self._listener = parameters, listener
         self._said: set[str] = set()
 
     def start(self) -> None:
@@ -139,7 +127,12 @@ class StepWatch:
         self._witness = parameters[-1] if parameters else None
         self._device = None if self._witness is None else self._witness.device
         handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self._few, *parameters[-1:]}]
-        _watch_steps(self)
+        _WATCHES[id(self)] = me
+        if not _HOOKS:
+            # Where a script has compiled its optimizer's step they run outside the graph.
+            before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
+            _HOOKS.append(register_optimizer_step_pre_hook(before))
+            _HOOKS.append(register_optimizer_step_post_hook(after))
         self.end = weakref.finalize(self, _end, id(self), handles)
 
     def backward_ends(
@@ -182,7 +175,7 @@ class StepWatch:
     def _compare(self, optimizer: Optimizer) -> None:
         """Before an optimizer reads its gradients: have they been changed since backward? Those of
         other optimizers may yet be."""
-        ours = [p for group in optimizer.param_groups for p in group["params"]]
+        ours = [*parameters_of(optimizer)]
         written = [(p.grad, *self._written.pop(p)) for p in ours if p in self._written]
         for grad, which, count in written:
             if grad is None or id(grad) != which or grad._version != count:
@@ -217,8 +210,8 @@ class StepWatch:
         if not self.is_ours(optimizer):
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
         self._left_at = None
-        if has_closure(args, kwargs):
-            self._call_step_begins(optimizer)
+        if closure_of(args, kwargs) is not None:
+            self._listener.step_begins(optimizer)
         stands_in = args[0]  # another watch's hook may have put a stand-in there
         stand_in, replaced = stand_in_for(stands_in), False
 
@@ -226,7 +219,7 @@ class StepWatch:
             nonlocal replaced
             self._compare(optimizer)
             groups = stands_in.param_groups
-            changed = self._call_before_step(optimizer, groups)
+            changed = self._listener.before_step(optimizer, groups)
             replaced = changed is not None
             if (wanted := changed or groups) is not stand_in.param_groups:
                 stand_in.param_groups = wanted  # which is read-only in some wrappers
@@ -239,7 +232,7 @@ class StepWatch:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
-            self._call_after_step(optimizer)
+            self._listener.after_step(optimizer)
             self._left_at = self._stand_at()
 
     # -- parameters that somebody else moves --
@@ -288,8 +281,7 @@ class StepWatch:
 
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Whether it has one of the parameters."""
-        ours = self._parameters
-        return any(p in ours for group in optimizer.param_groups for p in group["params"])
+        return any(p in self._parameters for p in parameters_of(optimizer))
 
     def gradient_arrives(self, p: Tensor) -> None:
         """One of the few, or the witness, has a new gradient, which is yet to be added to `p.grad`.
@@ -301,16 +293,6 @@ class StepWatch:
         elif p in self._velocities:
             before, still = self._velocities[p], local(p.grad).any()  # zeros, once cleared
             self._velocities[p] = still if before is None else still & before
-
-
-def _watch_steps(watch: StepWatch) -> None:
-    """Let it know of every optimizer's steps."""
-    _WATCHES[id(watch)] = weakref.ref(watch)
-    if not _HOOKS:
-        # Where a script has compiled its optimizer's step they run outside the graph.
-        before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
-        _HOOKS.append(register_optimizer_step_pre_hook(before))
-        _HOOKS.append(register_optimizer_step_post_hook(after))
 
 
 def _end(watch: int, handles: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ its second moment grows with T^2, and the optimizer divides the burst away
 user's own optimizer steps with it. A compressed step, with `lr` the present learning rate:
 
 1. Before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
-   ranks. For this step momentum has a share of its lag only. (`lr` of Muon: see muon.py.)
+   ranks. For this step the momentum share is below 1. (`lr` of Muon: see muon.py.)
 2. After `optimizer.step()`: the update d = (b - parameters) / lr is enlarged by the noise in this
    rank's second moment (moments.py; for Muon in its momentum, muon.py). The residual r += d; the
    largest elements c of r are sent; r -= c.
@@ -21,10 +21,10 @@ compressed with error feedback, which trains as well as a dense step (docs/resea
 The residual then holds gradients. It is added to the local gradient of the next step that exchanges
 updates.
 
-Momentum delays updates, and so does a residual. To avoid delaying them twice, momentum keeps only a
-share of its lag in compressed steps, and the rest of the pending momentum goes to the residual.
-When the CF falls, momentum gets its full lag back and takes over the residual: it applies in some
-ten steps what would disturb the model if applied in one.
+Momentum delays updates, and so does a residual. To avoid delaying them twice, the momentum share is
+below 1 in compressed steps, and the rest of the pending momentum goes to the residual. When the CF
+falls, the momentum share is 1 again, and momentum takes over the residual: it applies in some ten
+steps what would disturb the model if applied in one.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Handover, is_torchs_own, rate_of
+from adaptive.memory.handover import Groups, Handover, is_torchs_own, rate_of
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
 from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
     OptimizerSteps,
+    Owners,
     any_decay,
     is_tensor,
     multiply,
-    parameters_of,
     same_number,
 )
 from adaptive.memory.optimizer_sync import OptimizerSync
 from adaptive.memory.own_moments import OwnMoments, average
-from adaptive.memory.owners import Owners
 from adaptive.model.chunks import Chunk, Destination
-from adaptive.model.parameters import ModelParameter, ModelParameters, local
+from adaptive.model.parameters import ModelParameter, ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if
@@ -83,11 +82,10 @@ class UpdateMemory(Residual):
 class UpdateHandover(Handover):
     """Makes updates of the local optimizer steps, and applies the ranks' mean update.
 
-    ranks: world size. lag: (CF) -> the share of its lag that momentum keeps, in [0, 1].
-    steps: the optimizer steps of this rank. always_updates: every compressed step exchanges
-    updates. This is so if some optimizer has no first moment: when gradients are exchanged, the
-    first moment takes over the updates in the residual.
-    """
+    ranks: world size. share_at: (CF) -> the momentum share, in [0, 1]. steps: the optimizer steps
+    of this rank. state: of their moments. always_updates: every compressed step exchanges updates.
+    This is so if some optimizer has no first moment: when gradients are exchanged, the first moment
+    takes over the updates in the residual."""
 
     sends_updates = True
 
@@ -96,28 +94,31 @@ class UpdateHandover(Handover):
         optimizers: Sequence[Optimizer],
         parameters: ModelParameters,
         ranks: int,
-        lag: Callable[[float], float],
+        share_at: Callable[[float], float],
     ) -> None:
-        self.always_updates = not all(is_adaptive(of) and _has_mean(of) for of in optimizers)
+        groups = [group for of in optimizers for group in of.param_groups]
+        have_means = all(group.get("betas", (0.0,))[0] for group in groups)  # beta1 above 0
+        self.always_updates = not (all(map(is_adaptive, optimizers)) and have_means)
         self._parameters = parameters
         self._ranks = ranks
-        self._lag = cache(lag)
+        self._share_at = cache(share_at)
         self._of = Owners(parameters, optimizers)
         self.steps = OptimizerSteps(self._of)
         self._moments = OwnMoments(self._of, ranks)
+        self.state = self._moments.state
         stepped = any(optimizer.state for optimizer in optimizers)
-        self._moments.state.ranks_differ = self._moments.state.had_full_lag = stepped
+        self.state.ranks_differ = self.state.had_full_momentum = stepped
         self._targets: dict[Chunk, Tensor] = {}  # the new parameters, once means are decoded
         self._read: list[Tensor | None] = []  # kept alive while the hook's stream reads them
         self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
         self._sync = OptimizerSync(parameters, self._of)
         self._inspection = Inspection(parameters)
         known = [self._inspection.notice(optimizer) for optimizer in optimizers]
-        self._moments.state.uninspected = not all(known)
+        self.state.uninspected = not all(known)
         self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
 
     @property
-    def keeps_momentum(self) -> bool:
+    def keeps_momentum(self) -> bool:  # type: ignore[override]
         """Muon keeps its momentum, and so does every optimizer that is not adaptive."""
         return not all(is_adaptive(of) for of, _ in self._of.distinct)
 
@@ -125,10 +126,10 @@ class UpdateHandover(Handover):
 
     def exchanges_updates(self, cf: float) -> bool:
         """Whether a step compressed at `cf` exchanges updates; False: gradients. Gradients are
-        exchanged at a CF that loses so little that momentum keeps all of its lag. The same on all
+        exchanged at a CF that loses so little that the momentum share is 1. The same on all
         ranks."""
-        updates = self.always_updates or self._lag(cf) < 1
-        return updates and not self._moments.state.gradients_only
+        updates = self.always_updates or self._share_at(cf) < 1
+        return updates and not self.state.gradients_only
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -146,10 +147,10 @@ class UpdateHandover(Handover):
         self._moments.put_back()
         self.steps.backward_ends()
         self._enlargements.clear()
-        if self.residuals_hold_gradients:  # of parameters without a gradient now: dropped
+        if self.state.residuals_hold_gradients:  # of parameters without a gradient now: dropped
             for parameter in self._parameters.values():
-                parameter.filled = False
-        self._begin_own_steps(self._lag(cf))
+                parameter.has_residual = False
+        self._begin_own_steps(self._share_at(cf))
 
     @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
@@ -165,7 +166,7 @@ class UpdateHandover(Handover):
         rate = inverse(rates[0][0]) if len(rates) == 1 else None
         decay_factor = self.steps.take_decay_factor(chunk)
         energies: list[Scalar] = []
-        runs, share = self._moments.runs(chunk), self._moments.state.share
+        runs, share = self._moments.runs(chunk), self.state.share
         old_mean = self._moments.old_means.pop(chunk, None)
         self._read.append(old_mean)
         blocks = chunk.blocks()
@@ -176,21 +177,21 @@ class UpdateHandover(Handover):
         for block in blocks:
             inside = [run.inside(block.start, block.stop) for run in runs]
             if old_mean is not None:
-                for run, part in zip(runs, inside, strict=True):
-                    average(run, old_mean, part)
+                for run, elements in zip(runs, inside, strict=True):
+                    average(run, old_mean, elements)
             update, start = work[block.start : block.stop], before[block.start : block.stop]
             if is_tensor(decay_factor) or decay_factor != 1:
                 start.mul_(decay_factor)
             block.subtract(start, update)
             if rate is not None:
                 update.mul_(rate)
-            for run, part in zip(runs, inside, strict=True):
-                if part.start < part.stop:
-                    enlarge(work[run.start : run.stop][part], run, part, share, self._ranks)
+            for run, elements in zip(runs, inside, strict=True):
+                if elements.start < elements.stop:
+                    enlarge(work[run.start : run.stop][elements], run, elements, share, self._ranks)
             energies.append(squared_norm(update))
         if rate is None:
             multiply(work, chunk, [inverse(lr) for lr, _ in rates])
-        pairs = zip(chunk.parameters, chunk.split(work), strict=True) if self._enlargements else ()
+        pairs = chunk.pieces(work) if self._enlargements else ()
         muons = [(piece, p.tensor) for p, piece in pairs if p.tensor in self._enlargements]
         if muons:
             factors = [self._enlargements[p] for _, p in muons]
@@ -259,11 +260,6 @@ class UpdateHandover(Handover):
         self._read.clear()
         self.steps.exchanged()
 
-    @property
-    def residuals_hold_gradients(self) -> bool:
-        """Residuals hold gradients, not updates, if they are not empty."""
-        return self._moments.state.residuals_hold_gradients
-
     @torch.no_grad()
     def add_residuals(
         self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], scale: Tensor | None
@@ -272,15 +268,13 @@ class UpdateHandover(Handover):
         of the local gradients (None: 1). If a script drops these gradients, the residuals are lost.
         """
         for parameter, grad in zip(parameters, grads, strict=True):
-            if parameter.filled and parameter.residual is not None:
-                grad.add_(parameter.residual if scale is None else parameter.residual * scale)
-            parameter.filled = False
+            if parameter.unsent is not None:
+                grad.add_(parameter.unsent if scale is None else parameter.unsent * scale)
+            parameter.has_residual = False
 
     # -- around an optimizer's step --
 
-    def before_step(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """An optimizer is about to step. Returns the parameter groups to step with; None: `groups`.
         RuntimeError for a step inside another optimizer's step, and for a step after the exchange
         of its backward's updates."""
@@ -307,7 +301,7 @@ class UpdateHandover(Handover):
     def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
         """The old learning rates of parameters that a new optimizer is about to step: the units of
         the updates in their residuals."""
-        if optimizer in self._of.known or self.residuals_hold_gradients:
+        if optimizer in self._of.known or self.state.residuals_hold_gradients:
             return {}
         taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
         return {parameter: self.learning_rate(parameter) for parameter in taken}
@@ -318,8 +312,8 @@ class UpdateHandover(Handover):
         they move the parameters as far as before."""
         for parameter, old in before.items():
             new = self.learning_rate(parameter)
-            if parameter.filled and parameter.residual is not None and not same_number(old, new):
-                parameter.residual.mul_(old * inverse(new))
+            if parameter.unsent is not None and not same_number(old, new):
+                parameter.unsent.mul_(old * inverse(new))
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> bool:
@@ -330,31 +324,30 @@ class UpdateHandover(Handover):
         self._inspected_stepped |= self.steps.pending and optimizer in self._inspection.seen
         if is_muon(optimizer):
             first = next((of for of, _ in self._of.distinct if is_muon(of)), None)
-            self._moments.state.muon_steps += optimizer is first
+            self.state.muon_steps += optimizer is first
             if self.steps.pending:
-                steps = max(self._moments.state.muon_steps, 1)
+                steps = max(self.state.muon_steps, 1)
                 self._enlargements |= enlargements(optimizer, steps, self._ranks)
         self.steps.end(optimizer)
         if not (self.steps.pending and self.steps.all_stepped):
             self._moments.put_back()
             self.steps.apply_decay()
-        return news and not (self.uninspected or self._moments.state.gradients_only)
+        return news and not (self.state.uninspected or self.state.gradients_only)
 
     # -- optimizers that are not torch's --
 
     @property
-    def uninspected(self) -> bool:
-        """Some optimizer has not stepped yet, so that its state is not known on any rank."""
-        return self._moments.state.uninspected
-
-    @property
     def dense_because(self) -> str:  # type: ignore[override]
-        return "an optimizer that is not torch's makes its first step" if self.uninspected else ""
+        return (
+            "an optimizer that is not torch's makes its first step"
+            if self.state.uninspected
+            else ""
+        )
 
     def agree_on_inspection(self, exchange: Exchange) -> str:
         """The ranks exchange their findings about optimizers that are not torch's (a collective).
         If gradients must be exchanged from now on, returns why; else ""."""
-        state, findings = self._moments.state, self._inspection.findings
+        state, findings = self.state, self._inspection.findings
         # An optimizer without parameters never steps (a wrapper of another optimizer, say).
         owners = {of for of, _ in self._of.distinct}
         seen = [of for of in self._inspection.seen if of in findings or of in owners]
@@ -380,12 +373,12 @@ class UpdateHandover(Handover):
         updates move the parameters in the next step."""
         if cf is not None and self.exchanges_updates(cf):
             return
-        state = self._moments.state
+        state = self.state
         state.residuals_hold_gradients, self.steps.was_exchanged = True, False
         if state.ranks_differ:
             self._moments.before_sync()
             self._sync.agree(exchange)
-        state.ranks_differ, state.had_full_lag = False, True
+        state.ranks_differ, state.had_full_momentum = False, True
 
     def learning_rate(self, parameter: ModelParameter) -> Any:
         """The unit of a parameter's updates. Some optimizer must step the parameter."""
@@ -393,13 +386,14 @@ class UpdateHandover(Handover):
         return rate_of(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
 
     def begin_local_steps(self) -> None:
-        """Before several local steps: momentum gets its full lag, and takes over the residuals."""
+        """Before several local steps: the momentum share is 1, and momentum takes over the
+        residuals."""
         self.steps.was_exchanged = False
         self._of.relearn()
         self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        differed = self._moments.state.ranks_differ or bool(self._sync.undelivered)
+        differed = self.state.ranks_differ or bool(self._sync.undelivered)
         was_exchanged = self.steps.was_exchanged
         self.begin_step(exchange, None)
         self.steps.was_exchanged = was_exchanged
@@ -415,10 +409,10 @@ class UpdateHandover(Handover):
     def state_dict(self) -> dict[str, Any]:
         """Undelivered updates go back to the residuals first."""
         self._back_to_residuals()
-        return self._moments.state.state_dict()
+        return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._moments.state.load_state_dict(state)
+        self.state.load_state_dict(state)
 
     def forget_moments(self) -> None:
         self._moments.old_means.clear()
@@ -444,25 +438,20 @@ class UpdateHandover(Handover):
         return found
 
     def _begin_own_steps(self, share: float) -> None:
-        if not self._moments.state.local_squares:
+        if not self.state.local_squares:
             self._back_to_residuals()
-        self._moments.state.residuals_hold_gradients = False
+        self.state.residuals_hold_gradients = False
         self._moments.begin_own_steps(share)
 
     def _back_to_residuals(self) -> None:
         """Undelivered updates go back to the residuals. Gradients left there are dropped, because
         they are in other units and no step has used them."""
-        if self._sync.undelivered and self.residuals_hold_gradients:
+        if self._sync.undelivered and self.state.residuals_hold_gradients:
             for parameter in self._parameters.values():
-                parameter.filled = False
+                parameter.has_residual = False
         if self._sync.put_back():
-            state = self._moments.state
+            state = self.state
             state.ranks_differ, state.residuals_hold_gradients = True, False
-
-
-def _has_mean(optimizer: Optimizer) -> bool:
-    """Whether the optimizer averages its gradients in first moments (beta1 above 0)."""
-    return all(group.get("betas", (0.0,))[0] for group in optimizer.param_groups)
 
 
 SMALLEST = torch.finfo(torch.float32).tiny

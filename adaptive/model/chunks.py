@@ -1,8 +1,8 @@
-"""Parameters that are exchanged as one flat tensor, where DDP's buckets are not used."""
+"""Chunks: parameters that are exchanged as one flat tensor, where DDP's buckets are not used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,14 +14,15 @@ from adaptive.model.parameters import ModelParameter, is_dense, storage_of
 from compressors.kernels.blocks import CACHE_BLOCK, block_size, is_host, reused
 
 CHUNK = 25 * 2**20
-"""Bytes of parameters in a chunk at most, unless a parameter is larger: as DDP's buckets."""
+"""The largest number of bytes of a chunk's parameters on a host, unless a single parameter is
+larger. DDP's buckets have the same size."""
 
 DEVICE_CHUNK = 256 * 2**20
-"""The same on a device, where the number of launches counts more than what a cache holds."""
-
+"""The largest number of bytes on a device, where the number of launches counts more than the
+cache."""
 
 BLOCK = 2 * CACHE_BLOCK
-"""Elements of a block on a host."""
+"""Elements of a `Block` on a host."""
 
 
 FEW = 8
@@ -29,21 +30,22 @@ FEW = 8
 
 
 class Destination(NamedTuple):
-    """Where a mean goes in the place of a flat tensor: `times` the mean is added to `out`."""
+    """Where a mean is added: `out` += `times` * mean."""
 
     out: Tensor
     times: float
 
 
 class Block(NamedTuple):
-    """Elements [start, stop) of a chunk. values: views of the parameters' own memory, flat."""
+    """Elements [start, stop) of a chunk. values: these elements, as flat views of the
+    parameters."""
 
     start: int
     stop: int
     values: list[Tensor]
 
     def joined(self, out: Tensor) -> Tensor:
-        """The values, in `out`."""
+        """Copy the values to `out`, one after the other. Returns `out`."""
         return _join(self.values, out)
 
     def subtract(self, start: Tensor, out: Tensor) -> None:
@@ -58,17 +60,18 @@ class Block(NamedTuple):
 
 @dataclass(eq=False)
 class Chunk:
-    """Parameters one behind the other, of one precision and device.
+    """Parameters of one dtype and device, one after the other as a flat tensor.
 
-    A parameter's elements are in the order of its memory; where that has gaps, row by row.
-    scratch: flat tensors that are written again in each step, by their use; on a device there are
-    none, since its allocator keeps them."""
+    The elements of a parameter have the order of its memory; if that memory has gaps, the order of
+    rows.
+    scratch: flat tensors that each step overwrites, by their use. On a device there are none, since
+    its allocator keeps freed memory."""
 
     parameters: Sequence[ModelParameter]
     scratch: dict[str, Tensor] = field(default_factory=dict)
-    _places: list[Any] = field(default_factory=list)  # of the parameters' memory
-    _values: list[Tensor] = field(default_factory=list)  # flat views of parameters
-    _gaps: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and copies
+    _places: list[Any] = field(default_factory=list)  # identify the parameters' memory
+    _values: list[Tensor] = field(default_factory=list)  # flat views of the parameters
+    _gaps: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (with gaps, flat copy)
     _blocks: list[Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,11 +83,11 @@ class Chunk:
 
     @property
     def narrow(self) -> bool:
-        """The parameters have fewer bits than what is kept of them."""
+        """The parameters have fewer bits than the state that is kept for them."""
         return self.parameters[0].tensor.dtype != self.parameters[0].dtype
 
     def buffer(self, use: str) -> Tensor:
-        """A flat tensor for this use, with any values."""
+        """A flat tensor for this use (numel,), with any values."""
         first = self.parameters[0]
         scratch = reused(self.scratch, first.tensor.device)
         found = scratch.get(use)
@@ -94,18 +97,18 @@ class Chunk:
         return found
 
     def here(self, use: str) -> Tensor:
-        """The parameters' values (a copy), flat, in the buffer for this use."""
+        """A copy of the parameters' values (numel,), in the buffer for this use."""
         return _join(self._read(), self.buffer(use))
 
     @torch.no_grad()
     def go_to(self, values: Tensor) -> None:
-        """The parameters become `values` (flat)."""
+        """Set the parameters to `values` (numel,)."""
         torch._foreach_copy_(self._read(), self.split(values))
         for p, copy in self._gaps:
             p.copy_(copy.view(p.shape))
 
     def blocks(self) -> Sequence[Block]:
-        """The chunk in pieces that fit a host's cache; on a device in one."""
+        """The chunk, cut into blocks that fit a host's cache; on a device one block."""
         values = self._read()
         if not self._blocks:
             device = self.parameters[0].tensor.device
@@ -113,11 +116,34 @@ class Chunk:
         return self._blocks
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """By parameter: views."""
+        """The elements of each parameter in `flat` (numel,), as views."""
         return list(flat.split(self.sizes))
 
+    def pieces(self, flat: Tensor) -> Iterator[tuple[ModelParameter, Tensor]]:
+        """Each parameter, with a view of its elements in `flat` (numel,)."""
+        return zip(self.parameters, self.split(flat), strict=True)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """A copy of each parameter's elements in `flat` (numel,), by the parameter's name."""
+        return {p.name: piece.clone() for p, piece in self.pieces(flat)}
+
+    def fill(self, flat: Tensor, by_name: Mapping[str, Tensor]) -> Tensor:
+        """Fill `flat` (numel,) with these elements of each parameter; returns it."""
+        for p, piece in self.pieces(flat):
+            piece.copy_(by_name[p.name])
+        return flat
+
+    def take_residuals(self, out: Tensor) -> Tensor:
+        """Move the residuals to `out` (numel,): zero where a residual is empty. Returns `out`."""
+        for p, piece in self.pieces(out.zero_()):
+            if p.unsent is not None:
+                piece.copy_(p.unsent)
+            p.has_residual = False
+        return out
+
     def within(self, flat: Tensor, start: int) -> Iterator[tuple[ModelParameter, Tensor]]:
-        """Parameters whose elements are in `flat`, which begins at `start`, and views of these."""
+        """The parameters inside `flat`, which is the chunk's elements from `start` on, each with a
+        view of its elements."""
         at = 0
         for parameter, size in zip(self.parameters, self.sizes, strict=True):
             if start <= at < start + len(flat) and size:
@@ -126,7 +152,8 @@ class Chunk:
 
     @torch.no_grad()
     def _read(self) -> list[Tensor]:
-        """Flat views of all parameters; a script may have given some of them other memory."""
+        """Flat views of all parameters, made anew if a script has given some of them other memory.
+        A parameter with gaps is copied."""
         places = [*map(self._place, self._tensors)]
         if places != self._places:
             self._places, self._gaps, self._blocks = places, [], []
@@ -144,14 +171,14 @@ class Chunk:
 
 
 def _join(values: list[Tensor], out: Tensor) -> Tensor:
-    if not values or values[0].dtype == out.dtype:  # which all have
+    if not values or values[0].dtype == out.dtype:  # all values have one dtype
         return torch.cat(values, out=out)
     torch._foreach_copy_(list(out.split([len(each) for each in values])), values)
     return out
 
 
 def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
-    """Of `size` elements each, but for the last."""
+    """Cut the values into blocks of `size` elements; the last block may have fewer."""
     start = stop = 0
     within: list[Tensor] = []
     for each in values:
@@ -168,17 +195,18 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
 
 
 def joined_nbytes(device: torch.device) -> int:
-    """Of DDP's buckets so many bytes at least are exchanged as one; 0: each by itself."""
+    """DDP's buckets are joined until they have this many bytes, and exchanged as one tensor; 0:
+    each bucket is exchanged separately."""
     return 0 if is_host(device) else DEVICE_CHUNK
 
 
 def chunked(parameters: Iterable[ModelParameter]) -> list[Chunk]:
-    """Parameters in the model's order as chunks."""
+    """The chunks of these parameters."""
     return [Chunk(each) for each in chunks(parameters)]
 
 
 def chunks(parameters: Iterable[ModelParameter]) -> Iterator[list[ModelParameter]]:
-    """Parameters in the model's order, those of each chunk together, without empty ones."""
+    """The parameters of each chunk, in the model's order, without empty parameters."""
     some = (p for p in parameters if p.numel)
     for (_, device), alike in groupby(some, key=lambda p: (p.tensor.dtype, p.tensor.device)):
         most = CHUNK if is_host(device) else DEVICE_CHUNK

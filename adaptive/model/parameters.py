@@ -1,74 +1,76 @@
-"""The parameters whose gradients are exchanged, and what is kept for each, by name.
+"""The parameters whose gradients are exchanged, and the state that is kept for each.
 
-What is kept for the parameters of a bucket can be laid out as the bucket is, in one flat buffer: it
-is then compressed as one without being copied together.
+The tensors kept for the parameters of a bucket can lie in one flat tensor, in the bucket's order
+(`lay_out`). The whole bucket is then compressed as one tensor, without a copy.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from adaptive.model.replicas import Replica
 from compressors.kernels.blocks import Flag, fill_if
 
 COMPILED = "_orig_mod."
-"""What torch.compile puts before the names of a module's parameters; a state fits with and without.
-"""
+"""The prefix of parameter names in a module that torch.compile has wrapped. It is left out of the
+names here, so that states of compiled and other models fit each other."""
 
 
 @dataclass(eq=False)
 class ModelParameter:
-    """What is kept for one parameter, flat. For half-precision parameters it is in float32.
+    """The state that is kept for one parameter, in flat tensors: float64 for a float64 parameter,
+    else float32.
 
-    tensor: the parameter, as the optimizer has it. Where it is sharded (a DTensor), all that is
-    kept is of the shard that is here.
-    residual_dtype: bfloat16 to keep the residual of a parameter that is not float64 in that.
-    residual: meaningless unless `filled`. velocity: with momentum correction only. started: it has
-    had its first step, on this rank: one that has not used the parameter has no velocity. lag: the
-    share of the momentum's lag that it moves with (`MomentumRule.with_lag`). stepped: the optimizer
-    has stepped with a mean gradient of the parameter, which is so on all ranks or on none.
+    tensor: the parameter, as the optimizer has it. A sharded parameter is a DTensor, and its state
+    is that of the shard on this rank.
+    residual: has any values unless `has_residual`. residual_dtype: bfloat16 keeps residuals in
+    bfloat16 that would be in float32. velocity: with momentum correction only. started: the
+    velocity has moved on this rank. momentum_share: the share with which it moves
+    (`MomentumRule.with_share`). stepped: the optimizer has stepped with a mean gradient of the
+    parameter; the same on all ranks.
     """
 
     name: str
     tensor: Tensor
     residual: Tensor | None = None
-    filled: bool = False
+    has_residual: bool = False
     velocity: Tensor | None = None
     started: bool = False
-    lag: float = 1.0
+    momentum_share: float = 1.0
     stepped: bool = False
     residual_dtype: torch.dtype = torch.float32
 
     @property
     def local(self) -> Tensor:
-        """The values that are here: all of them, or the shard."""
+        """The elements on this rank: all of them, or the shard."""
         return local(self.tensor)
 
     @cached_property
     def numel(self) -> int:
-        """Number of the elements that are here."""
+        """Number of elements on this rank."""
         return self.local.numel()
 
     @property
     def largest(self) -> torch.Size:
-        """Shape of the largest shard; alike on all ranks, as `local` need not be."""
+        """Shape of the largest shard: the same on all ranks, unlike that of `local`."""
         return largest_shard(self.tensor)
 
     @property
     def sharded(self) -> bool:
-        """Only a shard of it is here, of which FSDP sets the gradient."""
+        """This rank has only a shard of it, and FSDP sets the gradient."""
         return hasattr(self.tensor, "to_local")
 
     @property
     def shard(self) -> str:
-        """Which one is here; nothing if it is all of the parameter."""
+        """Which shard this rank has, in words; "" if it has the whole parameter."""
         mesh = getattr(self.tensor, "device_mesh", None)
         return "" if mesh is None else f", shard {mesh.get_local_rank()} of {mesh.size()}"
 
@@ -77,36 +79,42 @@ class ModelParameter:
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
     def zeros(self, name: str = "", numel: int | None = None) -> Tensor:
-        """For what is kept under this name; so many elements, or as many as the parameter has."""
-        own = name == "residual" and self.dtype == torch.float32
-        dtype = self.residual_dtype if own else self.dtype
+        """A new flat tensor for the state of this name. numel: None: as many elements as the
+        parameter has."""
+        may_be_narrow = name == "residual" and self.dtype == torch.float32
+        dtype = self.residual_dtype if may_be_narrow else self.dtype
         numel = self.numel if numel is None else numel
         return torch.zeros(numel, dtype=dtype, device=self.tensor.device)
 
+    @property
+    def unsent(self) -> Tensor | None:
+        """The residual; None if it is empty."""
+        return self.residual if self.has_residual else None
+
     def open_residual(self) -> Tensor:
-        """The residual, zero if it was empty."""
+        """The residual, to be written to; zero if it was empty. It counts as not empty
+        afterwards."""
         if self.residual is None:
             self.residual = self.zeros("residual")
-        elif not self.filled:
+        elif not self.has_residual:
             self.residual.zero_()
-        self.filled = True
+        self.has_residual = True
         return self.residual
 
     def end_dense(self, nonfinite: Flag) -> None:
-        """A dense step has sent all that was kept, unless some rank's gradient was nonfinite."""
+        """A dense step has sent the residual, unless some rank's gradient was nonfinite."""
         if nonfinite is False:
-            self.filled = False
-        elif self.filled:
-            assert self.residual is not None
-            fill_if(nonfinite ^ True, self.residual, 0.0)
+            self.has_residual = False
+        elif self.unsent is not None:
+            fill_if(nonfinite ^ True, self.unsent, 0.0)
 
 
 class ModelParameters(dict[Tensor, ModelParameter]):
-    """What is kept of each parameter of a model.
+    """The state of each parameter of a model whose gradients are exchanged, by the parameter.
 
-    replica: is not kept alive. residual_dtype: see `ModelParameter`.
-    left_to_ddp: parameters, by name, whose gradients are exchanged as by DDP without a hook (see
-    `is_left_to_ddp`); nothing is kept of these.
+    replica: this object does not keep it alive. residual_dtype: see `ModelParameter`.
+    left_to_ddp: by name, the parameters whose gradients are exchanged as by DDP without a hook (see
+    `is_left_to_ddp`). They have no state.
     """
 
     def __init__(
@@ -117,7 +125,9 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         super().__init__()
         self._replica = weakref.ref(replica)
         self.left_to_ddp: dict[str, Tensor] = {}
-        sparse = _with_sparse_gradients(replica.module)
+        kinds = nn.Embedding | nn.EmbeddingBag
+        embeddings = (each for each in replica.module.modules() if isinstance(each, kinds))
+        sparse = {each.weight for each in embeddings if each.sparse}
         for name, p in replica.parameters():
             name = name.replace(COMPILED, "")
             if p.is_complex() or p in sparse:
@@ -126,7 +136,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
                 self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
     def find(self, param: Tensor) -> ModelParameter:
-        """Of a parameter in a bucket. RuntimeError if the model has it not."""
+        """The state of a parameter in a bucket. RuntimeError if it is none of the model's."""
         if param in self:
             return self[param]
         replica = self._replica()
@@ -141,7 +151,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         return {parameter.name: parameter for parameter in self.values()}
 
     def maybe_unused(self) -> bool:
-        """A step may leave some of them without a gradient on all ranks."""
+        """Whether a step may leave some parameters without a gradient on all ranks."""
         replica = self._replica()
         return replica is None or replica.maybe_unused
 
@@ -150,21 +160,21 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         return next((p.device for p in self), torch.device("cpu"))
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
 def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether a bucket's gradients are exchanged as by DDP without a hook. DDP puts a parameter
-    with a sparse gradient into a bucket of its own, and complex ones, as pairs of real numbers,
-    into buckets of theirs."""
+    """Whether the gradients of this bucket are exchanged as by DDP without a hook: sparse and
+    complex ones. DDP puts a parameter with a sparse gradient into a bucket of its own. It puts
+    complex gradients, as pairs of real numbers, into buckets without real ones."""
     return buffer.is_sparse or any(p.is_complex() for p in parameters)
 
 
-def _with_sparse_gradients(module: nn.Module) -> set[Tensor]:
-    """The parameters that DDP expects sparse gradients of."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
-
-
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor is here, in the same memory: of a DTensor the shard, else all of it."""
+    """The elements of a tensor on this rank, in the same memory: the shard of a DTensor; any other
+    tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():  # otherwise it would be a new tensor, with a history
@@ -173,13 +183,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def storage_of(p: Tensor) -> tuple[Any, ...]:
-    """Tells whether the elements that are here lie where they lay before."""
+    """Identifies the memory of the elements on this rank: it changes if they get other memory."""
     here: Tensor = getattr(p, "_local_tensor", p)
     return here.untyped_storage()._cdata, here.storage_offset()
 
 
 def largest_shard(p: Tensor) -> torch.Size:
-    """Shape of the largest shard of a parameter, of all of it if it is not sharded."""
+    """Shape of the largest shard of a parameter; its own shape if it is not sharded."""
     mesh = getattr(p, "device_mesh", None)
     if mesh is None:
         return p.shape
@@ -189,7 +199,7 @@ def largest_shard(p: Tensor) -> torch.Size:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Its elements fill a piece of memory, in whatever order: neither gaps nor overlaps."""
+    """The elements fill a range of memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -199,19 +209,20 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def shaped(flat: Tensor, p: Tensor) -> Tensor:
-    """Elements of a bucket, in the shape of their parameter. In a bucket they are in the order of
-    memory if the parameter is dense there, else row by row, as `Tensor.reshape` takes them."""
+    """The parameter's elements in a bucket (flat), as a view of the parameter's shape. In a bucket
+    they have the order of the parameter's memory if that is dense, else that of `Tensor.reshape`.
+    """
     if not is_dense(p):
         return flat.view(p.shape)
     return flat.as_strided(p.shape, p.stride(), flat.storage_offset())
 
 
 def like(values: Tensor, p: Tensor) -> Tensor:
-    """Local values, as a tensor of the kind of `p`: if that is a DTensor, one that has these for
-    its shard."""
+    """The values of this rank's elements, as a tensor like `p`: for a DTensor a DTensor whose shard
+    they are; else `values`."""
     if not hasattr(p, "to_local"):
         return values
-    if values.storage_offset():  # as which torch cannot copy a DTensor
+    if values.storage_offset():  # torch cannot copy a DTensor whose shard has an offset
         first = values.storage_offset() * values.element_size()
         memory = values.untyped_storage()[first : first + values.nbytes]
         values = values.new_empty(0).set_(memory, 0, values.shape, values.stride())
@@ -228,8 +239,8 @@ def like(values: Tensor, p: Tensor) -> Tensor:
 
 
 def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:
-    """Let the named tensors of a bucket's parameters lie one after the other in memory, with zeros
-    where there were none. Returns a flat view of all, by name."""
+    """Move the tensors of these names, kept for the parameters of a bucket, to one flat tensor for
+    each name, with zeros where there was none. Returns the flat tensors by name."""
     first, sizes = parameters[0], [parameter.numel for parameter in parameters]
     flat = {}
     for name in names:
@@ -245,7 +256,7 @@ def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[
 
 
 def _as_one(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """A flat view of all, if each begins in memory where the one before ends; else None."""
+    """A flat view of all tensors, if each begins in memory where the one before ends; else None."""
     first = tensors[0]
     if first is None:
         return None

@@ -11,15 +11,13 @@ classes themselves, and rejects strings.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-
-from adaptive.network.agreement import PYTHON_REDUCER, check_model
 
 ATTRIBUTE = "_adaptive_replica"
 """Of a model: its replica, from the first compressor on."""
@@ -28,6 +26,14 @@ JOIN = (
     "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
     "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
     "drop_last=True), and leave join() out"
+)
+
+
+PYTHON_REDUCER = (
+    "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
+    "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
+    "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
+    "with compiled autograd, before DistributedDataParallel(model)"
 )
 
 
@@ -51,18 +57,14 @@ class Replica(ABC):
 
     group: the ranks that exchange. everyone: the ranks that decide alike; more than `group` where
     the model is sharded. settling: backwards after which its buckets stay as they are.
-    exchanging: takes the buckets. free: another one may take its place.
+    exchanging: takes the buckets.
     """
-
-    NAME: ClassVar[str]
-    """Of the model, as an argument."""
 
     settling = 0
     sends_buffers = False  # in every forward
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
     exchanging: Exchanging | None = None
-    free = True
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -99,14 +101,12 @@ class Replica(ABC):
             if p.requires_grad and name not in ignored:
                 yield name, p
 
-    def check_free(self) -> None:
-        """RuntimeError if no compressor can be attached now."""
-        if not (self._found(self.model) or self).free:
-            raise RuntimeError(f"{self.NAME} is attached already; detach() its compressor first")
+    def check_free(self) -> None:  # noqa: B027 - another library's hook is in the way of DDP's only
+        """RuntimeError if the model has a hook of another library."""
 
     def start(self, exchanging: Exchanging) -> None:
-        """Hand buckets over from now on. A collective."""
-        self.exchanging, self.free = exchanging, False
+        """Hand buckets over from now on, until the next `start`. A collective."""
+        self.exchanging = exchanging
         if self._found(self.model) is not self:
             object.__setattr__(self.model, ATTRIBUTE, self)  # past nn.Module's own
             self._register()
@@ -115,15 +115,9 @@ class Replica(ABC):
     def _register(self) -> None:
         """Have torch hand over what it reduces, for good."""
 
-    def stop(self) -> None:
-        """Another compressor may be attached. Until then buckets go where they went."""
-        self.free = True
-
 
 class DDPReplica(Replica):
     """The state of our hook on one model. Copies and pickles of the model leave it behind."""
-
-    NAME = "model"
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__(model)
@@ -137,10 +131,26 @@ class DDPReplica(Replica):
 
     @classmethod
     def of(cls, model: object, compiled: bool) -> "DDPReplica":
-        """The one of this model, made if there is none. compiled, and what is raised: see
-        `check_model`."""
-        ddp = check_model(model, compiled)
-        return cls._found(ddp) or cls(ddp)
+        """The one of this model, made if there is none. TypeError if the model is not DDP,
+        RuntimeError if DDP would not hand a hook its buckets. compiled: it was inside of what
+        torch.compile has made."""
+        if not isinstance(model, DistributedDataParallel):
+            if hasattr(model, "set_requires_all_reduce"):
+                raise TypeError(
+                    f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) "
+                    f"compresses what its replicas exchange"
+                )
+            how = "model = DistributedDataParallel(model)"
+            if compiled:
+                how = "model = torch.compile(DistributedDataParallel(model))"
+            got = f"a compiled {type(model).__name__}" if compiled else type(model).__name__
+            raise TypeError(
+                f"model must be a DistributedDataParallel module, got {got}; wrap it first, and "
+                f"train what that makes: {how}"
+            )
+        if getattr(model, "_use_python_reducer", False):
+            raise RuntimeError(PYTHON_REDUCER)
+        return cls._found(model) or cls(model)
 
     def __reduce__(self) -> "tuple[type[DDPReplica], tuple[()]]":
         return DDPReplica, ()
@@ -161,7 +171,6 @@ class DDPReplica(Replica):
         return {name.removeprefix(".") for name in names if "." in name}
 
     def check_free(self) -> None:
-        super().check_free()
         hooks = [hook for hook, _ in self.model._comm_hooks if hook is not adaptive_hook]
         if hooks:
             name = getattr(hooks[0], "__name__", "?")

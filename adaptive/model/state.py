@@ -81,12 +81,6 @@ def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -
         part.check(read(state, name, part.kind))
 
 
-def load_parts(state: State, parts: Mapping[str, SavedPart]) -> None:
-    """Go on from a state that `check_state` has found to be good."""
-    for name, part in parts.items():
-        part.load(state[name])
-
-
 def flat_tensors(parameters: Iterable[ModelParameter]) -> dict[str, Tensor]:
     """Tensors like those that are kept of parameters, by name, without values: for `check_like`."""
     return {p.name: torch.empty(p.local.numel(), dtype=p.dtype, device="meta") for p in parameters}
@@ -218,20 +212,20 @@ def _memory(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, 
             shared["residual"] = _mean(weights, [each.get("residual") for each in kept])
         moving = [each for each in kept if "velocity" in each]
         if moving:
-            lag, to_full_lag = moving[0]["lag"], moving[0]["to_full_lag"]
+            share, to_full = moving[0]["momentum_share"], moving[0]["to_full_momentum"]
             velocities = [each.get("velocity") for each in kept]
-            if len({each["lag"] for each in moving}) > 1:
-                # Then all move as they would with the whole of their momentum's lag.
-                lag = to_full_lag = 1.0
+            if len({each["momentum_share"] for each in moving}) > 1:
+                # Then scale all velocities to those of momentum share 1.
+                share = to_full = 1.0
                 velocities = [
-                    each["velocity"] * each["to_full_lag"] if "velocity" in each else None
+                    each["velocity"] * each["to_full_momentum"] if "velocity" in each else None
                     for each in kept
                 ]
             mean = _mean(weights, velocities)
             shared["velocity"] = torch.zeros_like(moving[0]["velocity"]) if mean is None else mean
-            shared |= {"lag": lag, "to_full_lag": to_full_lag}
-        elif lags := [each["lag"] for each in kept if "lag" in each]:
-            shared["lag"] = lags[0]
+            shared |= {"momentum_share": share, "to_full_momentum": to_full}
+        elif shares := [each["momentum_share"] for each in kept if "momentum_share" in each]:
+            shared["momentum_share"] = shares[0]
         if any("stepped" in each for each in kept):  # alike on all ranks
             shared["stepped"] = True
         if shared:

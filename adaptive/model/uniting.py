@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.model.parameters import ModelParameter, ModelParameters, like, local
+from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, parameters_of
 from adaptive.model.state import check_like
 from adaptive.network.collectives import Exchange
 from policies.state import read, require
@@ -42,18 +42,13 @@ def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
     rank with a parameter that is not finite gets the mean of the others."""
     for p in parameters:
         own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
-        if p.filled and p.residual is not None:
-            own -= p.residual
-        p.tensor.copy_(_mean(own, exchange).view_as(p.tensor))
+        if p.unsent is not None:
+            own -= p.unsent
+        counts = own.isfinite().all()
+        sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
+        exchange.total(sent).wait()
+        p.tensor.copy_(sent[:-1].div_(sent[-1]).view_as(p.tensor))  # nan if no rank's is finite
     exchange.take_traffic()  # no step's
-
-
-def _mean(own: Tensor, exchange: Exchange) -> Tensor:
-    """Of the ranks whose flat tensor is finite; nan if none is."""
-    counts = own.isfinite().all()
-    sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
-    exchange.total(sent).wait()
-    return sent[:-1].div_(sent[-1])
 
 
 class Agreed:
@@ -106,7 +101,7 @@ class Agreed:
         """Give the optimizer what was loaded of its parameters."""
         if not self._moments:
             return
-        of = enumerate(p for group in optimizer.param_groups for p in group["params"])
+        of = enumerate(parameters_of(optimizer))
         names = {i: self._parameters[p].name for i, p in of if p in self._parameters}
         by_name, found = self._parameters.by_name(), {}
         for i, name in names.items():

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Timer
+from typing import TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from policies import Plan
+
+T = TypeVar("T")
 
 log = logging.getLogger("adaptive")
 
@@ -30,13 +32,6 @@ PATIENCE = timedelta(minutes=5)
 
 SAY = 20.0
 """Seconds of waiting after which a rank says for what."""
-
-PYTHON_REDUCER = (
-    "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
-    "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
-    "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
-    "with compiled autograd, before DistributedDataParallel(model)"
-)
 
 
 def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
@@ -61,6 +56,13 @@ def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
         saying.cancel()
 
 
+def gather_objects(own: T, group: dist.ProcessGroup) -> list[T]:
+    """The object of each rank of a group, in order. Waits for all of them."""
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
     """Run `prepare` on every rank and compare what it returns: what must be alike on all ranks, in
     readable lines. A collective.
@@ -73,8 +75,7 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
         description = prepare()
     except Exception as caught:  # the other ranks must hear of it, whatever it is
         error, problem = caught, f"{type(caught).__name__}: {caught}"
-    everyone = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (problem, description), group=group)
+    everyone = gather_objects((problem, description), group)
     if error is not None:
         raise error
     for rank, (theirs, _) in enumerate(everyone):
@@ -102,36 +103,13 @@ def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # the other ranks must hear of it, whatever it is
         error = caught
-    everyone = [""] * dist.get_world_size(group)
-    own = "" if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(everyone, own, group=group)
+    told = "" if error is None else f"{type(error).__name__}: {error}"
+    everyone = gather_objects(told, group)
     if error is not None:
         raise error
     for rank, theirs in enumerate(everyone):
         if theirs:
             raise ValueError(f"{what} rank {rank}: {theirs}")
-
-
-def check_model(model: object, compiled: bool = False) -> DistributedDataParallel:
-    """`model` if it is DDP; TypeError otherwise, RuntimeError if DDP would not hand a hook its
-    buckets. compiled: it was inside of what torch.compile has made."""
-    if not isinstance(model, DistributedDataParallel):
-        if hasattr(model, "set_requires_all_reduce"):
-            raise TypeError(
-                f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) compresses "
-                f"what its replicas exchange"
-            )
-        how = "model = DistributedDataParallel(model)"
-        if compiled:
-            how = "model = torch.compile(DistributedDataParallel(model))"
-        got = f"a compiled {type(model).__name__}" if compiled else type(model).__name__
-        raise TypeError(
-            f"model must be a DistributedDataParallel module, got {got}; wrap it first, and train "
-            f"what that makes: {how}"
-        )
-    if getattr(model, "_use_python_reducer", False):
-        raise RuntimeError(PYTHON_REDUCER)
-    return model
 
 
 def compare_replicas(
@@ -141,9 +119,9 @@ def compare_replicas(
     waits for the ranks and for the device. RuntimeError on all of them, naming what differs and the
     ranks."""
     named = list(parameters)
-    own = f"step {step}: {plan}", [_checksum(tensor) for _, tensor in named]
-    everyone = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    host = (tensor.detach().cpu().contiguous().flatten() for _, tensor in named)
+    own = f"step {step}: {plan}", [crc32(each.view(torch.uint8).numpy().data) for each in host]
+    everyone = gather_objects(own, group)
     first_plan, first = everyone[0]
     for rank, (said, _) in enumerate(everyone):
         if said != first_plan:
@@ -158,8 +136,3 @@ def compare_replicas(
                     f"debug: parameter {name!r} of rank {rank} is not that of rank 0 "
                     f"before step {step}; the ranks are replicas no longer"
                 )
-
-
-def _checksum(tensor: Tensor) -> int:
-    plain = tensor.detach().cpu().contiguous().flatten()
-    return crc32(plain.view(torch.uint8).numpy().data)

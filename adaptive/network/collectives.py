@@ -1,7 +1,7 @@
-"""The collectives of the gradient exchange: asynchronous, and their bytes counted.
+"""The collectives of the gradient exchange. They are asynchronous, and count their bytes.
 
-Collectives are issued in the hook's body, in the order that DDP calls the hook; never from a
-future's callback (callbacks run in an order that differs between ranks).
+A collective may only be issued in the body of a hook call, since DDP calls the hook in the same
+order on all ranks. Callbacks of futures run in an order that differs between ranks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from adaptive.network.link import EmulatedLink, new_future
+from adaptive.network.agreement import gather_objects
+from adaptive.network.link import EmulatedLink, complete, done_with, new_future
 from compressors.kernels.blocks import Flag, is_host, uninitialized
 
 T = TypeVar("T")
@@ -28,20 +29,22 @@ T = TypeVar("T")
 
 @atexit.register
 def _let_threads_finish() -> None:
-    """A thread of the process group that is still in Python when the interpreter is taken down
-    aborts the process (torch 2.13, plain DDP too): give them the moment that they need."""
+    """Wait a moment at exit. A thread of the process group that still runs Python code when the
+    interpreter shuts down aborts the process (torch 2.13, plain DDP too)."""
     time.sleep(0.05)
 
 
 @dataclass
 class Traffic:
-    """Bytes that a rank has handed to collectives, bytes that it put on the wire (by ring
-    algorithms), how many of these are statistics, which do not grow with the model, and elements
-    of gradients sent, indices not counted. down: of the bytes on the wire those that bring means
-    back, which a server would send in the ranks' stead. inside: bytes that a rank sent inside its
-    node, where it is one of several (`two_level.py`); they are not among those on the wire. hops:
-    messages that had to wait for one another, but for statistics; those of several buckets count
-    one by one. buckets: that were exchanged. by_others: some collectives were issued by others."""
+    """The traffic of one rank, counted since the last step.
+
+    payload: bytes handed to collectives. wire: bytes that the rank put on the wire, by ring
+    algorithms. statistics: the bytes of `wire` that are statistics, which do not grow with the
+    model. floats: elements of gradients sent, without indices. down: the bytes of `wire` that bring
+    means back, which a parameter server would send. inside: with two levels, bytes sent inside the
+    node, which are no part of `wire`. hops: messages that wait for one another, without those of
+    statistics, added up over buckets. buckets: number of buckets exchanged. by_others: some
+    collectives were issued by another library."""
 
     payload: int = 0
     wire: float = 0.0
@@ -55,21 +58,21 @@ class Traffic:
 
 
 def gather_wire_bytes(payload: float, world_size: int) -> float:
-    """Bytes a rank sends to all-gather `payload` bytes among `world_size` ranks."""
+    """Bytes that one rank sends to all-gather `payload` bytes among `world_size` ranks."""
     return payload * (world_size - 1)
 
 
 def reduce_wire_bytes(payload: float, world_size: int) -> float:
-    """Bytes a rank sends to all-reduce `payload` bytes among `world_size` ranks."""
+    """Bytes that one rank sends to all-reduce `payload` bytes among `world_size` ranks."""
     return payload * 2 * (world_size - 1) / world_size
 
 
 @dataclass
 class PendingSum:
-    """A sum that nobody waits for yet. It has no callback: one could still be running on a thread
-    of the process group when the interpreter exits, which aborts the process.
+    """A sum of small tensors over all ranks, under way. It has no callback, because a callback that
+    still runs when the interpreter exits aborts the process.
 
-    copies: the number of ranks with the same tensor, which counts once."""
+    copies: see `Exchange`."""
 
     tensor: Tensor
     group: dist.ProcessGroup
@@ -79,12 +82,12 @@ class PendingSum:
     _copied: torch.Event | None = None
 
     def start(self) -> dist.Work:
-        """Begin; every rank must do so at the same place among its collectives."""
+        """Issue the collective, if that has not been done. A collective."""
         self.work = self.work or dist.all_reduce(self.tensor, group=self.group, async_op=True)
         return self.work
 
     def wait(self) -> Tensor:
-        """The sum over all ranks; on a device it is the stream that waits, not the host."""
+        """The sum. On a device the stream waits for it, not the host."""
         self.start().wait()
         if self.copies > 1:
             self.tensor.div_(self.copies)
@@ -92,7 +95,8 @@ class PendingSum:
         return self.tensor
 
     def fetch(self) -> None:
-        """Let a device copy the sum to the host once it is there, while the host goes on."""
+        """On a device: let the device copy the sum to the host when it is there. The host goes
+        on."""
         if self.tensor.device.type == "cpu" or self._copied is not None:
             return
         self._copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
@@ -101,7 +105,7 @@ class PendingSum:
         self._copied.record()
 
     def read(self) -> Tensor:
-        """The sum over all ranks, on the host."""
+        """The sum, on the host, which waits for it."""
         self.fetch()
         if self._copy is None or self._copied is None:
             return self.wait()
@@ -109,28 +113,17 @@ class PendingSum:
         return self._copy
 
 
-class RunsRounds(Protocol):
-    """What runs an exchange of several collectives: the pipeline."""
-
-    def run(
-        self,
-        rounds: Generator[Future[Tensor], Any, T],
-        collectives: int,
-        decode: Callable[[T], Tensor],
-        device: torch.device,
-    ) -> Future[Tensor]:
-        """See `Pipeline.run`."""
-        ...
-
-
 class Exchange:
-    """Asynchronous collectives over one process group, counted, perhaps over an emulated link.
+    """The asynchronous collectives of one process group. They count their bytes, and may run on an
+    emulated link.
 
-    everyone: all ranks that decide alike, whose statistics are summed; None: those of the group.
-    Where a model is sharded they are more: the group then has the ranks that hold the same shard.
-    distinct: the ranks with states of their own. replicas: the ranks with the same parameters.
-    first: this rank logs and writes for all.
-    """
+    everyone: the ranks that decide alike, whose statistics are summed; None: those of the group. In
+    a sharded model the group has the ranks with the same shard, and `everyone` all ranks.
+    world_size, rank: number of ranks in the group, and this rank among them. ranks, place: the same
+    in `everyone`. first: this rank logs and writes for all ranks. distinct: the ranks whose saved
+    states differ. replicas: the ranks with the same parameters. copies: number of ranks that have
+    the same tensors to exchange, which count once: those of a node. invalid: flags of
+    `count_invalid` that nobody has taken yet."""
 
     def __init__(
         self,
@@ -145,103 +138,128 @@ class Exchange:
         self.ranks = dist.get_world_size(self.everyone)
         self.place = dist.get_rank(self.everyone)
         self.first = self.place == 0
-        self.distinct, self.replicas = self.everyone, group
+        self.distinct, self.replicas, self.copies = self.everyone, group, 1
         self._link = link
         self._traffic = Traffic()
-        self.invalid: deque[Tensor] = deque()  # of `count_invalid`, to be drained
+        self.invalid: deque[Tensor] = deque()
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
-        """Sum `tensor` over the ranks, in place."""
-        self._round_the_ring(2)  # other shards of a model may not be empty
-        if tensor.numel() == 0:  # on every rank, since sizes agree
-            nothing = new_future(tensor.device)
-            nothing.set_result(tensor)
-            return nothing
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        wire = reduce_wire_bytes(tensor.nbytes, self.world_size)
-        done = future_of(work, self.group, tensor).then(lambda future: after(future, tensor))
-        self._traffic.down += wire / 2
-        return self._hold(done, tensor.nbytes, wire, tensor.device)
+        """A future of the sum of `tensor` over the group, in place."""
+        return self._sum(tensor, tensor, self.group)
 
     def receiver_for(
         self, session: Any, calls: Callable[[bool], AbstractContextManager[None]]
     ) -> Any:
-        """The object that gets the replica's buckets and passes them on to the session. calls: the
+        """The object that gets the replica's buckets, and passes them on to the session. calls: the
         context of a hook call, see `Averager.replica_calls`."""
         return session
 
     def adapt(self, strategy: Any, divisible: bool) -> Any:
-        """The strategy, adapted to these collectives. divisible: units may be cut anywhere."""
+        """The strategy, adapted to these collectives. divisible: units may be cut at any
+        element."""
         return strategy
 
-    def sum_by(self, pipeline: RunsRounds, tensor: Tensor) -> Future[Tensor]:
-        """The same in a hook's body, in as many collectives as it takes."""
+    def sum_by(self, run: Callable[..., Future[Tensor]], tensor: Tensor) -> Future[Tensor]:
+        """The same as `all_reduce`, in as many collectives as needed, which `run` runs (see
+        `Pipeline.run`). Only in the body of a hook call."""
         return self.all_reduce(tensor)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
-        """The same anywhere, in one collective."""
-        return self.all_reduce(tensor)
+        """The same as `all_reduce`, in one collective of `replicas`. Also outside of hook calls."""
+        return self._sum(tensor, tensor, self.replicas, self.copies)
+
+    def _sum(
+        self, own: Tensor, whole: Tensor, group: dist.ProcessGroup, copies: int = 1
+    ) -> Future[Tensor]:
+        """A future of the sum of `own` over a group, in place. own: what this rank sums of the
+        node's `whole`, whose bytes are counted. copies: number of ranks with the same tensor."""
+        n = dist.get_world_size(group)
+        # Also if it is empty: the number of hops must be the same for all shards of a model.
+        self._traffic.hops += 2 * (n - 1)
+        if whole.numel() == 0:  # on all ranks of the group
+            return done_with(own)
+
+        def counted_once(future: Future[Any]) -> Tensor:
+            total = after(future, own)
+            if copies == 1:
+                return total
+            return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
+
+        done = done_with(own)
+        if own.numel():  # else it is empty on all ranks of the group
+            work = dist.all_reduce(own, group=group, async_op=True)
+            done = future_of(work, group, own).then(counted_once)
+        wire = reduce_wire_bytes(whole.nbytes, n)
+        self._traffic.down += wire / 2
+        return self._hold(done, whole.nbytes, wire, own.device)
 
     def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
-        """The mean over the ranks as DDP itself makes it, also of sparse gradients, where the
-        process group can sum these (gloo gathers their indices and values). Not counted."""
-        work = dist.all_reduce(gradients.div_(self.world_size), group=self.group, async_op=True)
-        return future_of(work, self.group, gradients).then(lambda future: future.value()[0])
+        """A future of the ranks' mean, made as DDP makes it without a hook. Sparse gradients need a
+        process group that can sum them (gloo gathers their indices and values). Not counted."""
+        group = self.replicas
+        gradients.div_(dist.get_world_size(group))
+        work = dist.all_reduce(gradients, group=group, async_op=True)
+        return future_of(work, group, gradients).then(lambda future: future.value()[0])
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
-        """A sum of a small `tensor` over everyone, in place, for somebody to start and read. An
-        emulated link does not hold it back."""
+        """The sum of a small `tensor` over everyone, in place: the caller starts and reads it. It
+        counts as statistics. An emulated link does not delay it."""
         wire = reduce_wire_bytes(tensor.nbytes, self.ranks)
         self._traffic.payload += tensor.nbytes
         self._traffic.wire += wire
         self._traffic.statistics += wire
         self._traffic.down += wire / 2
-        return PendingSum(tensor, self.everyone)
+        return PendingSum(tensor, self.everyone, self.copies)
 
     def gather_objects(self, own: T) -> list[T]:
-        """Of each rank of the group, in order. Waits for them."""
-        found = [own] * self.world_size
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        """The object of each rank of the group, in order. Waits for all of them."""
+        return gather_objects(own, self.group)
 
     def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
-        """Whether the flag is set on any rank of everyone: a tensor of one element, above 0 if so.
-        Counted as statistics, which an emulated link does not hold back."""
+        """A future of one element, above 0 if the flag is set on some rank of everyone. It counts
+        as statistics. An emulated link does not delay it."""
         tensor = torch.as_tensor(flag, device=device).to(torch.float32).reshape(1)
         self.sum_later(tensor)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         return future_of(work, self.everyone, tensor).then(lambda future: after(future, tensor))
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
-        """Gather `payload` (uint8, n elements) into a tensor of shape (world size, n). means: each
-        rank's payload is of the mean, not of its own gradients."""
-        n, size = self.world_size, payload.numel()
-        out = uninitialized(n * size, payload.dtype, payload.device)
-        work = all_gather_single(out, payload, self.group)
-        wire = gather_wire_bytes(size, n)
+        """A future of the payloads of all ranks, (world size, n). payload: uint8 (n,). means: each
+        payload is of a mean, not of the rank's own gradients."""
+        wire = gather_wire_bytes(payload.numel(), self.world_size)
         self._traffic.down += wire * means
-        self._round_the_ring()
-        return self._receive(work, size, wire, out.view(n, size))
+        return self._all_gather(payload, payload.numel(), wire)
+
+    def _all_gather(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
+        """As `all_gather`. own: what this rank sends of the node's `nbytes` bytes, which are `wire`
+        bytes on the wire."""
+        n, size = self.world_size, own.numel()
+        out = uninitialized(n * size, own.dtype, own.device)
+        work = all_gather_single(out, own, self.group)
+        self._traffic.hops += n - 1
+        return self._receive(work, nbytes, wire, out.view(n, size))
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
-        """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] to rank
-        1, and so on; a tensor of shape (world size, sizes[rank]) of what the ranks sent here."""
+        """Send the first sizes[0] bytes of `payload` (uint8) to rank 0, the next sizes[1] bytes to
+        rank 1, and so on. A future of the bytes received, (world size, sizes[rank])."""
+        return self._all_to_all(payload, sizes, payload.nbytes)
+
+    def _all_to_all(self, own: Tensor, sizes: Sequence[int], nbytes: int) -> Future[Tensor]:
+        """As `all_to_all`. own: what this rank sends of the node's `nbytes` bytes."""
         n, size = self.world_size, sizes[self.rank]
-        out = uninitialized(n * size, payload.dtype, payload.device)
-        work = dist.all_to_all_single(
-            out, payload, [size] * n, list(sizes), self.group, async_op=True
-        )
-        wire = payload.nbytes * (n - 1) / n  # on average over the ranks
-        self._round_the_ring()
-        return self._receive(work, payload.nbytes, wire, out.view(n, size))
+        out = uninitialized(n * size, own.dtype, own.device)
+        work = dist.all_to_all_single(out, own, [size] * n, list(sizes), self.group, async_op=True)
+        wire = nbytes * (n - 1) / n  # on average over the ranks
+        self._traffic.hops += n - 1
+        return self._receive(work, nbytes, wire, out.view(n, size))
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
-        """Send `payload` (uint8, n elements) to rank `to`, and receive as much (n,) from rank
+        """Send `payload` (uint8, n elements) to rank `to`. A future of the payload (n,) of rank
         `source`. Every rank must be the `to` of one rank and the `source` of another."""
         return self._pass(payload, to, source, payload.numel())
 
     def _pass(self, own: Tensor, to: int, source: int, nbytes: int) -> Future[Tensor]:
-        """nbytes: of all that the node sends."""
+        """As `pass_on`. own: what this rank sends of the node's `nbytes` bytes."""
         out = uninitialized(own.numel(), own.dtype, own.device)
         ranks = range(self.world_size)
         received, sent = ([own.numel() * (i == at) for i in ranks] for at in (source, to))
@@ -251,169 +269,149 @@ class Exchange:
 
     def to_neighbours(
         self, payload: Tensor, receivers: Sequence[int], sources: Sequence[int]
-    ) -> Arriving:
-        """Send `payload` (uint8, n elements) to each of the `receivers`, and receive as much from
-        each of the `sources` (ranks of the group). Every rank must be in as many of the lists of
-        others as it says, in the same order of calls."""
+    ) -> Callable[[], Tensor]:
+        """Send `payload` (uint8, n elements) to each of the `receivers`, and receive a payload of n
+        bytes from each of the `sources` (ranks of the group). If rank a has b among its receivers,
+        b must have a among its sources in the same call. Returns a function that waits for the
+        messages, (sources, n), to be called once. (With gloo such messages have no future.)"""
         rows = uninitialized(len(sources) * payload.numel(), payload.dtype, payload.device)
         rows = rows.view(len(sources), payload.numel())
         calls: list[tuple[Any, Tensor, int]] = [
             *((dist.irecv, row, rank) for row, rank in zip(rows.unbind(), sources, strict=True)),
             *((dist.isend, payload, rank) for rank in receivers),
         ]
-        # By the ranks of the default group, in all versions of torch.
+        # All versions of torch take ranks of the default group here.
         each = [(*call, dist.get_global_rank(self.group, rank)) for *call, rank in calls]
         if is_host(payload.device) or not each:
             works = [call(tensor, rank, self.group) for call, tensor, rank in each]
-        else:  # NCCL's would wait for one another
+        else:  # with NCCL separate calls would wait for one another
             batch = [dist.P2POp(call, tensor, rank, self.group) for call, tensor, rank in each]
             works = dist.batch_isend_irecv(batch)
         nbytes = payload.numel() * len(receivers)
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes
         self._traffic.hops += 1  # to all of them at once
-        arriving = Arriving(works, payload, rows)
-        if self._link is not None:
-            arriving.held = self._link.hold(arriving, nbytes, rows.device)
-        return arriving
+
+        def arrived(sent: Tensor = payload) -> Tensor:  # which must not be freed before
+            for work in works:
+                work.wait()
+            return rows
+
+        if self._link is None:
+            return arrived
+        return self._link.hold(arrived, nbytes, rows.device).wait
 
     def count_reduced(self, done: Future[Tensor], tensor: Tensor, cf: float) -> Future[Tensor]:
-        """Count an all-reduce of `tensor`, compressed by `cf`, that somebody else has issued; hold
-        it back as the link would. done: theirs, as any future of this group's."""
-        done = known_there(done, self.group, tensor.device)
+        """Count an all-reduce of `tensor`, compressed by `cf`, that another library has issued on
+        this group, and delay it by the emulated link. done: the future of the all-reduce."""
+        done = future_with_device(done, self.group, tensor.device)
         self._traffic.by_others = True
         self.count_floats(tensor.numel() / cf)
         nbytes = round(torch.float32.itemsize * tensor.numel() / cf)
         wire = reduce_wire_bytes(nbytes, self.world_size)
         self._traffic.down += wire / 2
-        self._round_the_ring(2)
+        self._traffic.hops += 2 * (self.world_size - 1)
         return self._hold(done, nbytes, wire, tensor.device)
 
     def count_floats(self, floats: float) -> None:
-        """So many elements of gradients are sent, of one bucket."""
+        """Count the elements sent for one bucket."""
         self._traffic.floats += floats
         self._traffic.buckets += 1
 
     def count_invalid(self, flag: Flag) -> None:
-        """Something that has arrived on a device cannot have been sent. The host raises at once."""
+        """Keep a flag of a device: it is set if bytes have arrived that no compressor can have
+        made. (On the host decoding raises an error at once.)"""
         if isinstance(flag, Tensor):
             self.invalid.append(flag)
 
     @property
     def sent(self) -> float:
-        """Bytes on the wire since the last `take_traffic`, but for statistics."""
+        """Bytes on the wire since the last `take_traffic`, without statistics."""
         return self._traffic.wire - self._traffic.statistics
 
     @property
     def shards(self) -> int:
-        """In how many parts each replica of the model is; 1 if it is not sharded."""
+        """Number of shards of each replica of the model; 1 if it is not sharded."""
         return self.ranks // self.world_size
 
     def take_traffic(self) -> Traffic:
-        """What was counted so far; counting starts again from zero."""
+        """The traffic counted since the last call. Counting starts again from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
-
-    def _round_the_ring(self, times: int = 1) -> None:
-        """A collective whose messages go from rank to rank."""
-        self._traffic.hops += times * (self.world_size - 1)
 
     def _hold(
         self, done: Future[Tensor], nbytes: int, wire: float, device: torch.device
     ) -> Future[Tensor]:
-        """Count what was sent; `done`, no sooner than an emulated link has carried it."""
+        """Count the bytes. Returns `done`, delayed by the emulated link if there is one."""
         self._traffic.payload += nbytes
         self._traffic.wire += wire
-        return self._link.hold(done, wire, device) if self._link else done
+        return self._link.hold(done.wait, wire, device) if self._link else done
 
     def _receive(self, work: dist.Work, nbytes: int, wire: float, rows: Tensor) -> Future[Tensor]:
-        """A future of the `rows` that a collective fills; fails if that has failed, instead of
-        handing on a buffer that nothing was received in."""
+        """A future of `rows`, which a collective fills. It fails if the collective has failed."""
         done = future_of(work, self.group, rows).then(lambda future: after(future, rows))
         return self._hold(done, nbytes, wire, rows.device)
 
 
-@dataclass(eq=False)
-class Arriving:
-    """What neighbours have sent, there or under way (a point-to-point exchange has no future with
-    gloo). payload: this rank's own, to be left alone until then. held: when an emulated link lets
-    it through."""
-
-    works: Sequence[dist.Work]
-    payload: Tensor
-    rows: Tensor
-    held: Future[Tensor] | None = None
-
-    def wait(self) -> Tensor:
-        """Called once: as the emulated link does, or nobody."""
-        for work in self.works:
-            work.wait()
-        return self.rows
-
-    def payloads(self) -> Tensor:
-        """(sources, bytes), once all are there."""
-        return self.wait() if self.held is None else self.held.wait()
-
-
 def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather every rank's `own`, one after the other. (torch renamed all_gather_into_tensor, which
-    warns since; older versions have only that.)"""
+    """Gather every rank's `own` to `out`, one after the other. (New versions of torch call this
+    all_gather_single, and warn of the old name.)"""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, own, group=group, async_op=True)
 
 
 def future_of(work: dist.Work, group: dist.ProcessGroup, tensor: Tensor) -> Future[Any]:
-    """The future of a collective of the group, on this tensor: the one place where it is taken.
+    """The future of a collective of the group on this tensor. All futures of collectives are taken
+    here.
 
-    gloo's futures know no device. Only one stream waits until gloo has copied what has arrived to a
-    GPU: the default stream, on a thread of gloo's. So there a future that knows the device is
-    completed on that stream. Whatever waits for it, or follows it, is then behind the copy."""
-    return known_there(work.get_future(), group, tensor.device)
+    gloo's futures know no device. On a GPU, gloo copies the result to the device behind one stream,
+    the default stream of a thread of gloo. So the future returned here knows the device, and is
+    completed on that stream. Work that waits for the future then comes after the copy."""
+    return future_with_device(work.get_future(), group, tensor.device)
 
 
-def known_there(future: Future[Any], group: dist.ProcessGroup, device: torch.device) -> Future[Any]:
-    """A future of collectives of the group that knows the device, on which what they bring lies."""
+def future_with_device(
+    future: Future[Any], group: dist.ProcessGroup, device: torch.device
+) -> Future[Any]:
+    """A future like `future`, of a collective of the group, that knows the device of its result."""
     if device.type != "cuda" or not _is_gloo(group, device):
         return future
     done: Future[Any] = new_future(device)
 
-    def complete(arrived: Future[Any]) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.default_stream(device)):
-                done.set_result(arrived.value())
-        except Exception as error:  # whoever waits for the collective must see it, whatever it is
-            done.set_exception(error)
+    def arrived(future: Future[Any]) -> None:
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            complete(done, future.value)
 
-    future.add_done_callback(complete)
+    future.add_done_callback(arrived)
     return done
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo carries the group's tensors on the device."""
+    """Whether gloo exchanges the group's tensors on this device."""
     try:
         return bool(group._get_backend(device).name() == "gloo")
-    except RuntimeError:  # a group written in Python has none of torch's
+    except RuntimeError:  # a process group written in Python has no backend of torch's
         return False
 
 
 def after(future: Future[Any], tensor: Tensor) -> Tensor:
-    """The tensor that a collective has filled; raises what went wrong with it. (Process groups
-    differ in what they take for the collective's value.)"""
+    """The tensor that a collective has filled; raises the error of a collective that has failed.
+    (The value of the future itself differs between process groups.)"""
     future.value()
     return tensor
 
 
 def groups_joined() -> int:
-    """The number that torch puts into the name of a group that its ranks alone make: how many
-    groups this rank is in, or, from torch 2.14 on, how many it has made or seen made."""
+    """The number that torch puts into the name of a process group that only its own ranks make: how
+    many groups this rank is in; from torch 2.14 on how many it has made or seen made."""
     world = distributed_c10d._world
     counts_all = "group_count" in distributed_c10d._hash_ranks_to_str.__code__.co_names
     return world.group_count if counts_all else len(world.pg_names)
 
 
 def join_groups(count: int) -> None:
-    """Before `new_group(use_local_synchronization=True)`: make groups of this rank alone until its
-    `groups_joined` is `count`, the largest of the new group's ranks.
+    """Make process groups of this rank alone, until its `groups_joined` is `count`. To be called
+    before `new_group(use_local_synchronization=True)`, with the largest number of its ranks.
 
     torch names the new group by its ranks and by that number. Ranks with different numbers would
     wait for each other under different names."""
@@ -422,7 +420,7 @@ def join_groups(count: int) -> None:
 
 
 def drain(queue: deque[T]) -> list[T]:
-    """All that threads have put into the queue so far."""
+    """Take all items out of a queue that other threads may be adding to."""
     taken = []
     with suppress(IndexError):
         while True:

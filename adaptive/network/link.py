@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,9 +83,21 @@ def new_future(device: torch.device) -> Future[Tensor]:
     return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream beside backward's; None where a device has no streams."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+def complete(future: Future[Any], result: Callable[[], Any]) -> None:
+    """Complete a future with this result, or with the error that is raised instead."""
+    try:
+        value = result()
+    except Exception as error:  # the waiter must see every error
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def done_with(value: Tensor) -> Future[Tensor]:
+    """A completed future of `value`."""
+    done = new_future(value.device)
+    done.set_result(value)
+    return done
 
 
 class StepClock(ABC):
@@ -190,14 +202,6 @@ def network_from(given: Any) -> Network:
     return Network(given)
 
 
-class Waited(Protocol):
-    """A finished or running collective, such as a future of torch's."""
-
-    def wait(self) -> Tensor:
-        """What it has brought."""
-        ...
-
-
 class EmulatedLink:
     """Holds back finished collectives until a link of `spec` could have carried their bytes, one
     after the other. A thread waits for each, so that backward goes on."""
@@ -206,22 +210,21 @@ class EmulatedLink:
         self.spec = spec
         self._free_at = 0.0
 
-    def hold(self, done: Waited, wire_bytes: float, device: torch.device) -> Future[Tensor]:
-        """A future that completes with `done`'s value, which is on `device`, but no sooner than the
-        link allows."""
+    def hold(
+        self, wait: Callable[[], Tensor], wire_bytes: float, device: torch.device
+    ) -> Future[Tensor]:
+        """A future of the result of a collective on `device`, delayed by the link. wait: waits for
+        the collective, and returns its result."""
         start = max(time.monotonic(), self._free_at)
         self._free_at = start + wire_bytes * 8 / self.spec.bits_per_second
         due, held = self._free_at + self.spec.latency, new_future(device)
 
         def carry() -> None:
             time.sleep(max(0.0, due - time.monotonic()))
-            # Not backward's stream, which would wait for the collective.
-            own = side_stream(device)
-            try:
-                with torch.cuda.stream(own) if own is not None else nullcontext():
-                    held.set_result(done.wait())
-            except Exception as error:  # the waiter must see it, whatever it is
-                held.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            # On a stream of its own: backward's would wait for the collective.
+            on_cuda = device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+                complete(held, wait)
 
         threading.Thread(target=carry, name="emulated-link", daemon=True).start()
         return held

@@ -51,7 +51,9 @@ class DenseStep:
 
 NOT_TIMED = DenseStep()
 
-_SAVED = {"saved": True}
+SAVED = {"saved": True}
+"""Marks a field as part of the saved state. Unlike a field of `policies.state.saved` it is also an
+argument of the constructor."""
 
 
 @dataclass
@@ -66,13 +68,13 @@ class Pace(Stateful):
     may be wrong.
     """
 
-    steps: int = field(default=0, metadata=_SAVED)
-    untimed: int = field(default=0, metadata=_SAVED)
-    seconds: float = field(default=0.0, metadata=_SAVED)
-    compared: float = field(default=0.0, metadata=_SAVED)
-    dense: float = field(default=0.0, metadata=_SAVED)
-    measured: float = field(default=0.0, metadata=_SAVED)
-    doubt: float = field(default=0.0, metadata=_SAVED)
+    steps: int = field(default=0, metadata=SAVED)
+    untimed: int = field(default=0, metadata=SAVED)
+    seconds: float = field(default=0.0, metadata=SAVED)
+    compared: float = field(default=0.0, metadata=SAVED)
+    dense: float = field(default=0.0, metadata=SAVED)
+    measured: float = field(default=0.0, metadata=SAVED)
+    doubt: float = field(default=0.0, metadata=SAVED)
 
     def add(self, seconds: float, steps: int = 1, dense: DenseStep = NOT_TIMED) -> None:
         """Count so many steps that took `seconds` together (nan: unknown), and a dense step in
@@ -251,15 +253,6 @@ class DenseTimer(Stateful):
     cost: Callable[[], LinkCost | None]
 
     contrast: Contrast = saved(Contrast())
-
-    def rescale(self) -> None:
-        """Begin again: the number of ranks has changed."""
-        self.contrast = Contrast()
-
-    @property
-    def network(self) -> str:
-        """See `network_in_words`."""
-        return network_in_words(self.clock, self.spec)
 
     def observe(self, report: StepReport) -> DenseStep:
         """Take in one report; returns the dense step in place of each of its optimizer steps."""

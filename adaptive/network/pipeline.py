@@ -46,13 +46,6 @@ class _Running:
     issued: Future[Tensor] = field(init=False)
 
 
-def done_with(value: Tensor) -> Future[Tensor]:
-    """A completed future of `value`."""
-    done = new_future(value.device)
-    done.set_result(value)
-    return done
-
-
 class HookStream:
     """The CUDA stream of the hook's work, beside backward's stream. It also keeps tensors alive
     until the callbacks' kernels that use them have run. On other devices it does nothing."""
@@ -75,7 +68,10 @@ class HookStream:
         if self._stream is None:
             yield
             return
-        self._drop_passed()
+        for of, (passed, _) in list(self._kept.items()):
+            if not passed.query():
+                break
+            self.waited_for(of)
         backward = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(backward)
         try:
@@ -102,12 +98,6 @@ class HookStream:
         """Backward's stream has waited for all callbacks, and the hook's stream will wait for
         backward's: drop all references, so that the optimizer and the forward get the memory."""
         self._kept.clear()
-
-    def _drop_passed(self) -> None:
-        for of, (passed, _) in list(self._kept.items()):
-            if not passed.query():
-                break
-            self.waited_for(of)
 
 
 class Pipeline:

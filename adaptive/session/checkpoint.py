@@ -26,7 +26,7 @@ FormName = Literal["auto", "rank", "gathered"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
 """What `AdaptiveCompressor.state_dict(checkpoint=...)` takes."""
 
-VERSION = 22
+VERSION = 23
 
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""
@@ -42,36 +42,8 @@ REFUSED = "state: it is not loaded, being refused on"
 def save(session: Session, form: str) -> dict[str, Any]:
     """The state as "rank" or "gathered". A collective for "gathered", an error on all ranks if one
     has none to give."""
-    return _gathered(session) if form == "gathered" else _of_rank(session)
-
-
-def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
-    """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
-    changed, if one of them cannot."""
-    group = session.exchange.everyone
-    agreed: Mapping[str, Any] = {}
-    with session.taking_up():
-        wait_for_all(group, "load_state_dict must be called on every rank, with this rank's state")
-        with all_or_none(group, REFUSED):
-            if not isinstance(state, Mapping):
-                raise ValueError(
-                    f"state: {state!r:.80} must be a mapping; is it a state_dict() of ours?"
-                )
-            if "ranks" in state:
-                state, agreed = _own_part(session, state)
-            elif "elsewhere" in state:
-                raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
-            _check_version(state)
-            session.agreed.check(agreed)
-        session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
-    session.take_up(agreed)
-
-
-def _of_rank(session: Session) -> dict[str, Any]:
-    return {"version": VERSION, **session.state_dict()}
-
-
-def _gathered(session: Session) -> dict[str, Any]:
+    if form != "gathered":
+        return _of_rank(session)
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
     session.make_up()  # first: a rank that has left its last step out makes it up in collectives
@@ -100,6 +72,32 @@ def _gathered(session: Session) -> dict[str, Any]:
         "ranks": [each["state"] for each in everyone],
         "agreed": [each["agreed"] for each in everyone[: session.exchange.shards]],
     }
+
+
+def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
+    """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
+    changed, if one of them cannot."""
+    group = session.exchange.everyone
+    agreed: Mapping[str, Any] = {}
+    with session.taking_up():
+        wait_for_all(group, "load_state_dict must be called on every rank, with this rank's state")
+        with all_or_none(group, REFUSED):
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"state: {state!r:.80} must be a mapping; is it a state_dict() of ours?"
+                )
+            if "ranks" in state:
+                state, agreed = _own_part(session, state)
+            elif "elsewhere" in state:
+                raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
+            _check_version(state)
+            session.agreed.check(agreed)
+        session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
+    session.take_up(agreed)
+
+
+def _of_rank(session: Session) -> dict[str, Any]:
+    return {"version": VERSION, **session.state_dict()}
 
 
 def _gather_bytes(

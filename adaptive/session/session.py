@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.bucket.requested import RequestedStatistics
-from adaptive.exchange.choice import measure_link
-from adaptive.memory.handover import describe, learning_rate
+from adaptive.bucket.shadow import RequestedStatistics
+from adaptive.exchange.choice import ExchangeChoice, measure_link
+from adaptive.memory.handover import Groups, describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
-from adaptive.memory.step_watch import FALLEN_BACK, Groups, StepWatch
-from adaptive.model.parameters import ModelParameters
+from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
+from adaptive.model.parameters import ModelParameters, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
-from adaptive.model.state import SavedPart, check_state, load_parts, refusing, swapped
+from adaptive.model.state import SavedPart, check_state, refusing, swapped
 from adaptive.model.uniting import Agreed
 from adaptive.network.agreement import agree
 from adaptive.network.link import EmulatedLink
@@ -37,8 +36,8 @@ from adaptive.settings.config import Settings
 from adaptive.settings.sizes import Sizes, make_header, start_policy
 from adaptive.step.averager import Averager
 from adaptive.step.controller import TOO_SMALL, Controller
-from adaptive.sync.start import gradients_or_steps, start
-from adaptive.timeline.recorder import Recorder
+from adaptive.sync import gradients_or_steps, start
+from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary
 from compressors.base import Spec
 from compressors.warm_up import warm_up
@@ -65,8 +64,8 @@ MOVED = (
 )
 
 SMALL = 0.01
-"""Of a dense step's bytes, what statistics may be."""
-
+"""Share of a dense step's bytes. A model whose statistics would be more than that stays dense for
+good, and nothing is measured."""
 
 ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 """Sessions that compress, until they are detached."""
@@ -97,14 +96,19 @@ class Session:
         world_size = self.exchange.world_size
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
         self.agreed = Agreed(self._parameters)
-        self._watch = StepWatch(
-            self._parameters, self._step_begins, self._before_step, self._after_step
-        )
+        self._watch = StepWatch(self._parameters, self)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
-        self._choice = settings.exchange.choice(settings.base, world_size, self.exchange.adapt)
+        way, server = settings.exchange.way, settings.exchange.server
+        adapt = self.exchange.adapt
+        self._choice = ExchangeChoice(settings.base, way, world_size, server, adapt)
         self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
-        self._agree(optimizers, scaler)
+        handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
+        try:  # the error of a rank is raised on all of them
+            agree(lambda: f"{self._prepare(optimizers)}\n{handed_over}", self.exchange.everyone)
+        except Exception:
+            self._memory.release()
+            raise
         shards = self._choice.may_shard
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
@@ -124,28 +128,23 @@ class Session:
             self._memory,
             self._watch,
             Pipeline(timestamps, HookStream(self.device)),
-            self._choice,
-            self._granularity,
             self._sizes,
             self._requested,
             self.controller,
             replica.settling,
         )
         self._sync = start(self._averager)
-        self._warn(optimizers, replica)
-        self._start_watching(replica)
+        if settings.sync.takes_optimizer:
+            self._averager.warn_once(self._memory.warning(optimizers))
+        if settings.sync.lets_ranks_differ and replica.sends_buffers:
+            self._averager.warn_once(BROADCASTS)
+        self._watch.start()
+        mark = self.controller.stopwatch.forward
+        mark.begins = weakref.WeakMethod(self._forward_begins)
+        self._forward_hook = replica.model.register_forward_pre_hook(mark)
+        ATTACHED.add(self)
 
     # -- attaching --
-
-    def _agree(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
-        """Prepare on every rank, and attach if none fails and all describe the same. A collective;
-        the error of a rank is raised on all."""
-        handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
-        try:
-            agree(lambda: f"{self._prepare(optimizers)}\n{handed_over}", self.exchange.everyone)
-        except Exception:
-            self._memory.release()
-            raise
 
     def _prepare(self, optimizers: Sequence[Optimizer]) -> str:
         """Start the policy and choose the memory; describes what must be alike on all ranks."""
@@ -202,9 +201,8 @@ class Session:
     def _check_free(self) -> None:
         """RuntimeError if another session compresses some of these parameters, or uses the same
         policy or compressor object."""
-        if not self._taken():
-            return
-        gc.collect()  # the other may be garbage that nobody has found yet
+        if self._taken():
+            gc.collect()  # the other may be garbage that nobody has found yet
         if taken := self._taken():
             raise RuntimeError(f"{taken} another AdaptiveCompressor: detach() that one first")
 
@@ -223,8 +221,7 @@ class Session:
         """ValueError if one is of another model, or the way to synchronise cannot go with them."""
         exchanged = {*self._parameters, *self._parameters.left_to_ddp.values()}
         for each in optimizers:
-            owned = {p for group in each.param_groups for p in group["params"]}
-            if exchanged and exchanged.isdisjoint(owned):
+            if exchanged and exchanged.isdisjoint(parameters_of(each)):
                 raise ValueError(
                     f"optimizer must be one of the model's parameters, got a "
                     f"{type(each).__name__} with none of those that the ranks exchange. If it "
@@ -265,36 +262,12 @@ class Session:
         controller.take_steps(settings.sync.numbers[0])
         controller.delay = settings.sync.delays[0]
         may_stay_dense = settings.may_stay_dense and not settings.sync.lets_ranks_differ
-        if may_stay_dense and not settings.debug:
-            self._stay_dense_if_small(controller)
-        return controller
-
-    def _stay_dense_if_small(self, controller: Controller) -> None:
-        """Dense for good, without measuring anything, if statistics would be more than 1% of the
-        bytes of a dense step: the same on every rank."""
-        if controller.statistics_nbytes() > SMALL * self._sizes.dense_nbytes():
+        least = SMALL * self._sizes.dense_nbytes()  # the same on every rank
+        if may_stay_dense and not settings.debug and controller.statistics_nbytes() > least:
             controller.too_small = True
             self._memory.release()  # which holds nothing yet
             log.info("%s", TOO_SMALL)
-
-    def _warn(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
-        """Log what the user should know of this setup, once a process."""
-        sync, warnings = self.settings.sync, []
-        if sync.takes_optimizer:
-            warnings.append(self._memory.warning(optimizers))
-        if sync.lets_ranks_differ and replica.sends_buffers:
-            warnings.append(BROADCASTS)
-        for warning in filter(None, warnings):
-            if self.exchange.first and self._watch.is_new(warning):
-                log.warning("%s", warning)
-
-    def _start_watching(self, replica: Replica) -> None:
-        """What the script does with the gradients, and when the model's forward begins."""
-        self._watch.start()
-        mark = self.controller.stopwatch.forward
-        mark.begins = weakref.WeakMethod(self._forward_begins)
-        self._forward_hook = replica.model.register_forward_pre_hook(mark)
-        ATTACHED.add(self)
+        return controller
 
     # -- a step --
 
@@ -327,19 +300,19 @@ class Session:
         return done
 
     def _forward_begins(self) -> None:
-        dropped = self._watch.moved_far() and self._sync.start_over()
-        if dropped and self.exchange.first and self._watch.is_new(MOVED):
-            log.warning("%s", MOVED)
+        if self._watch.moved_far() and self._sync.start_over():
+            self._averager.warn_once(MOVED)
         self._sync.forward_begins()
 
-    def _step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """See `StepWatch`, as of the next two."""
         self._sync.step_begins(optimizer)
 
-    def _before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
+    def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         self.agreed.before_step(optimizer)
         return self._sync.before_step(optimizer, groups)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         self._sync.after_step(optimizer)
 
     # -- between steps --
@@ -476,19 +449,12 @@ class Session:
         """What is saved, in the order in which it is: synchronisers move what memories hold. Of a
         state that is to be loaded, kind: its memory's name; resharded: it was made for another
         number of ranks."""
-        base, memory, controller = self.settings.base, self._memory, self.controller
+        base, sync, controller = self.settings.base, self._sync, self.controller
         return {
-            "sync": self._sync.saved(),
+            "sync": SavedPart(sync.state_dict, sync.check, sync.load_state_dict),
             "compressor": swapped(base),
             **self._choice.parts(self.device, resharded),
-            "moments": SavedPart(
-                memory.handover_state,
-                partial(memory.check_handover, kind=kind),
-                memory.load_handover,
-            ),
-            "memory": SavedPart(
-                memory.state_dict, partial(memory.check, kind=kind), memory.load_state_dict
-            ),
+            **self._memory.parts(kind),
             **self._requested.parts(self._parameters.values()),
             "controller": swapped(controller, same_clock=same_clock, resharded=resharded),
         }
@@ -506,30 +472,22 @@ class Session:
         else:
             averager.pipeline.abandon()  # before something is loaded that it could change
         with refusing(), checking:
-            expected = self._expected(state)
+            expected = self._identity()
+            # That it fell back was told in the run that the state is of.
+            kind = expected["memory_kind"] = self._memory.kind_of(state.get("memory_kind"))
             resharded = saved.read(state, "resharded_from", int | None) is not None
-            parts = self._parts(expected["memory_kind"], resharded, same_clock)
+            parts = self._parts(kind, resharded, same_clock)
             check_state(state, expected, parts)
-        self._fall_back_with(expected["memory_kind"])
+        if self._memory.falls_back_to(kind):
+            averager.fall_back()
+            if self.exchange.first:
+                log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         self.abandon()
         self._watch.they_move()
         with averager.noting_failure():
-            load_parts(state, parts)
+            for name, part in parts.items():
+                part.load(state[name])
             controller.stopwatch.go_on(state["controller"]["saved_at"])
-
-    def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What must be the same in this state."""
-        expected = self._identity()
-        # That it fell back was told in the run that the state is of, and need not be found again.
-        expected["memory_kind"] = self._memory.kind_of(state.get("memory_kind"))
-        return expected
-
-    def _fall_back_with(self, kind: str) -> None:
-        """Be as the run of a state that is about to be loaded, whose memory had this name."""
-        if self._memory.falls_back_to(kind):
-            self._averager.fall_back()
-            if self.exchange.first:
-                log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is loaded."""

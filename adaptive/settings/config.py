@@ -19,7 +19,7 @@ from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.network.link import Network
 from adaptive.settings.synchronisation import Synchronisation
-from adaptive.timeline.recorder import SafeTimeline
+from adaptive.timeline.sinks import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
 from compressors.quantizers import Quantizer

@@ -28,23 +28,22 @@ FASTER = 2.0
 """How much faster a measured link may be than it was measured."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Sizes:
     """How many bytes a step sends at each CF. Where whole buckets are compressed, they are those of
     a model that is a single bucket: next to the same, and they never change. Where parameters are
-    sharded, they are those of the largest shard, so that all ranks reckon with the same.
-
-    parameters: may still be found one by one.
-    """
+    sharded, they are those of the largest shard, so that all ranks reckon with the same."""
 
     parameters: ModelParameters
     granularity: Granularity
     choice: ExchangeChoice
     world_size: int
-    _payload_nbytes: dict[tuple[float, int], float] = field(default_factory=dict)
-    _pieces_of: dict[tuple[float, int], list[Piece]] = field(default_factory=dict)
+    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)  # by CF; caches, all of them
+    _payload_nbytes: dict[float, float] = field(default_factory=dict)
     _wire_bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    _by_name: dict[str, ModelParameter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name = self.parameters.by_name()
 
     def numel(self) -> int:
         """Elements of all gradients that may be compressed."""
@@ -69,18 +68,15 @@ class Sizes:
 
     def layer_nbytes(self, layer: str, cf: float) -> float:
         """Payload bytes of one parameter at `cf`."""
-        if layer not in self._by_name:
-            self._by_name = {parameter.name: parameter for parameter in self.parameters.values()}
         return self._piece(self._by_name[layer], cf).nbytes
 
     def payload_nbytes(self, cf: float) -> float:
         """Bytes handed to the collectives in a step at `cf`, all layers alike."""
-        key = (cf, len(self.parameters))
-        if key not in self._payload_nbytes:
+        if cf not in self._payload_nbytes:
             pieces = self._pieces(cf) if cf != DENSE else ()
             compressed = sum(piece.nbytes for piece in pieces)
-            self._payload_nbytes[key] = compressed if pieces else float(self.dense_nbytes())
-        return self._payload_nbytes[key]
+            self._payload_nbytes[cf] = compressed if pieces else float(self.dense_nbytes())
+        return self._payload_nbytes[cf]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
         """Bytes of a bucket's payloads in a step, roughly."""
@@ -95,7 +91,7 @@ class Sizes:
         of the means in a sharded exchange; None: the one in use."""
         choice = self.choice
         down_cf = choice.means.cf if down_cf is None else down_cf
-        key = (cf, down_cf, len(self.parameters), choice.link, choice.messages)
+        key = (cf, down_cf, choice.link, choice.messages)
         if key not in self._wire_bytes:
             self._wire_bytes[key] = self._count_wire_bytes(cf, down_cf)
         return self._wire_bytes[key]
@@ -117,18 +113,14 @@ class Sizes:
 
     def _pieces(self, cf: float) -> list[Piece]:
         """What a step at `cf` sends."""
-        key = (cf, len(self.parameters))
-        if key not in self._pieces_of:
-            self._pieces_of[key] = self._make_pieces(cf)
-        return self._pieces_of[key]
-
-    def _make_pieces(self, cf: float) -> list[Piece]:
-        pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
-        if not self.granularity.as_one:
-            return pieces
-        uncompressed = [piece for piece in pieces if piece.cf == DENSE]
-        numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
-        return [*uncompressed, self._compressed((numel,), cf)] if numel else uncompressed
+        if cf not in self._pieces_at:
+            pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
+            if self.granularity.as_one:
+                numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
+                pieces = [piece for piece in pieces if piece.cf == DENSE]
+                pieces += [self._compressed((numel,), cf)] if numel else []
+            self._pieces_at[cf] = pieces
+        return self._pieces_at[cf]
 
     def _piece(self, parameter: ModelParameter, cf: float) -> Piece:
         shape = parameter.largest

@@ -1,7 +1,7 @@
 """The ways in which ranks keep their models together: the values of the argument `sync`.
 
 Each way checks its own arguments, and declares what it needs of the other ones.
-`config.py` compares these with the script's arguments. `adaptive/sync/start.py` makes the
+`config.py` compares these with the script's arguments. `adaptive/sync/__init__.py` makes the
 synchroniser that does the work on a model.
 """
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from adaptive.memory.options import NAMED, Memory
 from adaptive.memory.rule import MemoryRule
+from adaptive.model.parameters import parameters_of
 from compressors import Compressor
 from policies import Policy, checks
 
@@ -26,7 +27,6 @@ OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
-
 
 LATE = 0.04
 """Seconds of a message from which `sync="auto"` lets ranks step by themselves, if the policy finds
@@ -99,7 +99,7 @@ class Synchronisation:
         return None
 
     def start(self, averager: Any) -> Any:
-        """Its synchroniser, about to train with an `Averager`; None: `sync/start.py` has it."""
+        """Its synchroniser, about to train with an `Averager`; None: `sync/__init__.py` has it."""
         return None
 
 
@@ -142,7 +142,11 @@ class LocalSteps(Synchronisation):
         if isinstance(self.steps, str) and self.steps != "auto":
             raise ValueError(f"steps={self.steps!r}: must be a whole number >= 2 or 'auto'")
         steps = self.steps if self.steps == "auto" else checks.whole("steps", self.steps, least=2)
+        auto = steps == "auto"
         settled = {
+            "memories": ("auto", "updates") if auto else ("auto", "residual", "none"),
+            "takes_optimizer": auto,
+            "keeps_unsent": not auto,
             "steps": steps,
             "outer_lr": checks.real("outer_lr", self.outer_lr, above=0),
             "outer_momentum": checks.real("outer_momentum", self.outer_momentum, least=0),
@@ -161,18 +165,6 @@ class LocalSteps(Synchronisation):
         most = inf if isinstance(self.steps, str) else self.steps
         if self.overlap and self.overlap >= most:
             raise ValueError(f"overlap={self.overlap}: must be less than steps={self.steps!r}")
-
-    @property
-    def memories(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("auto", "updates") if self.steps == "auto" else ("auto", "residual", "none")
-
-    @property
-    def takes_optimizer(self) -> bool:  # type: ignore[override]
-        return self.steps == "auto"
-
-    @property
-    def keeps_unsent(self) -> bool:  # type: ignore[override]
-        return self.steps != "auto"
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -223,7 +215,7 @@ def check_all_moved(
     what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> None:
     """ValueError unless the optimizers together have all parameters. what: a name for the error."""
-    moved = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    moved = {p for each in optimizers for p in parameters_of(each)}
     left = [name for tensor, name in names.items() if tensor not in moved]
     if left:
         got = ", ".join(type(each).__name__ for each in optimizers) or "none"

@@ -1,9 +1,9 @@
-"""The statistics of one step: declared once, added up on the gradients' device, agreed by one sum.
+"""The statistics of one step. The ranks agree on them by one sum of a vector.
 
-`Statistics` declares each number once: how ranks agree on it, when it is measured, and where it
-stands in the `StepReport`. The vector that is summed over the ranks, the numbers read back and the
-report follow from the declaration. After the sum every rank holds the same bits (measured for gloo
-and NCCL rings), so every number of `Statistics` is an agreed one.
+`Statistics` declares each number once: how the ranks' values become one, in which steps it is
+measured, and whether the policy's `StepReport` has it. The layout of the vector (`Tally`), the
+numbers read from the sum, and the report follow from these declarations. After the sum all ranks
+hold the same bits (measured for gloo and NCCL rings).
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from policies import Measurement
 
 
 def _number(agree: str, host: bool = False, reported: bool = False, only: str = "") -> Any:
-    """One number. agree: the ranks' "sum" or "mean". host: a Python number from `Tally.known`; nan
-    if that has it not. reported: under its name in the `StepReport` or in its `Measurement`s. only:
-    part of the vector only if this attribute of the `Tally` is set."""
+    """Declares one number. agree: whether the ranks agree on their "sum" or "mean". host: the host
+    knows this rank's value, from `Tally.known` (nan if it is missing there); False: measuring code
+    adds to the vector. reported: the `StepReport`, or its `Measurement`s, have it under its name.
+    only: the vector has the number only if this attribute of the `Tally` is set."""
     metadata = {"agree": agree, "host": host, "reported": reported, "only": only}
     return field(default=nan, metadata=metadata)
 
 
 def _numbers(per: str, reported: bool = False, only: str = "") -> Any:
-    """Several numbers, summed over the ranks: one for each CF of the tally's "cfs" or "ladder", for
-    each of its "ranks", or as many as its "layers", "levels", "measures" or "sketch" says."""
+    """Declares a list of numbers, summed over the ranks. per: the attribute of the `Tally` that
+    says how many: by its length if it is a sequence, else by its value."""
     metadata = {"agree": "sum", "per": per, "host": False, "reported": reported, "only": only}
     return field(default_factory=list, metadata=metadata)
 
 
 @dataclass
 class Tally:
-    """This rank's part of a step's statistics: a float64 vector on the gradients' device, to which
+    """The statistics of one rank in one step: a float64 vector on the gradients' device, to which
     all measuring code adds. Its length is the same on every rank.
 
-    cfs: the CFs measured. ladder: the CFs of the shadow ladder. layers: number of layers whose
-    norms are read. sketch: numbers in the sketch for signal gain. updates: updates of the ranks'
-    own optimizers are sent. drift: the distance between ranks is measured. norms: the norms of the
-    gain "raw" are measured. mean_cfs: the CFs at which means are measured. ranks: all ranks that
-    decide alike. shards: shards of each replica of the model. rank: this one. energies: the
-    gradients' norm is measured in a dense step, too, that measures nothing else, and what is kept
-    at a rung whose gain is assumed. known: by name,
-    the numbers that the host knows. by_layer: the place of each layer, by name, whose energies at
-    each of `cfs` are measured. measures: how many numbers of the policy's own.
+    cfs: CFs at which gradients are measured. ladder: CFs of the shadow ladder. mean_cfs: CFs at
+    which means are measured. layers: number of layers whose norms are read. by_layer: by name, the
+    index of each layer whose energies are measured at each of `cfs`. sketch: number of elements of
+    a sketch for signal gain. measures: number of statistics of the policy's own.
+    updates: updates of the ranks' optimizers are exchanged. drift: the distance between ranks is
+    measured. norms: the norms for gain "raw" are measured. samples: the gain before error feedback
+    is measured. energies: a dense step measures the norm of its gradients, also if it measures
+    nothing else, and a rung with an assumed gain measures what is kept.
+    ranks: number of ranks that decide alike. rank: this rank. shards: number of shards of each
+    replica of the model. known: by name, the numbers that the host knows.
     """
 
     cfs: tuple[float, ...] = ()
@@ -75,7 +77,7 @@ class Tally:
         self.replicas = self.ranks // self.shards
         self.levels = 3 * len(self.by_layer) * len(self.cfs)
         self.places: dict[str, slice] = {}
-        """The place of each declared statistic in the vector."""
+        """By name, the slice of the vector that holds a declared statistic."""
         end = 0
         for name, declared in _DECLARED.items():
             per, only = declared.get("per"), declared["only"]
@@ -89,11 +91,12 @@ class Tally:
         self.at("sum_norm").fill_(nan)
 
     def at(self, name: str) -> Tensor:
-        """A view of the vector: the numbers of one statistic, to be added to in place."""
+        """The numbers of one statistic: a view of the vector, for measuring code to add to."""
         return self.vector[self.places[name]]
 
     def add_layer(self, layer: str, levels: Tensor, times: int = 1) -> None:
-        """Add the energies of one layer's payloads, or of a part of it, as `add_levels`."""
+        """Add the energies of the payloads of one layer, or of a slice of a layer. See
+        `add_levels`."""
         of_layer = self.at("layer_levels").view(len(self.by_layer), len(self.cfs), 3)
         of_layer[self.by_layer[layer]].add_(levels, alpha=times)
 
@@ -102,29 +105,31 @@ class Tally:
         return self.vector[self.places["total"].start : self.places["sample_error"].stop]
 
     def add_levels(self, levels: Tensor, sampled: Tensor, times: int = 1) -> None:
-        """Add the energies of a tensor's payloads at each CF, and of its sample's: both (CFs, 3),
-        columns ||a||^2, ||c||^2 and ||a - c||^2. times: of so many ranks that share a bucket only
-        this one knows of this tensor, and the sum over all ranks is divided by their number."""
+        """Add the energies of the payloads of a tensor (levels) and of its sample (sampled), at
+        each CF: both (CFs, 3), with columns ||a||^2, ||c||^2 and ||a - c||^2.
+
+        times: the number of ranks of a node, if only this rank of the node compresses the tensor.
+        The sum over all ranks is divided by this number."""
         own, sample = levels.t(), sampled.t()
-        parts = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])
-        self._levels().add_(torch.cat(parts), alpha=times)
+        declared = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])  # total to sample_error
+        self._levels().add_(torch.cat(declared), alpha=times)
         if self.norms:
             self.at("kept_norms").add_(own[1].clamp(min=0).sqrt(), alpha=times)
 
     def add_means(self, levels: Tensor) -> None:
-        """Add the energies of a mean's payloads at each of `mean_cfs`: (CFs, 3), as of
-        `add_levels`."""
+        """Add the energies of the payloads of a mean at each of `mean_cfs`: (CFs, 3), with the
+        columns of `add_levels`."""
         self.at("mean_total").add_(levels[:1, 0])
         self.at("mean_kept").add_(levels[:, 1])
         self.at("mean_error").add_(levels[:, 2])
 
     def copy_of_levels(self) -> Tensor:
-        """A copy of the sums of `add_levels`, for `lose`."""
+        """A copy of the numbers that `add_levels` adds to, for `lose`."""
         return self._levels().clone()
 
     def lose(self, added: Tensor, share: Scalar) -> None:
-        """Count as lost a share of the energy that compression kept, which a second compression has
-        lost. added: the difference of two `copy_of_levels`."""
+        """Count a share of the kept energy as lost, because a second compression has lost it.
+        added: the difference of two `copy_of_levels`, before and after `add_levels`."""
         n = len(self.cfs)
         kept, sample_error = added[2 : 2 + n], added[2 + 2 * n :]
         self.at("kept").sub_(kept * share)
@@ -132,20 +137,24 @@ class Tally:
         self.at("sample_error").add_((added[1] - sample_error) * share)
 
     def complete(self) -> Tensor:
-        """The vector, with the numbers that the host knows: this rank's term of the sum."""
+        """Write the numbers that the host knows to the vector, which is then this rank's term of
+        the sum."""
         known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each["host"]]
         waits = [0.0] * self.ranks
         waits[self.rank] = self.known.get("exchange_seconds", nan)
-        on_host = torch.tensor([*known, *waits], dtype=torch.float64)  # declared first
+        on_host = torch.tensor(
+            [*known, *waits], dtype=torch.float64
+        )  # the first ones in the vector
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
         return self.vector
 
 
 @dataclass
 class Statistics:
-    """The agreed numbers of one step, in the order of the vector. tally: this rank's.
+    """The statistics of one step on which the ranks have agreed, in the order of the vector.
 
-    g: a rank's gradient. a: its error-fed gradient. c: what compression keeps of a."""
+    tally: this rank's. Formulas of energies, summed over units and ranks, use these letters: g a
+    gradient, a the error-fed gradient, c its decoded payload."""
 
     tally: Tally = field(default_factory=Tally)
 
@@ -157,85 +166,86 @@ class Statistics:
     compute_seconds: float = _number("mean", host=True, reported=True)
     lr: float = _number("mean", host=True, reported=True)
     waits: list[float] = _numbers("ranks")
-    """exchange_seconds of each rank."""
+    """`exchange_seconds` of each rank."""
     sum_norm: float = _number("mean", reported=True)
-    """Norm of the sum of mean gradients; nan in a step whose plan does not read it."""
+    """The norm of the sum of mean gradients; nan if the plan of the step does not read it."""
     grad: float = _number("sum", reported=True)
     """||g||^2."""
     nonfinite: float = _number("mean")
-    """Number of buckets whose gradients are not finite."""
+    """Number of buckets with gradients that are not finite."""
     changed: float = _number("mean")
-    """1 if gradients changed between backward and step; negative if some rank has news of an
-    optimizer that may not be able to step by itself. `unscaled`: 1 if they did as by a loss scale
-    that was not handed over."""
+    """Above 0 if a script has changed gradients between backward and step. Below 0 if the
+    inspection of an optimizer has found something on some rank (`UNSERVED` in own_step.py)."""
     unscaled: float = _number("mean")
+    """Above 0 if that change divided all gradients by a power of two, like a `GradScaler`."""
     invalid: float = _number("sum", only="on_device")
-    """Payloads of the step before that no compressor can have sent."""
+    """Payloads received in the step before that no compressor can have made."""
     total: float = _number("sum", reported=True)
-    """||a||^2. `sample_total`: ||s||^2 of the samples s of the gradients."""
+    """||a||^2. `sample_total`: ||s||^2, where s is the sample of a gradient."""
     sample_total: float = _number("sum", reported=True)
     kept: list[float] = _numbers("cfs", reported=True)
     """||c||^2. `error`: ||a - c||^2. `sample_error`: ||s - C(s)||^2."""
     error: list[float] = _numbers("cfs", reported=True)
     sample_error: list[float] = _numbers("cfs", reported=True)
     grad_norms: float = _number("sum", reported=True, only="norms")
-    """||g||, summed over what is compressed as one (a tensor or several). `kept_norms`: ||c||,
-    summed likewise."""
+    """The sum of ||g|| over units. `kept_norms`: the sum of ||c||."""
     kept_norms: list[float] = _numbers("cfs", reported=True, only="norms")
     mean_total: float = _number("sum", only="mean_cfs")
-    """||m||^2 of the means m of the sharded exchange. `mean_kept`: ||C(m)||^2. `mean_error`:
+    """||m||^2, where m is a mean in the sharded exchange. `mean_kept`: ||C(m)||^2. `mean_error`:
     ||m - C(m)||^2."""
     mean_kept: list[float] = _numbers("mean_cfs")
     mean_error: list[float] = _numbers("mean_cfs")
     shadow_error: list[float] = _numbers("ladder")
-    """||a - c||^2 of the shadow ladder. `shadow_total`: its ||a||^2."""
+    """||a - c||^2 in the shadow ladder. `shadow_total`: ||a||^2 in the shadow ladder."""
     shadow_total: list[float] = _numbers("ladder")
     layers: list[float] = _numbers("layers")
-    """`sum_norm` of each layer, if the step reads them."""
+    """`sum_norm` of each layer, if the plan reads them."""
     layer_levels: list[float] = _numbers("levels")
-    """||a||^2, ||c||^2 and ||a - c||^2 of each layer at each CF, if the step measures them."""
+    """||a||^2, ||c||^2 and ||a - c||^2 of each layer at each CF, if the plan asks for them."""
     measured: list[float] = _numbers("measures")
-    """Numbers of the policy's own."""
+    """The policy's own statistics (`Policy.measure`)."""
     signal_total: float = _number("sum", reported=True, only="sketch")
-    """<g_t, g_{t+1}>; this step is t + 1. `peers_total`: <g_t, g_t> of different ranks."""
+    """<g_t, g_{t+1}> on one rank, where this step is t + 1. `peers_total`: <g_t, g_t> of different
+    ranks."""
     peers_total: float = _number("sum", reported=True, only="sketch")
     peers_energy: float = _number("sum", reported=True, only="drift")
-    """||g_t||^2, by the same sketches."""
+    """||g_t||^2, computed from the sketches that give `peers_total`."""
     signal: list[float] = _numbers("ladder", reported=True, only="sketch")
-    """<c_t, g_{t+1}>. `peers`: <c_t, g_t> of different ranks."""
+    """<c_t, g_{t+1}> on one rank. `peers`: <c_t, g_t> of different ranks."""
     peers: list[float] = _numbers("ladder", reported=True, only="sketch")
     sketch: list[float] = _numbers("sketch")
     """The sketch of g (signal.py)."""
     stepped: float = _number("sum", only="updates")
-    """Number of ranks whose optimizers have stepped, where updates are sent."""
+    """Number of ranks whose optimizers have stepped, if updates are exchanged."""
     sent_bytes: float = _number("mean", only="sharded")
-    """Bytes that a rank sent in the step without statistics: shards may be of unequal size."""
+    """Bytes that a rank sent in the step, without statistics. Ranks may differ, since shards do."""
     timed_bytes: float = _number("mean", only="sharded")
-    """`sent_bytes` of the step that the times are of."""
+    """`sent_bytes` of the step whose times are reported."""
 
     @classmethod
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:
-        """The statistics from the sum of the ranks' vectors, on the host. tally: this rank's."""
+        """Read the statistics from the sum of the ranks' vectors, on the host. tally: this
+        rank's."""
         values: list[float] = summed.tolist()
         over = {"sum": 1, "mean": tally.ranks}
         found: dict[str, Any] = {}
         for name, place in tally.places.items():
-            part, declared = values[place], _DECLARED[name]
+            numbers, declared = values[place], _DECLARED[name]
             if "per" in declared:
-                found[name] = part
-            elif part:
-                found[name] = part[0] / over[declared["agree"]]
-        if found["nonfinite"]:  # nan makes policies pass over the step
+                found[name] = numbers
+            elif numbers:
+                found[name] = numbers[0] / over[declared["agree"]]
+        if found["nonfinite"]:  # policies ignore a step whose energies are nan
             found |= dict.fromkeys(("grad", "total", "sample_total", "grad_norms"), nan)
         return cls(tally, **found)
 
     def reported(self) -> dict[str, Any]:
-        """The fields of a `StepReport` that are statistics, without those by layer."""
+        """The fields of a `StepReport` that are statistics, without those of single layers."""
         tally = self.tally
         values = {name: getattr(self, name) for name, each in _DECLARED.items() if each["reported"]}
         energies = {name: values.pop(name) for name in _MEASURED}
         for name, value in values.items():
-            if isinstance(value, list):  # by CF of the shadow ladder; empty if not measured
+            if isinstance(value, list):  # one number for each CF of the shadow ladder, or none
                 values[name] = dict(zip(tally.ladder, value, strict=False))
 
         def measurement(i: int) -> Measurement:
@@ -258,7 +268,7 @@ class Statistics:
         }
 
     def of_layers(self, cfs: Callable[[str], Sequence[float]]) -> Mapping[str, Any]:
-        """`StepReport.layer_measurements`. cfs: returns the CFs of a layer's levels."""
+        """`StepReport.layer_measurements`. cfs: returns the CFs at which a layer was measured."""
         found: dict[str, dict[float, Measurement]] = {}
         if self.nonfinite:
             return found

@@ -8,6 +8,7 @@ and no network: the averager knows these.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,9 +23,7 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.bucket.bucket import Granularity
-from adaptive.bucket.requested import RequestedStatistics
-from adaptive.exchange.choice import ExchangeChoice
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
@@ -37,6 +36,8 @@ from adaptive.settings.sizes import Sizes
 from adaptive.step.controller import Controller
 from adaptive.step.reducer import OnGradient, Reducer, SendsItself, Step
 from compressors.base import InvalidPayload
+
+log = logging.getLogger("adaptive")
 
 
 @dataclass(eq=False)
@@ -57,8 +58,6 @@ class Averager:
     memory: ModelMemory
     watch: StepWatch
     pipeline: Pipeline
-    choice: ExchangeChoice
-    granularity: Granularity
     sizes: Sizes
     requested: RequestedStatistics
     controller: Controller
@@ -76,7 +75,7 @@ class Averager:
             clip_norm /= sqrt(self.exchange.world_size)
         self.requested.follow(self.memory.now)
         self.reducer = Reducer(
-            self.granularity,
+            self.sizes.granularity,
             self.memory.now,
             self.exchange,
             self.pipeline,
@@ -85,15 +84,11 @@ class Averager:
             clip_norm,
         )
 
-    def use_memory(self) -> None:
-        """Reduce with the model's present memory from now on."""
-        self.reducer.memory = self.memory.now
-        self.requested.follow(self.memory.now)
-
     def fall_back(self) -> None:
         """Replace momentum correction by plain error feedback and the optimizer's own momentum."""
         self.memory.fall_back()
-        self.use_memory()
+        self.reducer.memory = self.memory.now
+        self.requested.follow(self.memory.now)
 
     @property
     def narrow(self) -> torch.dtype | None:
@@ -109,8 +104,8 @@ class Averager:
     @property
     def strategy(self) -> Strategy:
         """The exchange strategy of this step."""
-        controller = self.controller
-        return self.choice.pick(self.sizes.bucket_nbytes(controller.cfs), controller.plan.send)
+        nbytes = self.sizes.bucket_nbytes(self.controller.cfs)
+        return self.sizes.choice.pick(nbytes, self.controller.plan.send)
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True
@@ -139,20 +134,21 @@ class Averager:
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)
             if self.exchange.shards > 1:
                 compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
-        self._look_for_changed_gradients()
-
-    def _look_for_changed_gradients(self) -> None:
-        """Fall back to plain error feedback if a script changes gradients between backward and the
-        optimizer's step. All ranks decide by the same agreed statistic; each rank warns."""
-        controller, memory = self.controller, self.memory.now
-        if controller.agreed.changed > 0 and "velocity" in memory.keeps:
-            other = memory.handover.other_optimizer
+        # Fall back to plain error feedback if a script changes gradients between backward and the
+        # optimizer's step. All ranks decide by the same agreed statistic; each rank warns.
+        if controller.agreed.changed > 0 and "velocity" in memory.now.keeps:
+            other = memory.now.handover.other_optimizer
             why = OTHER_OPTIMIZER.format(other) if other else CHANGED
             controller.note(f"{why}; {FALLEN_BACK}")
             self.fall_back()
         unscaled = controller.agreed.unscaled > 0 and self.scaler is None
         if unscaled and self.watch.is_new(UNSCALED):
             controller.note(UNSCALED)
+
+    def warn_once(self, told: str) -> None:
+        """Log a warning on the first rank, unless it is empty or was logged before."""
+        if told and self.exchange.first and self.watch.is_new(told):
+            log.warning("%s", told)
 
     def listeners(self) -> tuple[OnGradient | None, OnGradient | None]:
         """(on_mean, on_local): callbacks for the mean gradients and the local gradients of this
@@ -182,10 +178,6 @@ class Averager:
         if not self.compresses:
             return self.reducer.dense(step, flat, parameters, narrow=self.narrow)
         return self.reducer.compressed(step, flat, parameters, self.strategy, bucket.index())
-
-    def mean_as_ddp(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of the mean of sparse or complex gradients, as DDP itself makes it."""
-        return self.exchange.mean_as_ddp(bucket.buffer())
 
     def end(self) -> None:
         """After the last tensor: issue all remaining collectives, and start the all-reduce of the
@@ -264,8 +256,3 @@ class Averager:
         self.pipeline.abandon()
         self.controller.abandon()
         self.failed, self.in_backward = None, False
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model's parameters."""
-        return self.parameters.device

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket.bucket import StepCFs
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.network.collectives import Exchange, PendingSum, drain
-from adaptive.network.pace import DenseTimer
+from adaptive.network.pace import Contrast, DenseTimer, network_in_words
 from adaptive.network.timing import Stopwatch
 from adaptive.settings.sizes import Sizes
-from adaptive.statistics.samples import WIDTH
+from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.vector import Statistics, Tally
-from adaptive.timeline.recorder import Recorder
 from adaptive.timeline.records import CFS, Event
+from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary
 from policies import DENSE, Plan, Policy, StepReport
 from policies import state as saved
@@ -41,7 +41,6 @@ TOO_SMALL = (
     "dense: this model's gradients are so small that measuring them would cost more than it can "
     "bring. A policy that is named, AdaptiveCompressor(policy=...), compresses them all the same"
 )
-
 
 RECORDED_EVERY = 10
 """In one step of so many a gain is measured that decides nothing, for the record."""
@@ -317,7 +316,7 @@ class Controller(saved.Stateful):
             verdict=self.policy.verdict(),
             promise=self.policy.promise,
             element_bytes=self.sizes.element_nbytes(),
-            network=self.dense_timer.network,
+            network=network_in_words(self.dense_timer.clock, self.dense_timer.spec),
             rungs=base.rung_names,
         )
 
@@ -373,7 +372,7 @@ class Controller(saved.Stateful):
             self.dense_timer.contrast.pause()
         if resharded:
             self.policy.rescale()
-            self.dense_timer.rescale()
+            self.dense_timer.contrast = Contrast()
 
     def abandon(self) -> None:
         """Forget the statistics that are under way, and what was counted for the next ones."""

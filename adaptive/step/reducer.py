@@ -48,7 +48,7 @@ from adaptive.bucket.bucket import (
     strided_sample,
 )
 from adaptive.bucket.bucket_memory import BucketMemory
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.chunks import Destination
@@ -238,7 +238,7 @@ class Reducer:
 
     def _mean_of(self, buffer: Tensor) -> Future[Tensor]:
         self.exchange.count_floats(buffer.numel())
-        return self.exchange.sum_by(self.pipeline, buffer.div_(self.exchange.world_size))
+        return self.exchange.sum_by(self.pipeline.run, buffer.div_(self.exchange.world_size))
 
     def _mean_in(self, dtype: torch.dtype, buffer: Tensor) -> Future[Tensor]:
         """A future of the ranks' mean of `buffer`, summed in `dtype`."""
@@ -249,7 +249,7 @@ class Reducer:
             self.pipeline.stream.keep([narrow], False)
             return buffer.copy_(future.value())
 
-        return self.exchange.sum_by(self.pipeline, narrow).then(widen)
+        return self.exchange.sum_by(self.pipeline.run, narrow).then(widen)
 
     def _open(
         self,

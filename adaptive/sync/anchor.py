@@ -44,7 +44,7 @@ from adaptive.model.chunks import Chunk
 from adaptive.model.parameters import ModelParameter, local
 from adaptive.model.state import check_like, flat_tensors
 from adaptive.network.collectives import Exchange, drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.step.averager import Averager
 from adaptive.step.reducer import Reducer, Step
 from compressors.base import Payload
@@ -69,6 +69,7 @@ class Flight:
     means: list[Future[Tensor]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Anchor:
     """The anchor of one model, and its flights.
 
@@ -79,29 +80,25 @@ class Anchor:
     most: the largest number of flights under way.
     """
 
-    def __init__(
-        self,
-        averager: Averager,
-        chunks: Sequence[Chunk],
-        feeds_back: bool = True,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        most: int = 1,
-    ) -> None:
-        self._averager, self.chunks = averager, chunks
-        self._feeds_back, self._most = feeds_back, most
-        self._lr, self._momentum = outer_lr, outer_momentum
-        self.flights: list[Flight] = []
-        self._begun = 0  # flights since the start: tells which buffers a flight uses
+    averager: Averager
+    chunks: Sequence[Chunk]
+    feeds_back: bool = True
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    most: int = 1
+    flights: list[Flight] = field(default_factory=list)
+    _begun: int = 0  # flights since the start: tells which buffers a flight uses
+
+    def __post_init__(self) -> None:
         self._at = {chunk: chunk.here("anchor") for chunk in self.chunks}
         self._velocity: dict[Chunk, Tensor] = {}  # of the outer momentum
-        if outer_momentum:
+        if self.outer_momentum:
             self._velocity = {chunk: torch.zeros_like(at) for chunk, at in self._at.items()}
 
     @property
     def moves_mean(self) -> bool:
         """A landing changes the mean of the ranks' parameters (the outer step is no identity)."""
-        return (self._lr, self._momentum) != (1.0, 0.0)
+        return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
     def start_here(self) -> None:
         """Set the anchor to this rank's parameters, which all ranks have. Drop all flights."""
@@ -124,7 +121,7 @@ class Anchor:
         """Begin a flight at the CF of this step; `send` then sends it, chunk by chunk. due: see
         `Flight`; flights land in order, so it is raised to that of the flight before. reducer:
         exchanges the chunks. updates: see `Step`."""
-        averager, controller = self._averager, self._averager.controller
+        averager, controller = self.averager, self.averager.controller
         on_mean, on_local = averager.listeners()
         step = controller.step, controller.cfs, controller.tally
         self._reducer = reducer
@@ -142,16 +139,18 @@ class Anchor:
     @torch.no_grad()
     def send(self) -> None:
         """Send the next chunk of the last flight."""
-        averager, flight = self._averager, self.flights[-1]
-        i, slot = len(flight.sent), self._begun % self._most
+        averager, flight = self.averager, self.flights[-1]
+        i, slot = len(flight.sent), self._begun % self.most
         chunk = self.chunks[i]
         unsent = self._unsent(chunk, f"mean {slot}", self.flights[:-1])
-        too_large = _too_large(unsent)
+        # Some element is not finite, or so large that the sum of squares overflows.
+        (energy,) = squared_norms([unsent])
+        too_large = kernels_for(unsent).flag(~(energy <= torch.finfo(unsent.dtype).max))
         sent = chunk.buffer(f"sent {slot}").copy_(unsent)
         fill_if(too_large, unsent, nan)
         fill_if(too_large, sent, 0.0)
         if averager.compresses:
-            strategy = _Remembering(self._strategy, sent) if self._feeds_back else self._strategy
+            strategy = _Remembering(self._strategy, sent) if self.feeds_back else self._strategy
             mean = self._reducer.compressed(self._step, unsent, chunk.parameters, strategy, i)
         else:
             mean = self._reducer.dense(self._step, unsent, chunk.parameters, narrow=averager.narrow)
@@ -160,7 +159,7 @@ class Anchor:
         def arrived(future: Future[Tensor]) -> Tensor:
             with averager.noting_failure(now):
                 found = future.value()
-                if self._most == 1:
+                if self.most == 1:
                     stopwatch.bucket_done(drain(averager.pipeline.decoded))
                 averager.pipeline.stream.keep(found, sent)
                 return found
@@ -197,8 +196,8 @@ class Anchor:
     def _wait_for(self, flight: Flight) -> None:
         """Wait for a flight and record the wait as network time, if several flights may be under
         way. With one flight at a time the arrivals of its means are recorded instead (`send`)."""
-        averager, stopwatch = self._averager, self._averager.controller.stopwatch
-        if self._most == 1:
+        averager, stopwatch = self.averager, self.averager.controller.stopwatch
+        if self.most == 1:
             return
         with stopwatch.held_up():
             began = stopwatch.timestamps()
@@ -218,8 +217,8 @@ class Anchor:
             for each in (mean, sent):
                 fill_if(nonfinite, each, 0.0)
             if flight.summed:
-                for p, piece in zip(chunk.parameters, chunk.split(mean), strict=True):
-                    self._averager.requested.sums.add(p, piece, nonfinite)
+                for p, piece in chunk.pieces(mean):
+                    self.averager.requested.sums.add(p, piece, nonfinite)
             # Exactly 0 where all was sent, so that all ranks get parameters of the same bits.
             rest = self._unsent(chunk, "here", ()).sub_(sent)
             if nonfinite is not False:
@@ -237,11 +236,11 @@ class Anchor:
         if self._velocity:
             velocity, finite = self._velocity[chunk], nonfinite ^ True
             exchanged = mean != 0 if compressed else torch.as_tensor(finite, device=mean.device)
-            new = torch.add(mean, velocity, alpha=self._momentum)
+            new = torch.add(mean, velocity, alpha=self.outer_momentum)
             velocity.copy_(torch.where(exchanged, new, velocity))
-            nesterov = torch.add(mean, velocity, alpha=self._momentum)
+            nesterov = torch.add(mean, velocity, alpha=self.outer_momentum)
             mean = torch.where(exchanged, nesterov, 0.0)
-        self._at[chunk].add_(mean, alpha=-self._lr)
+        self._at[chunk].add_(mean, alpha=-self.outer_lr)
 
     @torch.no_grad()
     def set_parameters(self, chunk: Chunk, rest: Tensor) -> None:
@@ -259,7 +258,7 @@ class Anchor:
     def _clear_gradients(self, nonfinite: Flag) -> None:
         """Set gradients that are not finite to zero: they belong to parameters that a nonfinite
         landing has set back to the anchor."""
-        for p in self._averager.parameters:
+        for p in self.averager.parameters:
             if p.grad is not None:
                 grad = local(p.grad)
                 grad.masked_fill_(~grad.isfinite() & nonfinite, 0.0)
@@ -290,18 +289,19 @@ class Anchor:
         self.flights = []
         for saved in state["flights"].values():
             self._begun += 1
-            slot = self._begun % self._most
+            slot = self._begun % self.most
             flight = Flight(saved["due"] + now, saved["compressed"], saved["summed"])
             for chunk in self.chunks:
-                flight.sent.append(_joined(chunk, saved["sent"], f"sent {slot}"))
-                flight.means.append(done_with(_joined(chunk, saved["mean"], f"mean {slot}")))
+                sent, mean = chunk.buffer(f"sent {slot}"), chunk.buffer(f"mean {slot}")
+                flight.sent.append(chunk.fill(sent, saved["sent"]))
+                flight.means.append(done_with(chunk.fill(mean, saved["mean"])))
             self.flights.append(flight)
         for chunk in self.chunks:
-            self._at[chunk] = _joined(chunk, state["anchors"], "anchor")
+            self._at[chunk] = chunk.fill(chunk.buffer("anchor"), state["anchors"])
         self.forget_momentum()  # the state may be of a run without outer momentum
         if state["moving"]:
             for chunk, velocity in self._velocity.items():
-                velocity.copy_(_joined(chunk, state["moving"], "here"))
+                chunk.fill(velocity, state["moving"])
 
 
 def check_anchor(
@@ -325,21 +325,10 @@ def check_anchor(
 
 
 def _by_name(flat: Mapping[Chunk, Tensor]) -> dict[str, Tensor]:
-    pairs = ((c, zip(c.parameters, c.split(x), strict=True)) for c, x in flat.items())
-    return {p.name: piece.clone() for _, pieces in pairs for p, piece in pieces}
-
-
-def _joined(chunk: Chunk, by_name: Mapping[str, Tensor], use: str) -> Tensor:
-    flat = chunk.buffer(use)
-    for p, piece in zip(chunk.parameters, chunk.split(flat), strict=True):
-        piece.copy_(by_name[p.name])
-    return flat
-
-
-def _too_large(x: Tensor) -> Flag:
-    """Some elements are not finite, or so large that the sum of squares overflows."""
-    (energy,) = squared_norms([x])
-    return kernels_for(x).flag(~(energy <= torch.finfo(x.dtype).max))
+    found: dict[str, Tensor] = {}
+    for chunk, x in flat.items():
+        found |= chunk.by_name(x)
+    return found
 
 
 class _Remembering(Wrapped):

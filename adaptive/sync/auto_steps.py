@@ -30,13 +30,12 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.memory.step_watch import Groups
+from adaptive.memory.handover import Groups
 from adaptive.memory.updates import inverse
 from adaptive.model.chunks import chunked
-from adaptive.model.state import SavedPart
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.synchronisation import LocalSteps
 from adaptive.step.averager import Averager
 from adaptive.sync.anchor import Anchor, check_anchor
@@ -90,7 +89,7 @@ class AutoStepsSync(OwnStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if self._steps > 1:
             with self.averager.noting_failure():
-                self._part().land(self._backwards)
+                self._open_anchor().land(self._backwards)
         return super().before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -107,7 +106,7 @@ class AutoStepsSync(OwnStepSync):
         averager.check_whole()
         with averager.noting_failure():
             self._open, self._backwards = False, 0
-            anchor = self._part()
+            anchor = self._open_anchor()
             anchor.land()
         entered = controller.stopwatch.timestamps()
         with averager.replica_calls(waits=True):
@@ -117,7 +116,7 @@ class AutoStepsSync(OwnStepSync):
         controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         if controller.local_steps == 1:
             with averager.noting_failure():
-                self._meet(anchor)
+                self._close_anchor(anchor)
 
     def _send(self, anchor: Anchor) -> None:
         """Begin to exchange how far each rank has come from the anchor."""
@@ -131,7 +130,7 @@ class AutoStepsSync(OwnStepSync):
     # -- rounds of several steps --
 
     @torch.no_grad()
-    def _part(self) -> Anchor:
+    def _open_anchor(self) -> Anchor:
         """In a round of several steps, from its first step on: the anchor is where all ranks stand,
         and the residual moves this rank's own parameters."""
         self.handover.begin_local_steps()
@@ -141,22 +140,20 @@ class AutoStepsSync(OwnStepSync):
         # What is exchanged is in other units.
         self.averager.requested.follow(self.averager.memory.now)
         for chunk in anchor.chunks:
-            rest = chunk.buffer("here").zero_()
-            for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
-                if p.filled and p.residual is not None:
-                    piece.copy_(p.residual).mul_(self.handover.learning_rate(p))
-                p.filled = False
+            rest = chunk.take_residuals(chunk.buffer("here"))
+            for p, piece in chunk.pieces(rest):
+                piece.mul_(self.handover.learning_rate(p))
             anchor.set_parameters(chunk, rest)
         return anchor
 
     @torch.no_grad()
-    def _meet(self, anchor: Anchor) -> None:
+    def _close_anchor(self, anchor: Anchor) -> None:
         """A round of one step follows: all ranks stand at the anchor, and what was not sent waits
         as updates."""
         anchor.land()
         for chunk in anchor.chunks:
             rest = anchor.reset_to_anchor(chunk)
-            for p, piece in zip(chunk.parameters, chunk.split(rest), strict=True):
+            for p, piece in chunk.pieces(rest):
                 p.open_residual().copy_(piece).mul_(inverse(self.handover.learning_rate(p)))
         self._anchor = None
         self.averager.requested.follow(self.averager.memory.now)
@@ -197,7 +194,7 @@ class AutoStepsSync(OwnStepSync):
         up for. From here on all ranks have an anchor, or none."""
         self.make_up()
         if self._backwards:
-            self._part()
+            self._open_anchor()
         if self._anchor is not None:
             self._anchor.land()
         return self._anchor
@@ -222,18 +219,13 @@ class AutoStepsSync(OwnStepSync):
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        return SavedPart(self._state_dict, self._check, self._load_state_dict)
-
-    def _state_dict(self) -> dict[str, Any]:
-        """By parameter name, between steps; what is under way is waited for."""
-        apart: dict[str, Any] = {"anchors": {}, "moving": {}, "flights": {}}
+    def state_dict(self) -> dict[str, Any]:
+        kept: dict[str, Any] = {"anchors": {}, "moving": {}, "flights": {}}
         if self._anchor is not None:
-            apart = self._anchor.state_dict(self._backwards)
-        return {"backwards": self._backwards, **apart}
+            kept = self._anchor.state_dict(self._backwards)
+        return {"backwards": self._backwards, **kept}
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless it is a state of rounds of these parameters."""
+    def check(self, state: Mapping[str, Any]) -> None:
         rest = dict(state)
         backwards = rest.pop("backwards", None)
         check_anchor(rest, self.averager.parameters.values(), 1, empty=True)
@@ -241,8 +233,7 @@ class AutoStepsSync(OwnStepSync):
         require(fits, f"'sync: backwards' must be a whole number >= 0, got {backwards!r}")
         require(not state["moving"], "'sync: moving' must be empty")
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The parameters themselves, which are this rank's own, are not part of it."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._open, self._backwards, self._anchor = False, state["backwards"], None
         if state["anchors"]:
             self._anchor = Anchor(self.averager, self._chunks)

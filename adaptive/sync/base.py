@@ -1,27 +1,29 @@
 """The contract of a synchroniser: how the ranks of one model keep their parameters together.
 
-It answers four questions: whether a backward exchanges anything, what is exchanged in the
-gradient's place, what autograd gets back, and when parameters move. How flat tensors of the ranks
-become their mean is the `Averager`'s business.
+A synchroniser decides in which backwards the ranks exchange, which tensors they exchange, which
+gradients autograd gets back, and when parameters move. The `Averager` turns the ranks' flat tensors
+into their mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.memory.step_watch import Groups
-from adaptive.model.state import SavedPart, check_like
+from adaptive.memory.handover import Groups
+from adaptive.model.state import check_like
 from adaptive.step.averager import Averager
 
 
 class Synchroniser:
-    """One model's, at work. Every collective that it issues, all ranks issue in the same order."""
+    """The synchroniser of one model. All ranks call it in the same order, and so issue the same
+    collectives in the same order."""
 
     def __init__(self, averager: Averager) -> None:
         self.averager = averager
@@ -29,51 +31,53 @@ class Synchroniser:
     # -- a backward --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of what autograd gets back for one bucket."""
+        """A future of the gradients that autograd gets back for one bucket."""
         raise NotImplementedError
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        """After the last `reduce` of a backward. last: gradients that it has returned. Returns a
-        future of them, which must become nan where a script must see that some rank's are not
-        finite."""
+        """Called after the last `reduce` of a backward. last: a future of some gradients of this
+        backward, as autograd gets them. Returns the future that takes its place. If some rank's
+        gradients are not finite, these gradients become NaN on all ranks."""
         raise NotImplementedError
 
     # -- a step --
 
     def forward_begins(self) -> None:
-        """The next forward begins: a step that has not come until now was left out."""
+        """Called before each forward with gradients. If the last backward has had no optimizer
+        step until now, the script has left the step out."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """`optimizer.step(closure)` was called; the closure has not run yet."""
+        """Called when `optimizer.step(closure)` begins, before the closure runs."""
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        """An optimizer of the model has its gradients, and is to step with these parameter groups.
-        Returns other groups for this step, or None."""
+        """Called before an optimizer of the model steps, when the gradients are there. Returns the
+        parameter groups for this step; None: `groups`."""
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer of the model has stepped."""
+        """Called after an optimizer of the model has stepped."""
 
     # -- between steps --
 
     @property
     def owes(self) -> bool:
-        """The last backward's exchange is yet to come, and other ranks may wait for it."""
+        """The exchange of the last backward has not begun on this rank, and other ranks may be
+        waiting for it."""
         return False
 
     def make_up(self) -> None:
-        """Do what belongs to the last backward and has not been done, its step being left out.
-        Other ranks may have made theirs, so it is a collective."""
+        """Do the exchange that this rank owes, if any (`owes`). Other ranks may have done theirs
+        before, so this is a collective."""
 
     def wait(self) -> None:
-        """Until all that is under way is there. Nothing moves."""
+        """Wait for all exchanges under way. No parameter changes."""
 
     def abandon(self) -> None:
-        """Forget what is under way, also where it has failed: nothing moves by it any more. No
-        collective. A state may be loaded next, or nothing comes any more."""
+        """Drop the exchanges under way, also failed ones, so that they move no parameter. No
+        collective. Afterwards a state may be loaded, or the session is closed."""
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        """What must be the same on all ranks between steps, by parameter name."""
+        """The tensors, by parameter name, that must be the same on all ranks between steps."""
         return ((p.name, p.local) for p in self.averager.parameters.values())
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -81,20 +85,20 @@ class Synchroniser:
         return nullcontext()
 
     def unite(self) -> Sequence[Optimizer] | None:
-        """Parameters and what optimizers keep of them become the same on all ranks (a collective).
-        Returns the optimizers; None where everything was the same."""
+        """Make parameters and optimizer states the same on all ranks (a collective). Returns the
+        optimizers; None if all ranks had the same before."""
         return None
 
     def stop(self) -> None:
-        """For good: all ranks go on from one model (a collective)."""
+        """End the synchronisation for good: all ranks go on from one model (a collective)."""
 
     def discard(self) -> None:
-        """The gradients of the last backward are thrown away."""
+        """The script throws the gradients of the last backward away."""
 
     def start_over(self) -> bool:
-        """Somebody else has moved the parameters far, on all ranks: what waits, or is under way,
-        was of where they stood before, and is forgotten. No collective. Returns whether there was
-        anything."""
+        """Drop all unsent updates and all exchanges under way, because the script has moved the
+        parameters far on all ranks (by loading a checkpoint, say). No collective. Returns whether
+        there was anything to drop."""
         return False
 
     def describe(self) -> str:
@@ -103,6 +107,13 @@ class Synchroniser:
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        """What is saved of it."""
-        return SavedPart(dict, lambda state: check_like("sync", state, {}), lambda _: None)
+    def state_dict(self) -> dict[str, Any]:
+        """The synchroniser's own state, between steps."""
+        return {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless this is a `state_dict()` of a synchroniser like this one."""
+        check_like("sync", state, {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check` has accepted. Parameters are not part of it."""

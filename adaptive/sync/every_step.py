@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.memory.handover import loss_scale
-from adaptive.memory.step_watch import Groups, sample
+from adaptive.memory.handover import Groups, loss_scale
+from adaptive.memory.step_watch import sample
 from adaptive.model.chunks import joined_nbytes
 from adaptive.model.parameters import ModelParameter, is_left_to_ddp, local, shaped
 from adaptive.network.collectives import drain
@@ -20,8 +19,6 @@ from adaptive.network.link import new_future
 from adaptive.step.averager import Averager
 from adaptive.sync.base import Synchroniser
 from compressors.kernels import kernels_for
-
-log = logging.getLogger("adaptive")
 
 
 class AsDDP(Synchroniser):
@@ -80,7 +77,7 @@ class EveryStepSync(Synchroniser):
                 return future.value()
 
         if is_left_to_ddp(buffer, bucket.parameters()):
-            done = averager.mean_as_ddp(bucket).then(finish)
+            done = averager.exchange.mean_as_ddp(buffer).then(finish)
         else:
             done = self._join(bucket)
         if self._piece and bucket.is_last():
@@ -176,14 +173,15 @@ class EveryStepSync(Synchroniser):
         if averager.optimizers:
             averager.watch.note_change()
             return
-        told = averager.memory.not_seen()
-        if told and averager.exchange.first and averager.watch.is_new(told):
-            log.warning("%s", told)
+        averager.warn_once(averager.memory.not_seen())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         first = averager.controller.step == 0 and not averager.optimizers
-        entered, scale = stopwatch.timestamps(), loss_scale(averager.scaler, averager.device)
+        entered, scale = (
+            stopwatch.timestamps(),
+            loss_scale(averager.scaler, averager.parameters.device),
+        )
         averager.end()
         # After `detach` nobody would compare gradients.
         memory = averager.memory.now
@@ -205,9 +203,7 @@ class EveryStepSync(Synchroniser):
         averager, memory = self.averager, self.averager.memory
         self._stood = None
         if not averager.optimizers:
-            told = memory.not_handed_over(optimizer)
-            if told and averager.exchange.first and averager.watch.is_new(told):
-                log.warning("%s", told)
+            averager.warn_once(memory.not_handed_over(optimizer))
         if not averager.watch.ours:
             return None  # another DDP's gradients, say, which no memory has changed
         changed = memory.now.handover.before_step(optimizer, groups)
@@ -232,7 +228,7 @@ class EveryStepSync(Synchroniser):
     def start_over(self) -> bool:
         self._stood = None
         kept = self.averager.parameters.values()
-        waits = any(each.filled or each.velocity is not None for each in kept)
+        waits = any(each.has_residual or each.velocity is not None for each in kept)
         self.averager.memory.discard()
         self.averager.requested.follow(self.averager.memory.now)
         return waits

@@ -24,14 +24,13 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import Residual
+from adaptive.memory.handover import Groups
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
-from adaptive.memory.step_watch import Groups
 from adaptive.model.chunks import chunked
-from adaptive.model.state import SavedPart
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.step.averager import Averager
 from adaptive.sync.anchor import Anchor, check_anchor
 from adaptive.sync.base import Synchroniser
@@ -168,7 +167,7 @@ class LocalStepsSync(Synchroniser):
         optimizers = list(self._optimizers)
         unite_moments(parameters, optimizers, exchange)
         for p in parameters:
-            p.filled = False
+            p.has_residual = False
         self._anchor.start_here()
         return optimizers
 
@@ -177,16 +176,13 @@ class LocalStepsSync(Synchroniser):
 
     # -- saved --
 
-    def saved(self) -> SavedPart:
-        return SavedPart(self._state_dict, self._check, self._load_state_dict)
-
-    def _state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Between steps; flights that are due land first."""
         self._anchor.land(self._count)
         since = self._count - (self._next - self._every)
         return {"backwards": since, **self._anchor.state_dict(self._count)}
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
         rest = dict(state)
         since = rest.pop("backwards", None)
         check_anchor(rest, self.averager.parameters.values(), self._most, empty=False)
@@ -194,6 +190,6 @@ class LocalStepsSync(Synchroniser):
         told = f"'sync: backwards' must be a whole number in [0, {self._every}], got {since!r}"
         require(fits, told)
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count, self._next = state["backwards"], self._every
         self._anchor.load_state_dict(state, self._count)

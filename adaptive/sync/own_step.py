@@ -3,7 +3,6 @@ ranks exchange the updates (see `adaptive/memory/updates.py`). A dense step is D
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from math import inf, isfinite, nan
@@ -14,22 +13,19 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.memory.handover import is_torchs_own, loss_scale
+from adaptive.memory.handover import Groups, is_torchs_own, loss_scale
 from adaptive.memory.model_memory import unmeasured
-from adaptive.memory.step_watch import Groups
 from adaptive.memory.updates import UpdateHandover
 from adaptive.model.chunks import Chunk, Destination
 from adaptive.model.parameters import is_left_to_ddp
 from adaptive.network.collectives import drain
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.network.timing import Span
 from adaptive.step.averager import Averager
 from adaptive.step.reducer import Step
 from adaptive.sync.every_step import EveryStepSync
 from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
-
-log = logging.getLogger("adaptive")
 
 UNDER_WAY = 4
 """The largest number of chunks under way, unless the exchange of one takes more collectives. A
@@ -59,7 +55,7 @@ class OwnStepSync(EveryStepSync):
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
         # A server's error memory holds updates only: it cannot alternate with gradients.
-        self.handover.always_updates |= averager.choice.means.memory is not None
+        self.handover.always_updates |= averager.sizes.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
         # Squared norms of the buckets of the backward under way, summed at its end on a device.
         self._energies: list[Tensor] = []
@@ -83,7 +79,7 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
             self._nonfinite = False
             self._energies.clear()
-            if self.handover.uninspected:
+            if self.handover.state.uninspected:
                 self._agree_on_inspection()
             self.averager.begin(self.alike)
             if self.averager.controller.agreed.changed < 0:
@@ -101,10 +97,9 @@ class OwnStepSync(EveryStepSync):
         averager = self.averager
         if why := self.handover.agree_on_inspection(averager.exchange):
             self._switch_to_gradients(why)
-        elif not self.handover.uninspected:
-            told = unmeasured(of for of in averager.optimizers if not is_torchs_own(of))
-            if told and averager.exchange.first and averager.watch.is_new(told):
-                log.warning("%s", told)
+        elif not self.handover.state.uninspected:
+            others = (of for of in averager.optimizers if not is_torchs_own(of))
+            averager.warn_once(unmeasured(others))
 
     def _switch_to_gradients(self, why: str) -> None:
         """Exchange gradients from now on. RuntimeError if a script asked for memory="updates"."""
@@ -120,7 +115,7 @@ class OwnStepSync(EveryStepSync):
         mean if only DDP can average them, or if no optimizer in `attach` steps their parameters."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if is_left_to_ddp(buffer, of):
-            return self.averager.mean_as_ddp(bucket)
+            return self.averager.exchange.mean_as_ddp(buffer)
         averager, tally = self.averager, self.averager.controller.tally
         energy, scale = squared_norm(buffer), loss_scale(averager.scaler, buffer.device)
         sums = averager.controller.plan.accumulate and averager.controller.plan.local_sum
@@ -134,7 +129,7 @@ class OwnStepSync(EveryStepSync):
                 averager.parameters.find(p)  # raises for a parameter of another model
             self._buckets.add(seen)
         left = self.handover.without_optimizer(of)
-        if not (sums or left or self.handover.residuals_hold_gradients):
+        if not (sums or left or self.handover.state.residuals_hold_gradients):
             return done_with(buffer)
         parameters = [averager.parameters.find(p) for p in of]
         pieces = buffer.split([p.numel for p in parameters])
@@ -142,7 +137,7 @@ class OwnStepSync(EveryStepSync):
             for parameter, piece in zip(parameters, pieces, strict=True):
                 own = piece if scale is None else piece / scale
                 averager.requested.sums.add(parameter, own, self._nonfinite)
-        if self.handover.residuals_hold_gradients:
+        if self.handover.state.residuals_hold_gradients:
             self.handover.add_residuals(parameters, pieces, scale)
         return self._mean_of(buffer, [pieces[i] for i in left]) if left else done_with(buffer)
 
@@ -180,7 +175,7 @@ class OwnStepSync(EveryStepSync):
         flag, self._nonfinite = self._nonfinite, False
         controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
         self.handover.backward_ends(controller.plan.send)
-        nonfinite = averager.exchange.any_rank(flag, averager.device)
+        nonfinite = averager.exchange.any_rank(flag, averager.parameters.device)
         any_nonfinite: Flag = False
 
         def waited() -> None:
@@ -214,10 +209,9 @@ class OwnStepSync(EveryStepSync):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward outside DDP
             self.handover.steps.was_exchanged = False
-        averager, old = self.averager, self.handover.replaced_by(optimizer)
-        told = TAKES_ITS_PLACE.format(new=type(optimizer).__name__, old=old)
-        if old and averager.exchange.first and averager.watch.is_new(told):
-            log.warning("%s", told)
+        if old := self.handover.replaced_by(optimizer):
+            new = type(optimizer).__name__
+            self.averager.warn_once(TAKES_ITS_PLACE.format(new=new, old=old))
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -247,7 +241,7 @@ class OwnStepSync(EveryStepSync):
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             strategy = averager.strategy
-            sparse = averager.granularity.compressor.at(cfs.send).selects
+            sparse = averager.sizes.granularity.compressor.at(cfs.send).selects
             under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
             arrivals: list[Span] = []
             # With so many under way, all collectives of the oldest chunk have been issued.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 
 from adaptive.network.collectives import Traffic
-from adaptive.network.pace import Pace
+from adaptive.network.pace import SAVED, Pace
 from adaptive.timeline.records import Header, StepRecord
 from policies import DENSE
 from policies.state import Stateful, require
@@ -21,10 +21,6 @@ from policies.words import (
     seconds_in_words,
     two_times_in_words,
 )
-
-_SAVED = {"saved": True}
-"""Marks a field as part of the saved state. Unlike a field of `policies.state.saved` it is also an
-argument of the constructor."""
 
 
 @dataclass
@@ -47,20 +43,20 @@ class Summary(Stateful):
     assumed, not measured.
     """
 
-    steps: int = field(default=0, metadata=_SAVED)
+    steps: int = field(default=0, metadata=SAVED)
     cf: float = DENSE
-    steps_at_cf: dict[float, int] = field(default_factory=dict, metadata=_SAVED)
-    switches: int = field(default=0, metadata=_SAVED)
-    bytes_sent: float = field(default=0.0, metadata=_SAVED)
-    payload_bytes: int = field(default=0, metadata=_SAVED)
-    floats_sent: float = field(default=0.0, metadata=_SAVED)
-    dense_bytes: float = field(default=0.0, metadata=_SAVED)
-    inside_bytes: float = field(default=0.0, metadata=_SAVED)
+    steps_at_cf: dict[float, int] = field(default_factory=dict, metadata=SAVED)
+    switches: int = field(default=0, metadata=SAVED)
+    bytes_sent: float = field(default=0.0, metadata=SAVED)
+    payload_bytes: int = field(default=0, metadata=SAVED)
+    floats_sent: float = field(default=0.0, metadata=SAVED)
+    dense_bytes: float = field(default=0.0, metadata=SAVED)
+    inside_bytes: float = field(default=0.0, metadata=SAVED)
     verdict: str = ""
-    gains: dict[float, tuple[int, float]] = field(default_factory=dict, metadata=_SAVED)
-    local_steps: int = field(default=0, metadata=_SAVED)
+    gains: dict[float, tuple[int, float]] = field(default_factory=dict, metadata=SAVED)
+    local_steps: int = field(default=0, metadata=SAVED)
     element_bytes: float = 4.0
-    pace: Pace = field(default_factory=Pace, metadata=_SAVED)
+    pace: Pace = field(default_factory=Pace, metadata=SAVED)
     network: str = ""
     sync: str = ""
     caveat: str = ""

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.network.pipeline import done_with
+from adaptive.network.link import done_with
 from adaptive.settings.config import RUNGS
 from compressors import Compressor, make_compressor
 from compressors.base import Spec

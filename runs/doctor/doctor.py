@@ -55,7 +55,7 @@ from adaptive.network.link import LinkCost, new_future
 from adaptive.session.session import Session
 from adaptive.settings.config import Settings, with_ladder
 from adaptive.settings.synchronisation import LATE, EveryStep
-from adaptive.timeline.recorder import SafeTimeline
+from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
 from policies.lateness import SHARE
@@ -424,7 +424,6 @@ def look_at(
     compressor.detach()
     doctor = Doctor(settings, replica, steps, tell, optimizers)
     replica.start(doctor)
-    replica.stop()  # another compressor may be attached at any time
     return doctor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Semaphore, Thread
 
 import torch
@@ -32,12 +33,12 @@ class ModelledLink(EmulatedLink):
         self._clock = clock
 
     def hold(
-        self, done: Future[torch.Tensor], wire_bytes: float, device: torch.device
+        self, wait: Callable[[], torch.Tensor], wire_bytes: float, device: torch.device
     ) -> Future[torch.Tensor]:
         held: Future[torch.Tensor] = Future()
 
         def carry() -> None:
-            value = done.wait()
+            value = wait()
             self.hook_over.acquire()
             self._clock.now += self.others + self.seconds_a_byte * wire_bytes
             held.set_result(value)

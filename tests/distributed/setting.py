@@ -136,7 +136,9 @@ def same(a: Any, b: Any) -> bool:
 def waiting(kept: Mapping[str, Any], momentum: float, nesterov: bool = False) -> Tensor | float:
     """What a memory (of one parameter, from a state) has not delivered yet: its residual, and what
     its velocity is going to add to it. A gradient adds up to g / (1 - momentum)."""
-    ahead = kept.get("lag", 1.0) * momentum / (1 - momentum)  # m / (1 - m) of the m in use
+    ahead = (
+        kept.get("momentum_share", 1.0) * momentum / (1 - momentum)
+    )  # m / (1 - m) of the m in use
     if nesterov:
         ahead *= ahead / (1 + ahead)
     return ahead * kept.get("velocity", 0.0) + kept.get("residual", 0.0)

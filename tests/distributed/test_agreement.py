@@ -197,7 +197,7 @@ def _other_hook(state, bucket):  # type: ignore[no-untyped-def]
         ("network", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
         ("clock", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
         ("policy by name", "RuntimeError: AdaptiveCompressor was set up differently on rank 1"),
-        ("twice", "RuntimeError: model is attached already"),
+        ("twice", "RuntimeError: model: the gradient of parameter"),
         ("not ddp", "TypeError: model must be a DistributedDataParallel module, got Sequential"),
         (
             "other hook",

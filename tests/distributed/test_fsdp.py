@@ -645,7 +645,7 @@ def test_detached_and_another_attached() -> None:
     """Dense meanwhile."""
     results = run_ranks(RANKS, _again)
     for rank, result in enumerate(results):
-        assert "attached already" in result["twice"]
+        assert "attached to a model already" in result["twice"]
         assert result["detached"] == 1
         assert result["second"] == 20
         assert all("plain error feedback" in each for each in result["told"])

@@ -143,7 +143,7 @@ HALF = [torch.bfloat16]
 MEMORIES = st.one_of(
     st.sampled_from(["residual", "momentum", "updates", "none"]),
     _made(Residual, dtype=HALF, clip_norm=NORMS),
-    _made(Momentum, lag=[0.1, 1.0], masking=[True, False, 20.0], clip_norm=NORMS),
+    _made(Momentum, share=[0.1, 1.0], masking=[True, False, 20.0], clip_norm=NORMS),
     _made(Updates, dtype=HALF),
 )
 EVERY_STEP = st.builds(

@@ -38,9 +38,13 @@ def _step(model: nn.Module, optimizer: Optimizer, step: int, rank: int) -> None:
     optimizer.step()
 
 
-def _flat(of: Any, model: DDP) -> Tensor:
-    """What a state has of each parameter."""
-    return torch.cat([of[name] for name, _ in model.module.named_parameters()])
+def _kept(state: Any, model: DDP, *names: str) -> Tensor | None:
+    """What a state keeps of each parameter under one of these names; None: nothing."""
+    for name in names:
+        keys = [f"{parameter}: {name}" for parameter, _ in model.module.named_parameters()]
+        if keys[0] in state:
+            return torch.cat([state[key] for key in keys])
+    return None
 
 
 def _train(
@@ -93,8 +97,8 @@ def _train(
         "own": own,
         "mean": mean,
         "united": flat_parameters(model),
-        "offset": _flat(sync["offset"], model) if sync["offset"] else None,
-        "kept": _flat(sync["kept"], model) if sync["kept"] else None,
+        "offset": _kept(sync["kept"], model, "offset"),
+        "kept": _kept(sync["kept"], model, "error", "replica"),
         "sent": sent,
         "summary": summary,
         "explained": explained,

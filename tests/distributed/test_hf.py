@@ -55,7 +55,7 @@ class Accelerated:
 def _accelerated(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warnings.simplefilter("ignore")
-    from adaptive.integrations.metrics import metrics
+    from adaptive.integrations import metrics
 
     told = listen()
     found: dict[str, Any] = {}

@@ -17,14 +17,14 @@ STEPS = 8
 
 
 def _velocity_invariant(
-    rank: int, base: str, cfs: list[float], nesterov: bool, lag: float | None
+    rank: int, base: str, cfs: list[float], nesterov: bool, share: float | None
 ) -> float:
     """What is missing, at most, when what was sent, what waits in residuals and what velocities
     have yet to deliver are set against all gradients, each of which adds up to g / (1 - m)."""
     model = DDP(small_net(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=nesterov)
     compressor = AdaptiveCompressor(
-        base, (1.5, 1000), policy=Scripted(cfs), memory=Momentum(lag=lag, masking=False)
+        base, (1.5, 1000), policy=Scripted(cfs), memory=Momentum(share=share, masking=False)
     )
     compressor.attach(model, optimizer=optimizer)
     total: dict[str, Any] = {}
@@ -43,14 +43,14 @@ def _velocity_invariant(
     for name in total:
         kept = state["memory"][name]
         usual = 1.2 / cfs[-1] ** (1 / 3) if base == "topk" else 1.0
-        assert kept["lag"] == pytest.approx(1.0 if cfs[-1] == 1 else lag or usual)
+        assert kept["momentum_share"] == pytest.approx(1.0 if cfs[-1] == 1 else share or usual)
         both = torch.stack([total[name], waiting(kept, 0.9, nesterov)])
         dist.all_reduce(both)
         worst = max(worst, float((sent[name] + both[1] - both[0]).abs().max()))
     return worst
 
 
-def _lags(rank: int) -> dict[str, tuple[int, float]]:
+def _shares(rank: int) -> dict[str, tuple[int, float]]:
     model = DDP(small_net(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     compressor = AdaptiveCompressor("topk", (1, 100), policy=Scripted([10.0, 50.0]), dense_below=50)
@@ -60,25 +60,25 @@ def _lags(rank: int) -> dict[str, tuple[int, float]]:
         loss_of(model, step, rank).backward()
         optimizer.step()
     memory = compressor.state_dict()["memory"]
-    return {n: (p.numel(), memory[n]["lag"]) for n, p in model.module.named_parameters()}
+    return {n: (p.numel(), memory[n]["momentum_share"]) for n, p in model.module.named_parameters()}
 
 
-def test_what_does_not_wait_keeps_its_lag() -> None:
-    lags = run_ranks(2, _lags)[0].values()
-    assert {numel < 50 for numel, _ in lags} == {True, False}
-    for numel, lag in lags:
-        assert lag == pytest.approx(1.0 if numel < 50 else 1.2 / 50 ** (1 / 3))
+def test_what_does_not_wait_keeps_its_momentum() -> None:
+    shares = run_ranks(2, _shares)[0].values()
+    assert {numel < 50 for numel, _ in shares} == {True, False}
+    for numel, share in shares:
+        assert share == pytest.approx(1.0 if numel < 50 else 1.2 / 50 ** (1 / 3))
 
 
 @pytest.mark.parametrize("base", ["topk", "randomk"])
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("lag", [1.0, None, 0.1])
+@pytest.mark.parametrize("share", [1.0, None, 0.1])
 @pytest.mark.parametrize("last", [1.0, 3.0])
 def test_sent_plus_waiting_is_the_sum_of_gradients(
-    base: str, nesterov: bool, lag: float | None, last: float
+    base: str, nesterov: bool, share: float | None, last: float
 ) -> None:
     cfs = [10.0, 1.0, 50.0, 50.0, 1.0, 3.0, 10.0, last]
-    worst = run_ranks(2, _velocity_invariant, base, cfs, nesterov, lag)
+    worst = run_ranks(2, _velocity_invariant, base, cfs, nesterov, share)
     assert max(worst) < 1e-11
 
 

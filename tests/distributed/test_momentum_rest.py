@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Ladder
-from adaptive.memory import sgd
+from adaptive.memory import momentum
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, same, small_net
 from tests.unit.device_path import device_path
@@ -57,7 +57,7 @@ class Run:
 
 
 def _steps(rank: int, settings: dict[str, Any], resting: int) -> tuple[Tensor, bool]:
-    with patch.object(sgd, "RESTING", resting):
+    with patch.object(momentum, "RESTING", resting):
         run = Run(CFS, settings)
         run.train(rank, 0, len(CFS))
         return flat_parameters(run.model), run.rests

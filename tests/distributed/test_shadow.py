@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Momentum, Residual
-from adaptive.bucket import requested
+from adaptive.bucket import shadow
 from adaptive.bucket.shadow import ShadowLadder
 from policies import StepReport
 from runs.tasks import make_task
@@ -81,7 +81,7 @@ def _real_task(
     model = DDP(task.build_model())
     optimizer = task.optimizer(model)
     policy = Watching([cf])
-    requested.ShadowLadder = partial(ShadowLadder, share=sample, most=10**9)
+    shadow.ShadowLadder = partial(ShadowLadder, share=sample, most=10**9)
     compressor = AdaptiveCompressor(base, (10, 1000), policy=policy, granularity=granularity)
     compressor.attach(model, optimizer=optimizer)
     for step in range(steps):

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import AdaptiveCompressor, Goodput, GraVAC
 from adaptive.bucket.shadow import ShadowLadder
 from adaptive.model.parameters import ModelParameter
-from adaptive.statistics.samples import Sections
-from adaptive.statistics.signal import Peers
+from adaptive.statistics.signal import Peers, Sections
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, local_gradients, loss_of, same, small_net
 from tests.unit.ladder_tally import make_tally

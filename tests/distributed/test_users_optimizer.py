@@ -24,7 +24,7 @@ def _attach(model: DDP, optimizer: Optimizer, cf: float | None) -> AdaptiveCompr
     if cf is None:
         return None
     policy = Scripted([cf])
-    compressor = AdaptiveCompressor(cf_range=(1, 1000), policy=policy, memory=Momentum(lag=1))
+    compressor = AdaptiveCompressor(cf_range=(1, 1000), policy=policy, memory=Momentum(share=1))
     return compressor.attach(model, optimizer=optimizer)
 
 

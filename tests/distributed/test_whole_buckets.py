@@ -106,7 +106,7 @@ def test_what_is_kept_moves_to_where_it_lies_together() -> None:
     parameters[1].open_residual().fill_(7.0)
     flat = lay_out(parameters, ["residual"])["residual"]
     assert flat.tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 0, 0]
-    assert [parameter.filled for parameter in parameters] == [False, True, False]
+    assert [parameter.has_residual for parameter in parameters] == [False, True, False]
     parameters[2].open_residual().fill_(1.0)
     assert flat.tolist() == [0, 0, 0, 7, 1, 1, 1, 1, 1, 1]
     assert lay_out(parameters, ["residual"])["residual"].data_ptr() == flat.data_ptr()

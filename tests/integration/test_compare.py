@@ -54,10 +54,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "base": "dgc",
     },
     "Schedule({0: 1, 9: 10}):base=dgc": {"policy": "Schedule({0: 1, 9: 10})", "base": "dgc"},
-    "accordion:cf_range=10/500,memory=Momentum(masking=False, lag=1)": {
+    "accordion:cf_range=10/500,memory=Momentum(masking=False, share=1)": {
         "policy": "accordion",
         "cf_range": (10.0, 500.0),
-        "memory": "Momentum(masking=False, lag=1)",
+        "memory": "Momentum(masking=False, share=1)",
     },
     "topk@40:steps=9,lr_drop=6,lr=0.2": {
         "policy": "fixed",

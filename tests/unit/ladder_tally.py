@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adaptive.statistics.samples import WIDTH
+from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.vector import Tally
 
 

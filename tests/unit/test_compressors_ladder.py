@@ -51,7 +51,11 @@ def test_which_part_works_where() -> None:
 
 def test_next_to_nothing_waits_at_the_rungs() -> None:
     assert [cf <= LADDER.at(cf).keeps_most_to for cf in (2, 4, 10)] == [True, True, False]
-    assert [LADDER.at(cf).momentum_lag for cf in (2, 4, 1000)] == [inf, inf, TopK.momentum_lag]
+    assert [LADDER.at(cf).momentum_factor for cf in (2, 4, 1000)] == [
+        inf,
+        inf,
+        TopK.momentum_factor,
+    ]
 
 
 def test_a_level_is_compressed_from_the_one_before() -> None:

@@ -304,7 +304,11 @@ def _updates() -> tuple[_Run, dict[str, Any]]:
         (("moments", "share"), 1.5, "'share' must be in [0, 1]"),
         (("moments", "ranks_differ"), 1.0, "'ranks_differ' must be bool"),
         (("memory", "0.weight", "residual"), torch.zeros(3), "memory: 0.weight: residual"),
-        (("memory", "0.weight", "lag"), "x", "'memory: 0.weight: lag' must be float"),
+        (
+            ("memory", "0.weight", "momentum_share"),
+            "x",
+            "'memory: 0.weight: momentum_share' must be float",
+        ),
         (("memory", "stranger"), {}, "memory has unknown keys: stranger"),
         (("memory_kind",), "residual", "memory_kind is 'residual', expected 'updates'"),
     ],

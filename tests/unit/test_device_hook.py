@@ -20,18 +20,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSp
 from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket.bucket import Granularity, StepCFs
-from adaptive.bucket.requested import RequestedStatistics
+from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
-from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.sgd import RESTING, SGDHandover
+from adaptive.memory.momentum import RESTING, MomentumMemory, SGDHandover
 from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameter
 from adaptive.network.collectives import Exchange, Traffic
 from adaptive.network.pipeline import HookStream, Pipeline
 from adaptive.settings.config import whole_buckets
-from adaptive.statistics.samples import WIDTH
+from adaptive.statistics.signal import WIDTH
 from adaptive.statistics.vector import Tally
 from adaptive.step.reducer import Reducer, Step
 from compressors import Compressor, compressor_names, make_compressor
@@ -274,7 +273,7 @@ def test_no_value_is_read_where_sgd_gets_its_momentum_back() -> None:
     for _ in range(RESTING + 1):
         hook.run()
         for parameter in hook.parameters:
-            parameter.filled = False  # as the ranks agree, steps later
+            parameter.has_residual = False  # as the ranks agree, steps later
         handover.begin_step(hook.exchange, None)
     assert isinstance(handover, SGDHandover)
     assert handover.rests

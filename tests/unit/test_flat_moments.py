@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive.memory.flat_moments import FlatMoments
-from adaptive.memory.owners import Owner
+from adaptive.memory.optimizer_steps import Owner
+from adaptive.memory.own_moments import FlatMoments
 from adaptive.model.chunks import Chunk
 from adaptive.model.parameters import ModelParameter
 

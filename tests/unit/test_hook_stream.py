@@ -26,7 +26,8 @@ from adaptive import AdaptiveCompressor, Fixed
 from adaptive.model import chunks
 from adaptive.network import collectives
 from adaptive.network.collectives import Exchange, future_of
-from adaptive.network.pipeline import HookStream, done_with
+from adaptive.network.link import done_with
+from adaptive.network.pipeline import HookStream
 from adaptive.sync.own_step import UNDER_WAY
 from tests.unit.device_path import device_path
 

@@ -8,7 +8,7 @@ from math import nan, sqrt
 import pytest
 import torch
 
-from adaptive.bucket.requested import GradientSum
+from adaptive.bucket.shadow import GradientSum
 from adaptive.model.parameters import ModelParameter
 from tests.unit.device_path import count_operations, device_path, meta
 

@@ -44,7 +44,7 @@ def _done(value: float) -> Future[torch.Tensor]:
 def test_transfers_queue_behind_one_another_and_keep_their_values() -> None:
     link = EmulatedLink(LinkSpec(8e6, latency=0.02))  # a megabyte a second
     start = time.monotonic()
-    held = [link.hold(_done(float(i)), 50_000, CPU) for i in range(3)]
+    held = [link.hold(_done(float(i)).wait, 50_000, CPU) for i in range(3)]
     finished = []
     for future in held:
         finished.append((float(future.wait()), time.monotonic() - start))
@@ -57,4 +57,4 @@ def test_errors_come_through() -> None:
     link = EmulatedLink(LinkSpec(8e6))
     failing = _done(0.0).then(lambda _: 1 / 0)
     with pytest.raises(Exception, match="division by zero"):
-        link.hold(failing, 10, CPU).wait()
+        link.hold(failing.wait, 10, CPU).wait()

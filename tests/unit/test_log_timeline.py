@@ -8,7 +8,7 @@ import pytest
 
 from adaptive import LogTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.network.pace import Pace
-from adaptive.timeline.recorder import SafeTimeline
+from adaptive.timeline.sinks import SafeTimeline
 from policies import Measurement
 
 

@@ -148,7 +148,10 @@ def test_muon_has_the_matrices_of_layers_and_adamw_all_the_others(task: Task) ->
             {"momentum": 0.5, "optimizer": "adamw"},
             "--momentum 0.5 is for --optimizer sgd, muon; got .*w",
         ),
-        ({"memory": "Momentum(lag=1)", "optimizer": "adam"}, r"Momentum\(lag=1\) is for --optimi"),
+        (
+            {"memory": "Momentum(share=1)", "optimizer": "adam"},
+            r"Momentum\(share=1\) is for --optimi",
+        ),
         ({"memory": "momentum", "optimizer": "radam"}, "--memory momentum is for --optimizer sgd"),
         ({"betas": (0.9, 0.99)}, "--betas 0.9 0.99 is for .*adamw, adam, .*; got --optimizer sgd"),
         ({"betas": (0.9, 1.0), "optimizer": "adam"}, r"--betas 0.9 1: must be .* in \[0, 1\)"),

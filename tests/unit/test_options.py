@@ -58,8 +58,8 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
         ({"base": "topp"}, ["base", "'topp'", "topk", "randomk", "none"]),
         ({"policy": "gravacc"}, ["policy", "'gravacc'", "gravac", "accordion", "fixed"]),
         ({"memory": "all"}, ["memory", "'all'", "residual", "momentum"]),
-        ({"memory": lambda: Momentum(lag=0)}, ["lag", "0", "(0, 1]"]),
-        ({"memory": lambda: Momentum(lag=1.01)}, ["lag", "1.01", "(0, 1]"]),
+        ({"memory": lambda: Momentum(share=0)}, ["share", "0", "(0, 1]"]),
+        ({"memory": lambda: Momentum(share=1.01)}, ["share", "1.01", "(0, 1]"]),
         ({"memory": lambda: Momentum(masking=0.5)}, ["masking", "0.5", ">= 1"]),
         ({"sync": lambda: LocalSteps(1)}, ["steps", "1", ">= 2"]),
         ({"sync": lambda: LocalSteps(4, outer_momentum=1.0)}, ["outer_momentum", "1.0", "[0, 1)"]),
@@ -111,7 +111,7 @@ def test_value_errors(options: dict[str, Any], words: list[str]) -> None:
     [
         ({"base": 3}, ["base", "3"]),
         ({"cf_range": (True, 10)}, ["cf_range", "True"]),
-        ({"memory": lambda: Momentum(lag=True)}, ["lag", "True"]),
+        ({"memory": lambda: Momentum(share=True)}, ["share", "True"]),
         ({"memory": lambda: Momentum(masking="yes")}, ["masking", "'yes'"]),
         ({"network": 100}, ["network", "'100mbit'", "100"]),
         ({"network": lambda: Network(clock=3.0)}, ["clock", "seconds", "3.0"]),
@@ -174,12 +174,12 @@ def test_values_are_coded_where_nobody_says_and_errors_are_fed_back(
     assert made.name == name
 
 
-@pytest.mark.parametrize("lag", [0.0, NAN])
-def test_a_compressors_own_lag_is_checked_when_it_is_chosen(lag: float) -> None:
+@pytest.mark.parametrize("factor", [0.0, NAN])
+def test_a_compressors_own_momentum_factor_is_checked(factor: float) -> None:
     class Late(TopK):
-        momentum_lag = lag
+        momentum_factor = factor
 
-    with pytest.raises(ValueError, match=r"compressor's momentum_lag=.*must be > 0"):
+    with pytest.raises(ValueError, match=r"compressor's momentum_factor=.*must be > 0"):
         AdaptiveCompressor(Late(), (10, 100))
 
 

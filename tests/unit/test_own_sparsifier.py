@@ -104,7 +104,7 @@ def test_it_has_masking_a_ladder_momentums_share_and_a_name() -> None:
     assert isinstance(made.base, Ladder)  # bf16, int8 and int4 below it
     above = made.base.at(100.0)
     assert above.name == "chunked-topk+int4"
-    assert above.momentum_lag == make_compressor("topk").momentum_lag
+    assert above.momentum_factor == make_compressor("topk").momentum_factor
     AdaptiveCompressor("chunked-topk", exchange="voted_indices")
 
 

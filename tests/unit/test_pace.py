@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive.network.link import LinkCost, LinkSpec
-from adaptive.network.pace import NOT_TIMED, Contrast, DenseStep, DenseTimer, Pace
+from adaptive.network.pace import NOT_TIMED, Contrast, DenseStep, DenseTimer, Pace, network_in_words
 from adaptive.timeline.summary import Summary, headline
 from policies import DENSE, StepReport
 from policies.step_time import LAST
@@ -196,7 +196,7 @@ def test_on_another_network_dense_has_not_been_timed():
 def test_after_other_ranks_have_saved_it_dense_has_not_been_timed():
     made = timer()
     fed(made, *[timed(DENSE, 0.9)] * 40, *[timed(10.0, 0.09)] * 40)
-    made.rescale()
+    made.contrast = Contrast()
     assert fed(made, timed(10.0, 0.09)) == NOT_TIMED
 
 
@@ -241,4 +241,4 @@ def test_a_modelled_clock_knows_exactly():
     clock = ModelledClock(0.25, LinkSpec(8e6))
     made = timer(clock)
     assert fed(made, timed(10.0, 0.1)) == DenseStep(clock.step(NBYTES))
-    assert made.network == "modelled 8 Mbit/s link"
+    assert network_in_words(clock, None) == "modelled 8 Mbit/s link"

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptive.model.parameters import ModelParameter
-from adaptive.statistics.samples import WIDTH, Sections
-from adaptive.statistics.signal import SHIFTS, Peers
+from adaptive.statistics.signal import SHIFTS, WIDTH, Peers, Sections
 from tests.unit.device_path import device_path
 from tests.unit.ladder_tally import make_tally
 

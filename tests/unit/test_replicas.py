@@ -46,7 +46,7 @@ def test_a_hook_without_a_replica_says_so() -> None:
     with pytest.raises(RuntimeError, match="no compressor: attach one"):
         _step(model)
     _attached(other := DDP(nn.Linear(30, 30)))
-    with pytest.raises(RuntimeError, match="attached already"):
+    with pytest.raises(RuntimeError, match="compressed by another"):
         _attached(other)
 
 

@@ -59,7 +59,7 @@ def test_shares_add_up(old: int, new: int) -> None:
     new=numbers,
     nesterov=st.booleans(),
     has=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=4),
-    lags=st.lists(st.sampled_from([0.25, 1.0]), min_size=4, max_size=4),
+    shares=st.lists(st.sampled_from([0.25, 1.0]), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
 def test_the_mean_of_what_is_still_to_be_sent_stays(
@@ -67,20 +67,20 @@ def test_the_mean_of_what_is_still_to_be_sent_stays(
     new: int,
     nesterov: bool,
     has: list[tuple[bool, bool]],
-    lags: list[float],
+    shares: list[float],
     seed: int,
 ) -> None:
-    """Whoever of the old ranks has a residual or a velocity, whatever lag it moves with."""
+    """Whoever of the old ranks has a residual or a velocity, whatever its momentum share."""
     generator = torch.Generator().manual_seed(seed)
     rule = MomentumRule(0.9, nesterov=nesterov)
     memories = []
-    for (residual, velocity), lag in zip(has[:old], lags, strict=False):
+    for (residual, velocity), share in zip(has[:old], shares, strict=False):
         kept: dict[str, Any] = {}
         if residual:
             kept["residual"] = torch.randn(5, generator=generator, dtype=torch.float64)
         if velocity:
             kept["velocity"] = torch.randn(5, generator=generator, dtype=torch.float64)
-            kept |= {"lag": lag, "to_full_lag": rule.change_of_lag(lag, 1.0)}
+            kept |= {"momentum_share": share, "to_full_momentum": rule.velocity_scale(share, 1.0)}
         memories.append({"w": kept} if kept else {})
     before = [_state(rank, old, memory) for rank, memory in enumerate(memories)]
     after = reshard_states(before[::-1], new)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from adaptive.statistics.samples import (
+from adaptive.statistics.signal import (
     Sections,
     energies,
     largest,

@@ -70,7 +70,7 @@ MODES: dict[str, tuple[dict[str, Any], Optimizer | None]] = {
 }
 
 VALUES: dict[str, tuple[str, Any]] = {
-    "lag": ("memory", Momentum(lag=0.5)),
+    "share": ("memory", Momentum(share=0.5)),
     "masking": ("memory", Momentum(masking=True)),
     "clip_norm": ("memory", Residual(clip_norm=1.0)),
     "dtype": ("memory", Residual(dtype=torch.bfloat16)),
@@ -94,7 +94,7 @@ SPARSIFIED = {*MODES} - {"unbiased", "int8", "summed"}
 GOODPUT = SPARSIFIED - {"fixed", "gravac", "gossip"}
 
 USED_IN: dict[str, set[str]] = {
-    "lag": WITH_VELOCITY | {"int8", "summed"},
+    "share": WITH_VELOCITY | {"int8", "summed"},
     "masking": WITH_VELOCITY,
     "clip_norm": BY_GRADIENTS - {"unbiased"},
     "dtype": BY_GRADIENTS - {"unbiased"},
@@ -162,7 +162,7 @@ def test_a_setting_is_used_or_refused(mode: str, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(VALUES.keys() - {"rungs", "hooks", "masking"}))
 def test_base_none_takes_what_it_does_not_use(name: str) -> None:
     argument, value = VALUES[name]
-    by_optimizer = {"lag": _momentum, "dtype of updates": _adamw}
+    by_optimizer = {"share": _momentum, "dtype of updates": _adamw}
     _train({"base": "none", argument: value}, by_optimizer.get(name, _sgd))
 
 

@@ -18,8 +18,7 @@ from torch.optim import SGD
 from adaptive.bucket.bucket import Part
 from adaptive.bucket.shadow import ShadowLadder
 from adaptive.memory.error_feedback import MomentumRule, NoMemory, Residual
-from adaptive.memory.momentum import MomentumMemory
-from adaptive.memory.sgd import SGDHandover
+from adaptive.memory.momentum import MomentumMemory, SGDHandover
 from adaptive.model.parameters import ModelParameter
 from compressors.base import Key, kept
 from compressors.kernels.blocks import Flag
@@ -67,7 +66,7 @@ class Run:
             memory = MomentumMemory(
                 SGDHandover(sgd, Parameters(self.parameters)),
                 masking=30.0,
-                lag=lambda cf: 0.5,
+                share_at=lambda cf: 0.5,
                 maybe_unused=lambda: False,
             )
         self.memory = memory
@@ -124,7 +123,7 @@ def test_on_the_host_it_is_plain_arithmetic_to_the_bit(
     run = Run(kind, whole_buckets, dtype=dtype)
     starts = [0, *accumulate(SIZES)]
     singly = [slice(a, b) for a, b in pairwise(starts)]
-    rule = MomentumRule(0.9).with_lag(0.5)
+    rule = MomentumRule(0.9).with_share(0.5)
     moving = kind in ("momentum", "nesterov")
     numpy_dtype = np.float32 if dtype == torch.float32 else np.float64
     residual, velocity = np.zeros((2, len(CFS), starts[-1]), numpy_dtype)

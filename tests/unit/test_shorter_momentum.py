@@ -1,4 +1,4 @@
-"""An SGD whose own momentum has less lag while gradients are compressed."""
+"""An SGD whose own momentum has less delay while gradients are compressed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import stand_in_for
-from adaptive.memory.shorter_momentum import ShorterMomentum
+from adaptive.memory.momentum import ShorterMomentum
 from adaptive.model.parameters import ModelParameter
 from tests.unit.model_parameters import Parameters
 
@@ -24,7 +24,7 @@ RULES = st.sampled_from([(0.9, 0.0, False), (0.9, 0.1, False), (0.5, 0.0, True)]
 
 
 class Steps:
-    """One parameter that SGD steps, by the lag's shares of its steps; None: a dense step."""
+    """One parameter that SGD steps, by the momentum shares of its steps; None: a dense step."""
 
     def __init__(self, rule: tuple[float, float, bool]) -> None:
         momentum, dampening, nesterov = rule
@@ -53,15 +53,15 @@ def by_hand(grads: Sequence[Tensor], shares: Sequence[float | None], rule: Momen
     p, u, before = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), 1.0
     for i, (g, share) in enumerate(zip(grads, shares, strict=True)):
         now = share or 1.0
-        moved = rule.with_lag(now)
-        u = moved.momentum * u * rule.change_of_lag(before, now) + moved.rate(i == 0) * g
+        moved = rule.with_share(now)
+        u = moved.momentum * u * rule.velocity_scale(before, now) + moved.rate(i == 0) * g
         p = p - 0.1 * (moved.gain * g + moved.momentum * u if rule.nesterov else u)
         before = now
     return p
 
 
 @given(SHARES, RULES)
-def test_it_steps_as_a_velocity_with_that_share_of_the_lag(
+def test_it_steps_as_a_velocity_with_that_momentum_share(
     shares: list[float | None], rule: tuple[float, float, bool]
 ) -> None:
     grads = list(torch.randn(len(shares), 3, generator=torch.Generator().manual_seed(0)).double())
@@ -94,7 +94,7 @@ def test_handed_back_a_buffer_delivers_what_it_had_yet_to_deliver(nesterov: bool
     steps = Steps((0.9, 0.0, nesterov))
     for _ in range(3):
         steps.step(torch.ones(3).double(), 0.3)
-    shorter = MomentumRule(0.9, 0.0, nesterov).with_lag(0.3)
+    shorter = MomentumRule(0.9, 0.0, nesterov).with_share(0.3)
     ahead = 0.1 * shorter.gain * steps.buffer * shorter.momentum / (1 - shorter.momentum)
     steps.handover.hand_back(None)
     left = 0.1 * steps.buffer * 0.9 / (1 - 0.9)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptive import Event, Header, JSONLTimeline, MemoryTimeline, StepRecord, StepReport, Summary
-from adaptive.timeline.recorder import SafeTimeline
+from adaptive.timeline.sinks import SafeTimeline
 from policies import Measurement
 from runs.records import keep_before, read_records
 

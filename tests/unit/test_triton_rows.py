@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.statistics.samples import Sections, energies, largest, split_at_once
+from adaptive.statistics.signal import Sections, energies, largest, split_at_once
 from tests.unit.device_path import (
     Launches,
     count_operations,
