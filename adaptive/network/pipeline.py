@@ -68,10 +68,7 @@ class HookStream:
         if self._stream is None:
             yield
             return
-        for of, (passed, _) in list(self._kept.items()):
-            if not passed.query():
-                break
-            self.waited_for(of)
+        self._drop_passed()
         backward = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(backward)
         try:
@@ -98,6 +95,13 @@ class HookStream:
         """Backward's stream has waited for all callbacks, and the hook's stream will wait for
         backward's: drop all references, so that the optimizer and the forward get the memory."""
         self._kept.clear()
+
+    def _drop_passed(self) -> None:
+        # A method of its own: the loop's variables would keep the tensors through the hook call.
+        for of, (passed, _) in list(self._kept.items()):
+            if not passed.query():
+                break
+            self.waited_for(of)
 
 
 class Pipeline:
