@@ -279,7 +279,7 @@ def main() -> None:
     if rank == 0:
         factor = replica.group.dense_bytes / replica.group.bytes_sent
         print(f"{factor:.1f} times fewer bytes than dense")
-    replica.manager.shutdown(wait=False)
+    replica.manager.shutdown()  # its threads must be over before the interpreter is
     if rank == 0:
         lighthouse.shutdown()
 
