@@ -25,8 +25,8 @@ BLOCK = 2 * CACHE_BLOCK
 """Elements of a `Block` on a host."""
 
 
-FEW = 8
-"""Views of a block that cost less as so many operations than as a copy of them all."""
+FEW_VIEWS = 8
+"""The most views of a block that are subtracted one by one: it costs less than copying them."""
 
 
 class Destination(NamedTuple):
@@ -49,8 +49,8 @@ class Block(NamedTuple):
         return _join(self.values, out)
 
     def subtract(self, start: Tensor, out: Tensor) -> None:
-        """out = start - values. Of a few large values none is copied first."""
-        if len(self.values) > FEW or self.values[0].dtype != out.dtype:
+        """out = start - values. A few large values are not copied to one tensor first."""
+        if len(self.values) > FEW_VIEWS or self.values[0].dtype != out.dtype:
             torch.sub(start, self.joined(out), out=out)
             return
         sizes = [*map(len, self.values)]

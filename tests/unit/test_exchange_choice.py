@@ -8,7 +8,7 @@ import torch
 from adaptive import ParameterServer
 from adaptive.exchange.choice import (
     CALL,
-    FEW,
+    FEW_RANKS,
     GATHERED,
     ExchangeChoice,
     Strategy,
@@ -49,10 +49,10 @@ def test_many_ranks_and_large_payloads_are_sharded() -> None:
 
 
 def test_few_ranks_gather_what_a_sparsifier_keeps_of_gradients() -> None:
-    assert pick(MB, FEW) == "all_gather"
-    assert pick(MB, FEW + 1) == "voted_indices"
-    assert pick(MB, FEW, cf=4) == "sharded"
-    choice = ExchangeChoice(make_compressor("topk"), "auto", FEW)
+    assert pick(MB, FEW_RANKS) == "all_gather"
+    assert pick(MB, FEW_RANKS + 1) == "voted_indices"
+    assert pick(MB, FEW_RANKS, cf=4) == "sharded"
+    choice = ExchangeChoice(make_compressor("topk"), "auto", FEW_RANKS)
     choice.link, choice.of_updates = SLOW, True
     assert choice.pick(MB, 100).name == "voted_indices"
 
