@@ -179,8 +179,8 @@ class ModelMemory:
             self.now.name = Residual.name
 
     def fall_back(self) -> None:
-        """Plain error feedback from the next step on, and the optimizer's own momentum, of
-        which a share only."""
+        """Use plain error feedback from the next step on, and let the optimizer step with a
+        share of its own momentum."""
         self._gave_up = True
         before = self.now.handover
         self.release()
