@@ -190,8 +190,8 @@ class Verdict:
         )
         others += f"{self.name} all along"
         late = (
-            '  messages are late: beside any optimizer but SGD sync="auto" also lets ranks '
-            "take several steps for each exchange, where that is faster"
+            '  messages are late: sync="auto" also lets ranks take several steps for each '
+            "exchange, where that is faster (not beside SGD)"
         )
         busy = f"  steps of one kind differ by {self.noise:.0%}: the machine or the network is busy"
         return "\n".join(
