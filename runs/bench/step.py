@@ -104,7 +104,7 @@ class Held(Goodput):
     cf = 1.0
 
     def plan(self) -> Plan:
-        return replace(super().plan(), send=self.cf, skip_gains=False)
+        return replace(super().plan(), send=self.cf)
 
 
 class _Ready(torch.autograd.Function):
