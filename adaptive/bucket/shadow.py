@@ -154,8 +154,8 @@ class ShadowLadder:
         A parameter that the host knows to be skipped keeps its residual. Only a device knows some
         parameters to be skipped: these have a zero gradient, and their residual may be sent."""
         # Skipped parameters are sampled, too: ranks may skip different ones and must sample alike.
-        parts = [part for part in bucket.parts if part.grad.numel()]
-        if bucket.nonfinite is True or all(part.skipped is True for part in parts):
+        parts = [part for part in bucket.parts if part.start < part.stop]
+        if bucket.nonfinite is True or all(bucket.skipped.get(p.parameter) is True for p in parts):
             return
         singly = [[part.parameter] for part in parts]
         as_one = [[part.parameter for part in parts]]
@@ -196,9 +196,10 @@ class ShadowLadder:
         self, group: ShadowGroup, parts: Sequence[Part], bucket: Bucket, tally: Tally
     ) -> None:
         sections = group.sections
-        g = sampled(self._gradients(parts, group.strides, bucket.updates), [1] * len(parts))
-        skipped = [group.places[part.parameter] for part in parts if part.skipped is True]
-        sending = [part.parameter for part in parts if part.skipped is not True]
+        g = sampled(self._gradients(parts, group.strides, bucket), [1] * len(parts))
+        skip = {parameter for parameter, flag in bucket.skipped.items() if flag is True}
+        skipped = [group.places[part.parameter] for part in parts if part.parameter in skip]
+        sending = [part.parameter for part in parts if part.parameter not in skip]
         a = self._accumulate(group, g, sending)  # (CFs, elements)
         kept_back = [a[:, place].clone() for place in skipped]
         for place in skipped:
@@ -239,11 +240,12 @@ class ShadowLadder:
         tally.at("shadow_total").add_(total)
 
     def _gradients(
-        self, parts: Sequence[Part], strides: Sequence[int], updates: bool
+        self, parts: Sequence[Part], strides: Sequence[int], bucket: Bucket
     ) -> Sequence[Tensor]:
         """The sample of each part's gradient, or of the update that the memory makes from it."""
-        samples = [part.grad[::stride] for part, stride in zip(parts, strides, strict=True)]
-        if updates:
+        pairs = zip(parts, strides, strict=True)
+        samples = [bucket.work[part.start : part.stop : stride] for part, stride in pairs]
+        if bucket.updates:
             return samples
         return self.memory.handover.preview([part.parameter for part in parts], samples, strides)
 

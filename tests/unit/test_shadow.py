@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from adaptive.bucket.bucket import Part
+from adaptive.bucket.bucket import BucketLayout, Part
 from adaptive.bucket.shadow import ShadowLadder
 from adaptive.memory.error_feedback import MomentumRule, NoMemory, Residual
 from adaptive.memory.momentum import MomentumMemory, SGDHandover
@@ -39,6 +39,7 @@ class _Bucket:
     key: Key
     whole: bool
     nonfinite: Flag
+    skipped: dict[ModelParameter, Flag]
     updates: bool = True
 
 
@@ -79,18 +80,10 @@ class Run:
 
     def bucket(self, step: int, work: Tensor, nonfinite: Flag = False, skipped: int = -1) -> Any:
         """The whole model in one bucket."""
-        ends = [*accumulate(parameter.tensor.numel() for parameter in self.parameters)]
-        parts = [
-            Part(
-                parameter,
-                end - parameter.tensor.numel(),
-                end,
-                work[end - parameter.tensor.numel() : end],
-                skipped=i == skipped,
-            )
-            for i, (parameter, end) in enumerate(zip(self.parameters, ends, strict=True))
-        ]
-        return _Bucket(work, parts, Key("", step), self.whole_buckets and step > 0, nonfinite)
+        parts = [*BucketLayout(self.parameters).parts.values()]
+        whole = self.whole_buckets and step > 0
+        skips = {parameter: i == skipped for i, parameter in enumerate(self.parameters)}
+        return _Bucket(work, parts, Key("", step), whole, nonfinite, skips)
 
     def step(self, step: int, work: Tensor, nonfinite: Flag = False, skipped: int = -1) -> Any:
         tally = make_tally(len(self.cfs), self.device)
