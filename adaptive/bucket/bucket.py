@@ -108,6 +108,10 @@ class Unit:
         """The spec of the payload that is sent."""
         return Spec(self.segments or (self.numel,), self.cf, self.dtype, self.key)
 
+    def at(self, step: int) -> Unit:
+        """The unit in this step."""
+        return replace(self, key=self.key._replace(step=step))
+
     def compressor_at(self, cf: float) -> Compressor:
         """The compressor of this unit at `cf`."""
         if cf == DENSE:
@@ -145,26 +149,11 @@ class Unit:
         return self.compressor_at(self.cf).floats(Spec.shaped(shape or (self.numel,), self.cf))
 
 
-Sending = tuple[ModelParameter, Tensor, Flag]
-"""(parameter, its gradient, whether it is skipped)."""
-
-
-@dataclass(eq=False)
-class BucketUnits:
-    """The units of a layout for one set of CFs. runs: see `adaptive.bucket.bucket_memory`."""
-
-    units: list[Unit]
-    runs: Any = None
-
-    def at(self, step: int) -> list[Unit]:
-        """The units in this step."""
-        return [replace(unit, key=unit.key._replace(step=step)) for unit in self.units]
-
-
 class BucketLayout:
     """The parameters of a bucket, one after the other, and all that is derived from them.
 
-    parts: the elements of each parameter. cuts: by all that they depend on (`Granularity.cut`).
+    parts: the elements of each parameter. cuts: its units, by all that they depend on
+    (`Granularity.cut`). runs: those of the last step, and what they depend on (`BucketMemory`).
     buffers: working memory by use, which on the host the next step reuses."""
 
     def __init__(self, parameters: Sequence[ModelParameter]) -> None:
@@ -172,7 +161,8 @@ class BucketLayout:
         self.sizes = [parameter.numel for parameter in parameters]
         borders = itertools.pairwise(itertools.accumulate(self.sizes, initial=0))
         self.parts = {p: Part(p, *each) for p, each in zip(parameters, borders, strict=True)}
-        self.cuts: dict[object, BucketUnits] = {}
+        self.cuts: dict[object, list[Unit]] = {}
+        self.runs: tuple[object, Any] = None, None
         self.buffers: dict[str, Tensor] = {}
         self._flats: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # with their views
 
@@ -187,8 +177,7 @@ class BucketLayout:
             flat = self.parameters[0].zeros(name, sum(self.sizes))
             views = flat.split(self.sizes)
             self._flats[name] = flat, views
-            for cut in self.cuts.values():
-                cut.runs = None
+            self.runs = None, None
             for parameter, view, old in zip(self.parameters, views, held, strict=True):
                 setattr(parameter, name, view if old is None else view.copy_(old))
         return flat
@@ -262,12 +251,6 @@ class Bucket:
         self.skipped = memory.skipped(self.layout.parameters, known)
         fill_if(self.nonfinite, self.work, 0.0)
 
-    def sending(self) -> list[Sending]:
-        """The parameters that the host does not know to be skipped."""
-        flags = (self.skipped.get(parameter, False) for parameter in self.layout.parameters)
-        everything = zip(self.layout.parameters, self.grads, flags, strict=True)
-        return [each for each in everything if each[2] is not True]
-
     def slice_of(self, unit: Unit) -> Tensor:
         """The unit's elements of `work` (a view)."""
         return self.work[unit.start : unit.stop]
@@ -324,9 +307,9 @@ class Granularity:
 
     def cut(
         self, bucket: Bucket, cfs: StepCFs, shards: int = 1, sharded: bool = False
-    ) -> BucketUnits:
-        """The units of a bucket, in order. No unit crosses a border between the bucket's `shards`
-        equal shards.
+    ) -> Sequence[Unit]:
+        """The units of a bucket, in order, of no step. No unit crosses a border between the
+        bucket's `shards` equal shards.
 
         sharded: for the sharded exchange. Where the bucket is compressed whole, and no part is sent
         uncompressed, it is one unit with `shards` shards."""
@@ -334,8 +317,12 @@ class Granularity:
         if of not in cuts:
             if len(cuts) == MOST_CUTS:
                 cuts.clear()
-            one = self._in_one(bucket, cfs, shards) if sharded else None
-            cuts[of] = BucketUnits(self._units(bucket, cfs, shards) if one is None else [one])
+            cuts[of] = self._units(bucket, cfs, shards)
+            if sharded and bucket.whole and 1 < shards <= bucket.work.numel():
+                first, *others = self._units(bucket, cfs, 1)
+                if not others and EXACT not in (first.base, first.compressor):
+                    by = in_shards(first.compressor, shards)
+                    cuts[of] = [replace(first, compressor=by, shards=shards)]
         return cuts[of]
 
     def _units(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
@@ -359,17 +346,6 @@ class Granularity:
         if run:
             units.append(self._unit(bucket, run, self.compressor, cfs))
         return units
-
-    def _in_one(self, bucket: Bucket, cfs: StepCFs, shards: int) -> Unit | None:
-        """One unit with `shards` shards; None if the bucket cannot be one."""
-        parts = [part for part in bucket.parts if part.start != part.stop]
-        some_dense = any(part.stop - part.start < self.dense_below for part in parts)
-        if some_dense or not bucket.whole or not 1 < shards <= bucket.work.numel():
-            return None
-        unit = self._unit(bucket, parts, self.compressor, cfs)
-        if unit.compressor is EXACT:
-            return None
-        return replace(unit, compressor=in_shards(unit.compressor, shards), shards=shards)
 
     def _unit(self, bucket: Bucket, parts: Sequence[Part], base: Compressor, cfs: StepCFs) -> Unit:
         parameter, start, stop = parts[0].parameter, parts[0].start, parts[-1].stop

@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from adaptive.bucket.bucket import Bucket, BucketUnits, Part, Unit
+from adaptive.bucket.bucket import Bucket, Part, Unit
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.parameters import ModelParameter
 from compressors.base import Payload
@@ -51,25 +51,24 @@ class _Run:
 class BucketMemory:
     """Applies a memory to the units of one bucket in one step.
 
-    In a bucket with `Bucket.whole` the residuals of all parts lie in one flat tensor, in the order
-    of the bucket. In other buckets each unit covers a single part. Runs are made anew only if some
-    state that they depend on has changed since the last step with the same units."""
+    units: of no step, the same object in each step with the same CFs. In a settled bucket the
+    residuals of all parameters lie in one flat tensor, in the order of the bucket. In other buckets
+    each unit covers a single part. Runs are made anew only if something that they depend on has
+    changed since the last step."""
 
-    def __init__(self, memory: NoMemory, bucket: Bucket, cut: BucketUnits) -> None:
+    def __init__(self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit]) -> None:
         self._memory = memory
         self._bucket = bucket
-        self._flat: dict[str, Tensor] = {}
-        self._runs: dict[ModelParameter, _Run] = {}  # by each of their parameters
         self._addends: dict[_Run, Tensor | None] = {}  # of the runs that are open
-        if not memory.keeps or not cut.units:
-            return
-        if bucket.whole:
-            self._flat = {name: bucket.layout.flat(name) for name in memory.keeps}
-        keys = memory.update_keys(bucket.layout.parameters)
-        depends_on = memory, keys, {*bucket.skipped}
-        if cut.runs is None or cut.runs[0] != depends_on:
-            cut.runs = depends_on, self._find_runs(cut.units, keys)
-        self._runs = cut.runs[1]
+        self._runs: dict[ModelParameter, _Run] = {}  # by each of their parameters
+        layout, keeps = bucket.layout, memory.keeps if units else ()
+        self._flat = {name: layout.flat(name) for name in keeps if bucket.settled}
+        if keeps:
+            keys = memory.update_keys(layout.parameters)
+            depend_on = memory, units, keys, {*bucket.skipped}
+            if layout.runs[0] != depend_on:
+                layout.runs = depend_on, self._find_runs(units, keys)
+            self._runs = layout.runs[1]
 
     def open(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """(target, addend): the unit's error-fed gradient is target + addend; None: the target
@@ -151,27 +150,24 @@ class BucketMemory:
     def _find_runs(
         self, units: Sequence[Unit], keys: Sequence[object]
     ) -> dict[ModelParameter, _Run]:
-        """The run of each parameter."""
+        """The run of each parameter. One that is or may be skipped is a run alone."""
         cfs = {part.parameter: unit.cf for unit in units for part in unit.parts}
-        alone = {*cfs} if not self._flat else {*self._bucket.skipped}
-        pairs = zip(self._bucket.parts, keys, strict=True)
-        kept = [(part, key) for part, key in pairs if part.parameter in cfs]
-
-        def alike(of: tuple[Part, object]) -> object:
-            (parameter, start, _), key = of
-            return start if parameter in alone else (cfs[parameter], key)
-
-        runs = {}
-        for _, group in groupby(kept, alike):
-            parts = [part for part, _ in group]
-            joint, start, stop = parts[0].parameter, parts[0].start, parts[-1].stop
+        alone = self._bucket.skipped if self._flat else cfs
+        rules: dict[Part, object] = {}
+        for part, key in zip(self._bucket.parts, keys, strict=True):
+            if (parameter := part.parameter) in cfs:
+                rules[part] = part.start if parameter in alone else (cfs[parameter], key)
+        runs: dict[ModelParameter, _Run] = {}
+        for _, alike in groupby(rules, rules.get):
+            parts = [*alike]
+            (joint, start, _), stop = parts[0], parts[-1].stop
+            cf = cfs[joint]
             if len(parts) > 1:
                 joint = copy(joint)
                 for name, flat in self._flat.items():
                     setattr(joint, name, flat[start:stop])
             parameters = [part.parameter for part in parts]
-            run = _Run(joint, parameters, cfs[parameters[0]], start, stop)
-            runs.update(dict.fromkeys(parameters, run))
+            runs |= dict.fromkeys(parameters, _Run(joint, parameters, cf, start, stop))
         return runs
 
     def _runs_of(self, unit: Unit) -> Sequence[_Run]:

@@ -487,7 +487,7 @@ class GossipSync(Synchroniser):
         rank = self._exchange.rank
         x = self._to_tell(chunk)
         bucket = self._bucket(chunk, x, step)
-        units = self._granularity.cut(bucket, cfs).at(step)
+        units = [unit.at(step) for unit in self._granularity.cut(bucket, cfs)]
         record_gradient_norms(units, x, tally)
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
         tally.at("nonfinite").add_(torch.as_tensor(bucket.nonfinite))

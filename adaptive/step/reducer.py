@@ -38,7 +38,6 @@ from adaptive.bucket.bucket import (
     Bucket,
     BucketLayout,
     Granularity,
-    Sending,
     StepCFs,
     Unit,
     by_shards,
@@ -140,7 +139,7 @@ class Reducer:
         shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
         granularity = self.granularity.uncoded if strategy.votes else self.granularity
         cut = granularity.cut(bucket, step.cfs, shards, strategy.sharded)
-        units = cut.at(step.number)
+        units = [unit.at(step.number) for unit in cut]
         self.exchange.count_floats(sum(unit.floats for unit in units))
         record_gradient_norms(units, bucket.work, step.tally)
         memory = BucketMemory(self.memory, bucket, cut)
@@ -194,7 +193,6 @@ class Reducer:
         narrow: the precision of the all-reduce; rounding errors are not kept in any residual.
         """
         bucket: Bucket | None = None  # None: nothing is kept of it, or looked at
-        sending: Sequence[Sending] = ()
         tally, memory = step.tally, self.memory
         looked_at = tally.cfs or tally.ladder or tally.measures or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
@@ -206,8 +204,7 @@ class Reducer:
         else:
             bucket = self._open(step, buffer, parameters)
             if bucket.nonfinite is not True:
-                sending = bucket.sending()
-                self._flush(step, bucket, sending)
+                self._flush(step, bucket)
             # NaN tells the other ranks that nothing was sent, so that they keep their residuals.
             fill_if(bucket.nonfinite, bucket.work, nan)
             _written_back(bucket, buffer)
@@ -220,13 +217,8 @@ class Reducer:
                 return mean
             with self.pipeline.callback_of(life):
                 nonfinite = all_finite(mean) ^ True
-                for parameter, _, skipped in sending:
-                    parameter.end_dense(either(nonfinite, skipped))
-                parts = () if bucket is None or nonfinite is True else bucket.parts
-                for parameter, start, stop in parts:
-                    memory.received(parameter, mean[start:stop], DENSE, nonfinite)
-                if sending:  # residuals were kept, so the optimizer must not step with their sum
-                    fill_if(nonfinite, mean, nan)
+                if bucket is not None:
+                    _end_dense(memory, bucket, mean, nonfinite)
                 _call_for_each(step.on_mean, parameters, mean, nonfinite)
                 self.pipeline.stream.keep(bucket)
                 return mean
@@ -273,19 +265,21 @@ class Reducer:
         self.requested.observe(bucket, step.tally)
         return bucket
 
-    def _flush(self, step: Step, bucket: Bucket, sending: Sequence[Sending]) -> None:
+    def _flush(self, step: Step, bucket: Bucket) -> None:
         """Add residuals to the gradients, and measure the CFs of the tally on what a compressed
         step would compress: this sum, or in parameter space the updates."""
-        measures, measured = bool(step.tally.cfs), bucket.work
-        units = self.granularity.cut(bucket, step.cfs).at(step.number) if measures else []
+        cut = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
+        units, measured = [unit.at(step.number) for unit in cut], bucket.work
+        of, grads = bucket.layout.parameters, bucket.grads
         if units:
-            of, grads = bucket.layout.parameters, bucket.grads
             updates = self.memory.handover.preview(of, grads, [1] * len(grads))
             measured = bucket.work if updates is grads else torch.cat([*updates])
             record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
-        for parameter, grad, skipped in sending:
-            self.memory.flush_into(parameter, grad, either(bucket.nonfinite, skipped))
+        for parameter, grad in zip(of, grads, strict=True):
+            skipped = bucket.skipped.get(parameter, False)
+            if skipped is not True:
+                self.memory.flush_into(parameter, grad, either(bucket.nonfinite, skipped))
         for unit, sample in zip(units, samples, strict=True):
             if not bucket.skips_all(unit):
                 levels = compress_levels(unit, measured[unit.start : unit.stop])
@@ -316,6 +310,16 @@ def _payload(
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)
+
+
+def _end_dense(memory: NoMemory, bucket: Bucket, mean: Tensor, nonfinite: Flag) -> None:
+    """A dense step has sent what waited for it, unless it is nonfinite."""
+    for parameter, start, stop in bucket.parts:
+        parameter.end_dense(either(nonfinite, bucket.skipped.get(parameter, False)))
+        if nonfinite is not True:
+            memory.received(parameter, mean[start:stop], DENSE, nonfinite)
+    # Residuals were kept then, so the optimizer must not step with their sum.
+    fill_if(nonfinite, mean, nan)
 
 
 def _measures(step: Step, unit: Unit) -> bool:
