@@ -327,27 +327,19 @@ class Granularity:
 
     def _units(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
         borders = shard_borders(bucket.work.numel(), shards)
-        units: list[Unit] = []
-        run: list[Part] = []
+        units: list[list[Part]] = []
+        joins = False  # the next part may join the unit before
         for parameter, first, last in bucket.parts:
-            if first == last:
-                continue
             small = last - first < self.dense_below
-            inside = [border for border in borders if first < border < last]
-            for start, stop in itertools.pairwise([first, *inside, last]):
-                if run and (small or not bucket.whole or start in borders):
-                    units.append(self._unit(bucket, run, self.compressor, cfs))
-                    run = []
-                if small:
-                    part = Part(parameter, start, stop)
-                    units.append(self._unit(bucket, [part], EXACT, cfs))
-                else:
-                    run.append(Part(parameter, start, stop))
-        if run:
-            units.append(self._unit(bucket, run, self.compressor, cfs))
-        return units
+            inside = (border for border in borders if first < border < last)
+            for start, stop in itertools.pairwise(sorted({first, *inside, last})):
+                if not joins or small or not bucket.whole or start in borders:
+                    units.append([])
+                units[-1].append(Part(parameter, start, stop))
+                joins = not small
+        return [self._unit(bucket, parts, cfs) for parts in units]
 
-    def _unit(self, bucket: Bucket, parts: Sequence[Part], base: Compressor, cfs: StepCFs) -> Unit:
+    def _unit(self, bucket: Bucket, parts: Sequence[Part], cfs: StepCFs) -> Unit:
         parameter, start, stop = parts[0].parameter, parts[0].start, parts[-1].stop
         layer, shape = parameter.name, tuple(parameter.local.shape)
         key = bucket.key._replace(name=layer, shape=shape)
@@ -355,7 +347,8 @@ class Granularity:
         if (start, stop) != (whole.start, whole.stop):
             begin = start - whole.start
             key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
-        cf = cfs.sent(layer)
+        small = whole.stop - whole.start < self.dense_below
+        cf, base = cfs.sent(layer), EXACT if small else self.compressor
         compressor = base.at(cf)
         if base is EXACT or cf == DENSE:
             cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)

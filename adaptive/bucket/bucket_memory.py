@@ -142,8 +142,7 @@ class BucketMemory:
             return
         for unit, values in lost:
             for run in self._runs_of(unit):
-                run.joint.open_residual()
-                run.copy_state_to_parameters()
+                run.joint.open_residual()  # of a skipped parameter; others are open
             name = f"{unit.key.name}, lost"
             self._add_to(self._slice("residual", unit), values, name, times)
 
@@ -153,10 +152,11 @@ class BucketMemory:
         """The run of each parameter. One that is or may be skipped is a run alone."""
         cfs = {part.parameter: unit.cf for unit in units for part in unit.parts}
         alone = self._bucket.skipped if self._flat else cfs
-        rules: dict[Part, object] = {}
-        for part, key in zip(self._bucket.parts, keys, strict=True):
-            if (parameter := part.parameter) in cfs:
-                rules[part] = part.start if parameter in alone else (cfs[parameter], key)
+        rules: dict[Part, object] = {
+            part: part.start if part.parameter in alone else (cfs[part.parameter], key)
+            for part, key in zip(self._bucket.parts, keys, strict=True)
+            if part.parameter in cfs
+        }
         runs: dict[ModelParameter, _Run] = {}
         for _, alike in groupby(rules, rules.get):
             parts = [*alike]
