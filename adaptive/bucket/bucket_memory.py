@@ -39,13 +39,15 @@ class _Run:
     start: int
     stop: int
 
-    def copy_state_to_parameters(self) -> None:
-        """Copy the state of `joint`, but for tensors, to each parameter, if it has changed."""
+    def copy_state_to_parameters(self) -> bool:
+        """Copy the state of `joint`, but for tensors, to each parameter, if it has changed. Returns
+        whether it has."""
         joint, first = self.joint, self.parameters[0]
         state = joint.has_residual, joint.started, joint.momentum_share
-        if state != (first.has_residual, first.started, first.momentum_share):
-            for each in self.parameters:
-                each.has_residual, each.started, each.momentum_share = state
+        changed = state != (first.has_residual, first.started, first.momentum_share)
+        for each in self.parameters if changed else ():
+            each.has_residual, each.started, each.momentum_share = state
+        return changed
 
 
 class BucketMemory:
@@ -186,7 +188,8 @@ class BucketMemory:
         grads = self._bucket.work[run.start : run.stop]
         unchanged = either(self._bucket.nonfinite, skipped)
         addend = self._memory.open(run.joint, grads, run.cf, unchanged)
-        run.copy_state_to_parameters()
+        if run.copy_state_to_parameters():  # the next step makes runs of what is alike then
+            self._bucket.layout.runs = None, None
         if addend is not None:
             residual = run.joint.open_residual()
             if residual.dtype != addend.dtype:

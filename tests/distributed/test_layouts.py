@@ -19,7 +19,7 @@ from adaptive.step.reducer import Reducer
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, TwoBranches, batch, flat_parameters, same
 
-CFS = [20.0, 20.0, 20.0, 1.0, 20.0, 50.0, 50.0, 1.0, 20.0, 20.0, 20.0, 20.0]
+CFS = [20.0, 20.0, 20.0, 50.0, 20.0, 1.0, 20.0, 1.0, 20.0, 20.0, 20.0, 20.0]
 STEADY = 3
 """So many steps at the end are like the one before."""
 
