@@ -88,6 +88,7 @@ class Averager:
         """Replace momentum correction by plain error feedback and the optimizer's own momentum."""
         self.memory.fall_back()
         self.reducer.memory = self.memory.now
+        self.reducer.layouts.clear()  # velocities are freed
         self.requested.follow(self.memory.now)
 
     @property

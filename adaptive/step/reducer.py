@@ -103,7 +103,8 @@ class Reducer:
 
     memory: may be replaced between steps. settling: number of backwards after which DDP no longer
     rebuilds its buckets. clip_norm: the largest norm that a parameter's local gradient may have,
-    already divided by sqrt(N).
+    already divided by sqrt(N). layouts: of settled buckets, by their parameters. They hold what is
+    kept of parameters, and are made anew where it has moved or has gone.
     """
 
     granularity: Granularity
@@ -114,7 +115,8 @@ class Reducer:
     settling: int
     clip_norm: float | None = None
     _backwards: int = 0
-    _layouts: dict[Any, BucketLayout] = field(default_factory=dict)  # settled, by parameters
+    layouts: dict[Any, BucketLayout] = field(default_factory=dict)
+    _sent_updates: bool = False
 
     def end_backward(self) -> None:
         """Count a backward: DDP rebuilds its buckets after the first ones (`settling`)."""
@@ -135,6 +137,9 @@ class Reducer:
         strategy: how payloads become the mean. to: where the mean is added; None: to `buffer`, in
         place of the gradients. energy: the bucket's squared norm, if the caller knows it. The
         caller calls `Pipeline.finish` after the last bucket."""
+        if step.updates is not self._sent_updates:  # other buckets, to which memory moves
+            self._sent_updates = step.updates
+            self.layouts.clear()
         bucket = self._open(step, buffer, parameters, energy)  # 1
         shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
         granularity = self.granularity.uncoded if strategy.votes else self.granularity
@@ -200,7 +205,7 @@ class Reducer:
             known = squared_norm(buffer) if tally.energies else nan
             tally.at("grad").add_(known)
             if "velocity" in memory.keeps:  # SGD has its momentum back: velocities are freed
-                self._layouts.clear()
+                self.layouts.clear()
         else:
             bucket = self._open(step, buffer, parameters)
             if bucket.nonfinite is not True:
@@ -256,9 +261,9 @@ class Reducer:
         # with unsettled buckets, though throwaway backwards have settled DDP's buckets since.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
-        layout = self._layouts.get(of := tuple(parameters)) or BucketLayout(of)
+        layout = self.layouts.get(of := tuple(parameters)) or BucketLayout(of)
         if settled:
-            self._layouts[of] = layout
+            self.layouts[of] = layout
         bucket = Bucket(work, key, whole, layout, updates=step.updates, settled=settled)
         bucket.open(self.memory, step.tally, self.clip_norm, energy)
         _call_for_each(step.on_local, parameters, work, bucket.nonfinite)

@@ -15,7 +15,9 @@ from adaptive import AdaptiveCompressor, Residual
 from adaptive.bucket.bucket import Granularity
 from adaptive.bucket.bucket_memory import BucketMemory
 from adaptive.memory.momentum import RESTING
+from adaptive.settings.config import RUNGS
 from adaptive.step.reducer import Reducer
+from compressors.ladder import Ladder
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, TwoBranches, batch, flat_parameters, same
 
@@ -59,7 +61,7 @@ def _train(rank: int, case: str, kept: bool) -> tuple[Any, list[Counter[str]]]:
 
     def opened(self: Reducer, *args: Any) -> Any:
         if not kept:
-            self._layouts.clear()
+            self.layouts.clear()
             if case != "narrow":
                 self.memory.update_keys = lambda of: [object() for _ in of]  # type: ignore
         return reducer_open(self, *args)
@@ -109,31 +111,36 @@ def test_nothing_is_made_in_a_step_like_the_one_before(trained: list[Any], case:
         assert not made[-1]
 
 
-def _velocities(rank: int) -> list[bool]:
-    """Whether the memory of a velocity is there: while steps are compressed, and while SGD has its
-    momentum back."""
+def _kept(rank: int, ends: str) -> list[bool]:
+    """Whether what was kept of a parameter in step 3 is there after each step from then on. It has
+    no use any more since "dense" steps or "changed" gradients give SGD its momentum back, or since
+    "updates" are exchanged in the place of gradients."""
     net = TwoBranches()
-    model = DDP(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-    cfs = [20.0] * 4 + [1.0] * (RESTING + 3)
-    compressor = AdaptiveCompressor("topk", (1, 100), policy=Scripted(cfs))
+    model, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    name, cfs, base = "velocity", [20.0] * (RESTING + 7), Ladder({4.0: RUNGS[4.0]}, "topk")
+    if ends == "dense":
+        cfs[4:] = [1.0] * (RESTING + 3)
+    elif ends == "updates":
+        name, cfs[:4], optimizer = "residual", [4.0] * 4, torch.optim.AdamW(net.parameters())
+    compressor = AdaptiveCompressor(base, policy=Scripted(cfs))
     compressor.attach(model, optimizer=optimizer)
-    there, velocity = [], None
+    there, kept = [], lambda: None
     for step in range(len(cfs)):
         optimizer.zero_grad()
         x, y = batch(step, rank)
         ((model(x, 2) - y) ** 2).mean().backward()
+        if ends == "changed" and step >= 4:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         optimizer.step()
         if step == 3:
-            kept = next(iter(compressor._session._parameters.values()))
-            velocity = weakref.ref(kept.velocity)
-            del kept
-        if velocity is not None:
-            there.append(velocity() is not None)
-    return there
+            of = next(iter(compressor._session._parameters.values()))
+            kept = weakref.ref(getattr(of, name))
+        there.append(kept() is not None)
+    return there[3:]
 
 
-def test_velocities_are_freed_while_sgd_has_its_momentum_back() -> None:
-    for there in run_ranks(2, _velocities):
+@pytest.mark.parametrize("ends", ["dense", "changed", "updates"])
+def test_what_has_no_use_any_more_is_freed(ends: str) -> None:
+    for there in run_ranks(2, _kept, ends):
         assert there[0]
         assert not there[-1]
