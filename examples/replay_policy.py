@@ -37,8 +37,6 @@ def context_of(header: Header) -> Context:
         local_steps=header.local_steps,
         overlap=header.overlap,
         delays=header.delays,
-        updates=header.updates,
-        keeps_momentum=header.keeps_momentum,
     )
 
 
@@ -49,11 +47,9 @@ def not_measured(plan: Plan, policy: Policy, record: StepRecord, header: Header)
         return f"a step at CF {plan.send:g}, and CF {report.cf:g} was sent"
     if not isfinite(report.grad_norm):  # no policy learns a gain from such a gradient
         return ""
-    for cf in {plan.send, *plan.probe} - {DENSE, *header.assumed} - set(report.measurements):
+    needed = {*plan.probe, *(() if plan.skip_gains else (plan.send,))}
+    for cf in needed - {DENSE, *header.assumed} - set(report.measurements):
         return f"the gain of CF {cf:g}"
-    ladder = () if plan.skip_gains or not policy.shadow else policy.candidates()
-    for cf in {*ladder} - {DENSE, *header.assumed} - set(report.steady_gain):
-        return f"the steady-state gain of CF {cf:g}"
     if plan.read_sum != record.read_sum and (plan.read_sum or plan.accumulate):
         return "a sum of the gradients of other steps"
     return ""

@@ -32,10 +32,6 @@ class Averages(Stateful):
         mean_bottom = (1 - self.weight) * mean_bottom + self.weight * bottom
         self._means[cf] = steps + 1, mean_top, mean_bottom
 
-    def cfs(self) -> list[float]:
-        """The CFs that have an average, in the order of their first values."""
-        return list(self._means)
-
     def steps(self, cf: float) -> int:
         """Steps of a CF that were taken in."""
         return self._means[cf][0] if cf in self._means else 0
@@ -44,10 +40,6 @@ class Averages(Stateful):
         """The average of a CF that has one."""
         _, top, bottom = self._means[cf]
         return top / bottom
-
-    def value(self, cf: float) -> float | None:
-        """The average of a CF; None before its first value."""
-        return self[cf] if cf in self._means else None
 
     def keep_only(self, cfs: Collection[float]) -> None:
         """Forget the averages of all other CFs."""

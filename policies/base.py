@@ -21,14 +21,13 @@ from policies.state import Stateful, read
 DENSE = 1.0
 """The CF that means that nothing is compressed."""
 
-GainKind = Literal["gradient", "error_fed", "raw", "signal"]
+GainKind = Literal["gradient", "error_fed", "raw"]
 """The definitions of the gain of a CF.
 
 "gradient": the energy that compression keeps of the gradient before error feedback.
 "error_fed": the energy that it keeps of the error-fed gradient (GraVAC's paper).
 "raw": norms kept over norms of the gradients, both summed over what is compressed as one (GraVAC's
-    released code). A ratio of norms, so 0.7 is about 0.49 of the others.
-"signal": the part of the true gradient that gets through (policies/signal_gain.py)."""
+    released code). A ratio of norms, so 0.7 is about 0.49 of the others."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Context:
     supported: Callable[[float], float] = float  # the nearest CF that the compressor can do
     # Names of the compressors at CFs whose gains are assumed: {8: "int4"}.
     rungs: Mapping[float, str] = field(default_factory=dict)
-    # Assumed gains by CF, of hooks of other libraries and of quantizers below the range. The shadow
-    # ladder cannot measure these gains. The CFs are candidates as well.
+    # Assumed gains by CF, of hooks of other libraries and of quantizers below the range. The CFs
+    # are candidates as well.
     assumed: Mapping[float, float] = field(default_factory=dict)
     # CFs at which a step is a dense one in fewer bits: there is nothing to compress or to decode.
     uncoded: frozenset[float] = frozenset()
@@ -55,10 +54,6 @@ class Context:
     # Steps after which the mean of a step may take its place, ascending. With one number the policy
     # has no choice. 0: before the next step begins.
     delays: tuple[int, ...] = (0,)
-    # Updates of parameters are fed back and sent, not gradients. No optimizer scales them later.
-    updates: bool = False
-    # Of updates: some optimizer keeps its momentum beside the residual, which acts as momentum too.
-    keeps_momentum: bool = False
     # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # The link as it was when the run began: its latency in seconds, and seconds for each byte of
@@ -113,7 +108,8 @@ class Plan:
     # Steps after which the mean of what is sent takes its place, one of `Context.delays`. What is
     # under way comes no sooner than it would have. None: as many as before.
     delay: int | None = None
-    # Measure no gains of the shadow ladder in this step, and in a dense one no norm of gradients.
+    # No decision needs to know what `send` keeps, or in a dense step the norm of gradients: both
+    # are measured in a few steps only, for the record.
     skip_gains: bool = False
     # Measure what `send` and `probe` keep of each layer, too (`StepReport.layer_measurements`).
     # Only policies with `layerwise = True` may ask for it.
@@ -141,10 +137,7 @@ class Measurement:
     grad_norms: float = nan  # ||g||
 
     def terms(self, kind: GainKind) -> tuple[float, float]:
-        """Numerator and denominator of a gain, to be averaged separately. nan for "signal": it does
-        not follow from the energies of one step."""
-        if kind == "signal":
-            return nan, nan
+        """Numerator and denominator of a gain, to be averaged separately."""
         if kind == "error_fed":
             return _surviving(self.total, self.error), self.total
         if kind == "raw" and isnan(self.grad_norms):  # the same where all is compressed as one
@@ -212,8 +205,6 @@ class StepReport:
     # `local_sum`: mean of the ranks' norms.
     sum_norm: float = nan
     lr: float = nan  # of the first parameter group, if an optimizer was handed over
-    # Steady-state gain by CF from the shadow ladder, for policies with `shadow = True`.
-    steady_gain: Mapping[float, float] = field(default_factory=dict)
     # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     # `kept`, `error` and `total` by layer and by the CF at which that layer was sent or probed,
@@ -225,18 +216,6 @@ class StepReport:
     measured: Sequence[float] = field(default_factory=list)
     decode_seconds: float = nan  # decoding what was received, mean over ranks
     compute_seconds: float = nan  # forward and backward, mean over ranks. nan without a model
-    # For the gain "signal". Let c be what plain error feedback would have sent in the step before
-    # this one. signal: <c, this step's gradient> by CF of the shadow ladder. signal_total: <that
-    # step's gradient, this step's gradient>. peers, peers_total: <c, g> and <g, g> of different
-    # ranks in that step. All are noisy and may be negative. Only the expectation of peers_total
-    # never is.
-    signal: Mapping[float, float] = field(default_factory=dict)
-    signal_total: float = nan
-    peers: Mapping[float, float] = field(default_factory=dict)
-    peers_total: float = nan
-    # ||g||^2 by the same sketches, where the policy chooses the number of local steps. peers_total
-    # / peers_energy / (number of other ranks) is the cosine of two ranks' gradients.
-    peers_energy: float = nan
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
     down_bytes: float = 0.0  # the part of wire_bytes that brings means back. nan with shards
     # What compression keeps of the means of the sharded exchange, by the CF at which they travel
@@ -250,8 +229,6 @@ class StepReport:
 
     def gain(self, cf: float, kind: GainKind) -> float:
         """This step's gain of a CF, in [0, 1]; nan if it is not known."""
-        if kind == "signal":
-            return _ratio(self.peers.get(cf, nan), self.peers_total)
         return self.measurements.get(cf, Measurement()).gain(kind)
 
     @property
@@ -287,7 +264,6 @@ class Policy(ABC):
 
     name: str = ""
     gain: GainKind = "gradient"  # the gain that decides. T_comp in the timeline uses it too
-    shadow: bool = False  # the policy needs the steady-state gains of its candidates
     layerwise: bool = False  # plans may give single layers their own CFs
     chooses_local_steps: bool = False  # plans may set the number of local steps
     chooses_delay: bool = False  # plans may set the delay
@@ -387,7 +363,6 @@ class DeclaredPolicy(Stateful, Policy):
             value = getattr(self, each.name)
             if "check" in each.metadata and not (value is None and each.metadata["or_none"]):
                 setattr(self, each.name, each.metadata["check"](each.name, value))
-        self.shadow = self.shadow or self.gain == "signal"
 
     def _saved_settings(self) -> dict[str, Any]:
         """What a saved state must agree with, in JSON-like values."""

@@ -8,7 +8,6 @@ from math import inf, nan
 
 from policies.averages import Averages
 from policies.base import DENSE, GainKind, StepReport
-from policies.signal_gain import SignalGain
 from policies.state import Stateful, saved
 from policies.step_time import StepTime
 from policies.words import costs, named, percent, progress, seconds_in_words
@@ -28,22 +27,16 @@ class CandidateStatistics(Stateful):
 
     _averages: Averages = saved()
     time: StepTime = saved()
-    signal: SignalGain | None = saved()  # only if `kind` is "signal"
 
     def __post_init__(self) -> None:
         self._averages = Averages(self.weight)
         self.time = StepTime(self.nbytes, self.overlap, rungs=self.assumed.keys())
-        self.signal = SignalGain() if self.kind == "signal" else None
 
-    def observe(self, report: StepReport) -> str:
-        """Take in one step. Returns which estimate of the signal gain decides, in words, if that
-        has changed, else ""."""
+    def observe(self, report: StepReport) -> None:
+        """Take in one step."""
         self.time.observe(report)
-        if self.signal is not None:
-            return self.signal.observe(report)
         for cf, measurement in report.measurements.items():
             self._averages.add(cf, *measurement.terms(self.kind))
-        return ""
 
     def gain(self, cf: float | None) -> float | None:
         """The gain of a CF in [0, 1]. Dense has 1. None: not known."""
@@ -53,8 +46,6 @@ class CandidateStatistics(Stateful):
             return 1.0
         if cf in self.assumed:
             return self.assumed[cf]
-        if self.signal is not None:
-            return self.signal.gain(cf)
         if self._averages.steps(cf) < self.believed_after:
             return None
         return min(1.0, self._averages[cf])

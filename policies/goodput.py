@@ -1,13 +1,13 @@
 """Goodput: go straight to the CF with the largest compression throughput, without trying others.
 
-The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for the whole
-ladder at any time: the gain from the shadow ladder, the step time from its model (step_time.py). So
-nothing is sent only to be measured, and a changed network moves the CF as soon as it shows.
+The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for every CF
+at any time: the step time from its model (step_time.py), the gain from a law. So nothing is sent
+only to be measured, and a changed network moves the CF as soon as it shows.
 
-Signal gain is the part of the gradient that gets through at once. The remaining part is late, not
-lost, so progress falls more slowly: as the root of signal gain. For updates of two ranks, which go
-without momentum, it falls as the fifth root (measured: docs/research/results.md,
-docs/research/defaults.md).
+The law is gain = CF^-FALLS, about what runs have shown of the part of the true gradient that gets
+through at once. The remaining part is late, not lost, so progress falls more slowly: as the root of
+the gain. So the CF rises until the network takes an eighth of a step. Gains that were measured in
+every step, in place of the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not all: a run has a schedule, and must end at dense's quality in as many
 steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
@@ -28,33 +28,26 @@ The assumed gains of int8 and int4 are alike, so the one with fewer bytes wins a
 network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits with error feedback
 lose no quality that runs have shown (docs/research/defaults.md). The assumed gain of bf16 is
 larger.
-
-While dense is sent, gains are not measured in every step, since measuring costs most where there is
-nothing to gain. Step times are measured in every step, so a slower network is seen at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import inf, nan
+from dataclasses import dataclass
+from math import nan
 from typing import Literal, get_args
 
 from policies import checks
-from policies.averages import Averages
 from policies.base import (
     DENSE,
     Context,
     DeclaredPolicy,
-    GainKind,
     Plan,
     StepReport,
     counted_steps,
     setting,
 )
 from policies.lateness import Lateness
-from policies.local_gain import LocalGain
-from policies.signal_gain import WEIGHT, WEIGHT_OF_UPDATES, SignalGain
 from policies.state import require, saved
 from policies.step_time import StepTime
 from policies.words import bytes_in_words, joined, named, percent, progress, seconds_in_words
@@ -63,34 +56,15 @@ SOON = 0.1
 """Seconds that an exchange may take by the link at the CF of the first steps. A few steps there are
 over soon, whatever the seconds of a step's work turn out to be."""
 
-GAIN_WEIGHT = 0.1
-"""Weight of a new step in the average of a gain: gains move slowly, and single ones are noisy."""
+FALLS = 0.25
+"""The gain of a CF is assumed to be CF^-FALLS: 0.56 at CF 10, 0.32 at CF 100, 0.18 at CF 1000."""
 
-FILLED = 8.0
-"""With signal gain, only CFs up to this many times the number of steps done are considered. The
-shadow residual of a larger CF is still filling, and its gain looks too large."""
+HASTE = 8.0
+"""With goal="time", a CF may be as large as this many times the steps done."""
 
 FEWER = 0.1
 """The smallest number of local steps wins whose promise is less than the best by no more than
 this."""
-
-POWER, POWER_OF_UPDATES = 0.5, 0.2
-"""Default exponents of signal gain in T_comp. The second is for local steps, and for updates of two
-ranks. Large CFs cost more quality with more ranks, and beside a momentum that is kept. While local
-steps may follow, these cost less quality than the largest CFs (docs/research/defaults.md)."""
-
-FOREIGN = 3
-"""Reports arrive late: this many after a switch are about gradients from before it."""
-
-WATCHED, RESTING = 50, 450
-"""While dense is sent, or what is uncoded (bf16), gains are measured for WATCHED steps, then not
-for RESTING steps, and so on."""
-
-BRIEF = 10
-"""Gains are measured for only so many steps of WATCHED where no gain could move the policy."""
-
-UP = 2.0
-"""A larger CF must be better by this many standard errors of its T_comp."""
 
 DOWN = 0.2
 """The share of the margin that a smaller CF must be better by."""
@@ -105,23 +79,20 @@ class Goodput(DeclaredPolicy):
     compression throughput. ValueError or TypeError names a setting that is wrong.
 
     goal: "quality" keeps dense's quality in as many steps: the steps done so far bound the CF.
-        "time" has no such bound: the most progress a second, for a schedule made longer.
+        "time" has next to no such bound: the most progress a second, for a schedule made longer.
     step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1, and the
         CFs whose gain is assumed (`Context.assumed`).
     opening: steps at the first CF before another is considered, >= 1. So are those at any CF that
         was not sent before on this network.
-    margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use, in
-        addition to UP standard errors of its T_comp. A smaller CF must by a fifth of it.
+    margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use. A
+        smaller CF must by a fifth of it.
     cooldown: steps between two switches, >= 1, but for `opening`.
-    gain: "signal", or "error_fed" for that gain in steady state.
-    power: exponent of signal gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
-        and give more quality in as many steps. None: 0.2 for updates (`Context.updates`) of two
-        ranks, and while ranks take several local steps; else 0.5, also beside an optimizer that
-        keeps its momentum (`Context.keeps_momentum`). With gain="error_fed" it is not used.
+    power: exponent of the gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
+        and give more quality in as many steps.
     """
 
     name = "goodput"
-    shadow = True
+    gain = "error_fed"  # is recorded, and decides nothing
     chooses_local_steps = True
 
     goal: Goal = setting("quality", checks.one_of, accepted=get_args(Goal))
@@ -129,24 +100,17 @@ class Goodput(DeclaredPolicy):
     opening: int = setting(5, checks.whole, least=1)
     margin: float = setting(0.05, checks.fraction)
     cooldown: int = setting(10, checks.whole, least=1)
-    gain: GainKind = setting("signal", checks.one_of, accepted=("error_fed", "signal"))
-    power: float | None = setting(None, checks.real, or_none=True, above=0)
+    power: float = setting(0.5, checks.real, above=0)
 
     _send: float = saved(DENSE)
     _local_steps: int = saved(1)
     _since: int = saved(0)  # steps at the present CF
     _steps: int = saved(0)  # steps in all
     _least: float = saved(DENSE)  # CF, with local steps: that at which they began
-    _filling: int = saved(0)  # the step from which on shadow residuals have been filling
-    _unmeasured: int = saved(0)  # steps since then in which gains were not measured
-    _brief: bool = saved(False)  # no gain could move the policy, so few are measured
     _new: bool = saved(True)  # the CF in use was not sent before on this network
     _reason: str = saved("")
-    _gains: Averages = saved(Averages(GAIN_WEIGHT))  # error-fed gains in steady state
     _time: StepTime = saved()
-    _local: LocalGain = saved()
     _lateness: Lateness = saved(Lateness())
-    _signal: SignalGain | None = saved()
 
     def start(self, context: Context) -> None:
         """Raises ValueError if step_size makes too many candidates."""
@@ -156,11 +120,6 @@ class Goodput(DeclaredPolicy):
         self._candidates = tuple(sorted({*ladder, *context.assumed}))
         self._context = context
         self._time = self._new_time()
-        weight = WEIGHT_OF_UPDATES if context.updates else WEIGHT
-        self._local = LocalGain(context.world_size)
-        self._signal = SignalGain(weight) if self.gain == "signal" else None
-        self._updates = context.updates
-        self._keeps_momentum = context.keeps_momentum
         self._send = self._smallest = ladder[0]
         self._numbers, self._ranks = context.local_steps, context.world_size
         self._local_steps = self._numbers[0]
@@ -169,26 +128,14 @@ class Goodput(DeclaredPolicy):
         if not self._steps:
             self._send = self._first()
         chosen = self._local_steps if len(self._numbers) > 1 else 0
-        skips = self._turn is not None and self._turn >= (BRIEF if self._brief else WATCHED)
-        return Plan(self._send, reason=self._reason, local_steps=chosen, skip_gains=skips)
+        return Plan(self._send, reason=self._reason, local_steps=chosen, skip_gains=True)
 
     def observe(self, report: StepReport) -> None:
         self._time.observe(report)
         self._lateness.observe(report.lr, self._local_steps)
-        for cf, gain in report.steady_gain.items():
-            self._gains.add(cf, gain)
-        turn = self._turn
-        rested = turn is not None and turn < 2 * FOREIGN and self._since > WATCHED
-        if rested or (self._filling and self._steps - self._filling < FOREIGN):
-            report = replace(report, signal_total=nan, peers_total=nan)
-        else:
-            self._local.observe(report, self._local_steps)
         self._since += 1
         self._steps += 1
-        self._unmeasured += not report.steady_gain
-        if self._turn == BRIEF:
-            self._brief = not self._gains_matter()
-        self._reason = "" if self._signal is None else self._signal.observe(report)
+        self._reason = ""
         if self._since >= self._wait:
             self._consider()
 
@@ -202,27 +149,16 @@ class Goodput(DeclaredPolicy):
 
     def _allowed(self, cf: float, steps: int) -> bool:
         """Whether what is not sent waits short enough at a CF, with so many local steps."""
+        if self.goal == "time":
+            return cf <= self._longest_wait
         wait = steps if cf in self._assumed else cf * steps  # those send every element
-        return self.goal == "time" or wait <= self._longest_wait
+        return wait <= self._longest_wait
 
     @property
     def _longest_wait(self) -> float:
-        """Steps that an element may wait, with goal="quality"."""
-        return max(self._smallest, self._lateness.largest)
-
-    @property
-    def _turn(self) -> int | None:
-        """While dense is sent, or what is uncoded, steps since gains began to be measured again;
-        None while they are measured in every step."""
-        rests = self._send in (DENSE, *self._context.uncoded)
-        always = not rests or len(self._numbers) > 1
-        return None if always else self._since % (WATCHED + RESTING)
-
-    def _gains_matter(self) -> bool:
-        """Whether a CF whose gain is measured would be sent if it kept everything."""
-        here = self.t_comp().get(self._send, 0.0)
-        measured = (cf for cf in self._candidates if cf not in self._assumed)
-        return any((1 + self.margin) * here * (self._time.seconds(cf) or 0) < 1 for cf in measured)
+        """Steps that an element may wait."""
+        quality = self.goal == "quality"
+        return max(self._smallest, self._lateness.largest if quality else HASTE * self._steps)
 
     @property
     def _wait(self) -> int:
@@ -233,18 +169,17 @@ class Goodput(DeclaredPolicy):
         return self._candidates
 
     def t_comp(self) -> dict[float, float]:
-        """Predicted compression throughput of dense and the CFs whose gain and step time are known:
-        steps a second x gain (signal gain to the power). With local steps, rounds a second, and
-        the gain of local steps as well."""
-        promised, power = {}, self._power
+        """Predicted compression throughput of dense and the CFs whose step time is known: steps a
+        second x gain (to the power). With local steps, rounds a second, and the gain of local steps
+        as well."""
+        promised = {}
         steps, worth = None, 1.0
         if self._local_steps > 1 and len(self._numbers) > 1:
-            steps, worth = self._local_steps, self._local.gain(self._local_steps)
-        largest = inf if self._signal is None else self._filled
+            steps, worth = self._local_steps, self._worth(self._local_steps)
         for cf in sorted({DENSE, *self._candidates}):
-            gain, seconds = self.gain_at(cf), self._time.seconds(cf, steps)
-            if gain and seconds and self._least <= cf <= largest:
-                promised[cf] = worth * gain**power / seconds
+            seconds = self._time.seconds(cf, steps)
+            if seconds and self._least <= cf:
+                promised[cf] = worth * self.progress(cf) / seconds
         return promised
 
     def _promised(self) -> dict[float, float]:
@@ -252,29 +187,19 @@ class Goodput(DeclaredPolicy):
         promised = self.t_comp().items()
         return {cf: value for cf, value in promised if self._allowed(cf, self._local_steps)}
 
-    @property
-    def _power(self) -> float:
-        """The exponent of the gain."""
-        if self._signal is None:
-            return 1.0
-        cautious = self._local_steps == 1 and (len(self._numbers) > 1 or self._ranks > 2)
-        cautious = cautious or self._keeps_momentum
-        usual = POWER_OF_UPDATES if self._updates and not cautious else POWER
-        return self.power or usual
-
-    @property
-    def _filled(self) -> float:
-        """The largest CF whose gain is known by now."""
-        filled = FILLED * (self._steps - self._filling - self._unmeasured)
-        return max(filled, self._send) if self._filling else filled
+    def _worth(self, steps: int) -> float:
+        """The gain of local steps: the worth of so many steps between two exchanges, beside as many
+        exchanged steps. One step in `steps` averages the noise of all ranks. The other steps, in
+        which a rank follows its local gradient alone, are worth 1 / sqrt(ranks) of that (measured:
+        docs/research/defaults.md)."""
+        alone = self._ranks**-0.5
+        return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
         """candidate: the CF with the largest T_comp. more, asked: by which share it promises more
         than the CF sent, and by which it must, to be sent. t_sys, t_comp: of the CF sent, in
-        steps/s. power: of the gain in t_comp. allowed: the largest CF that the steps done so far
-        allow; nan with goal="time". exploring: 1 until another CF is first considered.
-        local_steps: where the policy chooses them. With signal gain, the numbers of
-        `SignalGain.status` follow."""
+        steps/s. allowed: the largest CF that the steps done so far allow. exploring: 1 until
+        another CF is first considered. local_steps: where the policy chooses them."""
         seconds, promised = self._time.seconds(self._send), self._promised()
         best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._send)
         here = self.t_comp().get(self._send) or nan
@@ -282,13 +207,11 @@ class Goodput(DeclaredPolicy):
             "candidate": best if promised else nan,
             "more": promised.get(best, nan) / here - 1,
             "asked": 0.0 if best == self._send else self._needed(best, promised) / here - 1,
-            "power": self._power,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": here,
-            "allowed": nan if self.goal == "time" else self._longest_wait / self._local_steps,
+            "allowed": self._longest_wait / self._local_steps,
             "exploring": float(self._since == self._steps < self.opening),
             **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
-            **({} if self._signal is None else self._signal.status()),
         }
 
     def _choose_local_steps(self) -> None:
@@ -299,12 +222,9 @@ class Goodput(DeclaredPolicy):
         smaller CF is the remedy for slow compression."""
         if len(self._numbers) == 1 or self._since < self.cooldown:
             return
-        larger = next((cf for cf in self._candidates if cf > self._send), self._send)
-        if self._filled < larger and not self._filling:
-            return
         here = self._local_steps
         promised = {
-            steps: steps * self._local.gain(steps) / seconds
+            steps: steps * self._worth(steps) / seconds
             for steps in self._numbers
             if (seconds := self._time.without_coding(self._send, steps))
             and (steps == self._numbers[0] or self._allowed(self._send, steps))
@@ -327,9 +247,6 @@ class Goodput(DeclaredPolicy):
         self._reason = joined(why, self._reason)
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since, self._new = goal, 0, False
-        self._filling, self._unmeasured = self._steps, 0
-        if self._signal is not None:
-            self._signal.rescale()  # what the ranks exchange now is of another number of steps
 
     @property
     def promise(self) -> str:  # type: ignore[override]
@@ -350,14 +267,11 @@ class Goodput(DeclaredPolicy):
         told = progress(promised[cf] / promised[here], self._named(here))
         unit = "a round" if self._local_steps > 1 else "a step"
         sent = bytes_in_words(1 - self._time.nbytes(cf) / (self._time.nbytes(here) or nan))
-        gains = [self.gain_at(each) or nan for each in (cf, here)]
-        gain, other = (f"{each:.3f}" for each in gains)
-        if self._power != 1:
-            gain, other = (f"{g:.2f}^{self._power:g} = {g**self._power:.3f}" for g in gains)
         asked = self._needed(cf, promised) / promised[here] - 1
         seconds = f"{seconds_in_words(then, 3)} {unit} instead of {seconds_in_words(now, 3)}"
         rule = f"{percent(asked)} more was asked"
-        return f"{told}\n{seconds}, {sent}, gain {gain} instead of {other}; {rule}"
+        worth = f"{self.progress(cf):.3f} instead of {self.progress(here):.3f} of dense's progress"
+        return f"{told}\n{seconds}, {sent}, {worth}; {rule}"
 
     def _named(self, cf: float) -> str:
         return named(cf, self._context.rungs)
@@ -375,29 +289,21 @@ class Goodput(DeclaredPolicy):
     def rescale(self) -> None:
         """Stay at the CF in use for a cooldown, and measure the step times anew."""
         self._time, self._since, self._new = self._new_time(), 0, False
-        if self._signal is not None:
-            self._signal.rescale()
 
     def _new_time(self) -> StepTime:
-        known, share = self._context, WATCHED / (WATCHED + RESTING)
+        known = self._context
         rungs = known.assumed.keys()
-        return StepTime(known.wire_bytes, known.overlap, share, rungs, known.uncoded, known.link)
+        return StepTime(known.wire_bytes, known.overlap, rungs, known.uncoded, known.link)
 
-    def gain_at(self, cf: float) -> float | None:
-        if cf == DENSE:
-            return 1.0
-        if cf in self._assumed:
-            return self._assumed[cf]
-        if self._signal is not None:
-            return self._signal.gain(cf)
-        gain = self._gains.value(cf)
-        return None if gain is None else min(1.0, max(0.0, gain))
+    def progress(self, cf: float) -> float:
+        """What is assumed of a step at a CF: its progress, of a dense step's."""
+        return (self._assumed.get(cf) or cf**-FALLS) ** self.power
 
     def _consider(self) -> None:
         """Move to the CF that promises most, if that is enough more than the CF in use. Else
         consider other numbers of local steps."""
         promised = self._promised()
-        # A CF that promises most and is too uncertain does not stand in the way of another.
+        # A CF that promises most, and too little more, does not stand in the way of another.
         others = (cf for cf in promised if cf != self._send)
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
         if not better:
@@ -414,14 +320,7 @@ class Goodput(DeclaredPolicy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed.
-
-        A larger CF may do harm: it must be better by the margin, and by what may be noise of its
-        gain. A smaller one costs only time: it must be better by a part of the margin."""
-        here = promised.get(self._send, 0.0)
+        """T_comp that another CF must exceed. A larger CF may do harm: it must be better by the
+        margin. A smaller one costs only time: it must be better by a part of the margin."""
         asked = 1 + self.margin * (DOWN if cf < self._send else 1.0)
-        if cf > self._send and self._signal is not None:
-            # What is assumed is no more in doubt than what dense keeps.
-            a, b = (DENSE if each in self._assumed else each for each in (cf, self._send))
-            asked += UP * self._power * self._signal.doubt(a, b)
-        return asked * here
+        return asked * promised.get(self._send, 0.0)

@@ -26,7 +26,7 @@ from policies.candidates import CandidateStatistics, choose, loses_no_gain
 from policies.ladder import SCALINGS, ScalingName
 from policies.send_rule import Level, SendRule
 from policies.state import require, saved
-from policies.words import in_short, joined
+from policies.words import in_short
 
 MIN_OBSERVATIONS = 5
 """Steps in which a gain must have been measured before it is believed."""
@@ -45,9 +45,8 @@ class GraVAC(DeclaredPolicy):
         (in the choice), in (0, 1].
     window: steps that a candidate is judged on, >= 1, without those sent dense because of epsilon.
     scaling, step_size: how the candidates grow (`make_ladder`); step_size > 1.
-    gain: the definition of gain that decides: "gradient", "error_fed" (the paper), "raw" (its
-        released code) or "signal" (policies/signal_gain.py; it needs a shadow ladder, so a base
-        compressor that keeps the largest elements).
+    gain: the definition of gain that decides: "gradient", "error_fed" (the paper) or "raw" (its
+        released code).
     allow_dense: measure dense first, and keep it if no CF beats it. Else it is sent only while no
         gain reaches epsilon.
     dense_window: steps of that measurement; 0: dense is not measured.
@@ -159,8 +158,6 @@ class GraVAC(DeclaredPolicy):
     @property
     def _probe(self) -> tuple[float, ...]:
         """The CFs whose gains are needed and not shown by what is sent."""
-        if self.shadow:  # the gains of the whole ladder are known
-            return ()
         if self._send == self._chosen and not self.as_published:
             return ()
         wanted = (self._floor, self._candidate)
@@ -168,7 +165,7 @@ class GraVAC(DeclaredPolicy):
 
     def observe(self, report: StepReport) -> None:
         sent, probed = self._send, self._probe
-        basis = self._statistics.observe(report)
+        self._statistics.observe(report)
         explores = self._chosen is None
         if not explores:  # the average of a CF that is no longer measured would become stale
             self._statistics.keep_only({sent, *probed})
@@ -179,7 +176,7 @@ class GraVAC(DeclaredPolicy):
         if not why and self._probe != probed:
             listed = ", ".join(f"{cf:g}" for cf in self._probe or probed)
             why = f"looks {'again' if self._probe else 'no longer'} at the gains of CF {listed}"
-        self._reason = joined(why and f"{why}\n{costs}".rstrip(), basis)
+        self._reason = why and f"{why}\n{costs}".rstrip()
 
     # Exploring: a window of steps for dense, for the floor, and for each candidate
 
@@ -277,8 +274,6 @@ class GraVAC(DeclaredPolicy):
 
     def rescale(self) -> None:
         """Forget the step times, and explore again. As published it explores only once."""
-        if self._statistics.signal is not None:
-            self._statistics.signal.rescale()
         self._statistics.forget_times()
         if self.as_published:
             return
@@ -292,8 +287,8 @@ class GraVAC(DeclaredPolicy):
         return self._ladder
 
     def status(self) -> Mapping[str, float]:
-        """t_sys, t_comp: throughputs of the CF sent, in steps/s. exploring: 1 until a CF is chosen.
-        With gain="signal" the numbers of `SignalGain.status` follow."""
+        """t_sys, t_comp: throughputs of the CF sent, in steps/s. exploring: 1 until a CF is
+        chosen."""
         gain, t_sys = self._statistics.gain(self._send), self._statistics.t_sys(self._send)
         numbers = {
             "candidate": self._candidate,
@@ -305,8 +300,7 @@ class GraVAC(DeclaredPolicy):
             "epsilon": self.epsilon,
             "exploring": float(self._chosen is None),
         }
-        signal = {} if self._statistics.signal is None else self._statistics.signal.status()
-        return {k: nan if value is None else value for k, value in numbers.items()} | signal
+        return {k: nan if value is None else value for k, value in numbers.items()}
 
     def gain_at(self, cf: float) -> float | None:
         return self._statistics.gain(cf)

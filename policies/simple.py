@@ -29,7 +29,7 @@ class Fixed(DeclaredPolicy):
 
     cf: 1 (dense) or inside cf_range; None: the smallest of cf_range.
     probe: other CFs > 1 that are measured without being sent, for the record.
-    gain: the definition of gain that is recorded; "signal" needs a shadow ladder.
+    gain: the definition of gain that is recorded, in one step of ten.
     ValueError or TypeError names the setting that is wrong.
     """
 
@@ -50,7 +50,7 @@ class Fixed(DeclaredPolicy):
         send = context.cf_range[0] if self.cf is None else self.cf
         send = context.supported(context.check("cf", send))
         probe = tuple(cf for cf in self.probe if cf != send)
-        self._plan = Plan(send, probe=probe, skip_gains=send == DENSE and not self.shadow)
+        self._plan = Plan(send, probe=probe, skip_gains=True)
 
     def plan(self) -> Plan:
         return self._plan
@@ -69,7 +69,7 @@ class Schedule(DeclaredPolicy):
     pieces: {first step: CF}, e.g. {0: 10, 1000: 100}. Steps are counted from 0, from where this
         policy begins (inside `Warmup`: after the warm-up). Before the first piece dense is sent.
         CFs are 1 (dense) or inside cf_range, and the nearest that the compressor can do is sent.
-    gain: the definition of gain that is recorded; "signal" needs a shadow ladder.
+    gain: the definition of gain that is recorded, in one step of ten.
     ValueError or TypeError names the setting that is wrong.
     """
 
@@ -104,7 +104,7 @@ class Schedule(DeclaredPolicy):
 
     def plan(self) -> Plan:
         before, now = self._at(max(0, self.step - 1)), self._at(self.step)
-        return Plan(now, reason="" if now == before else "scheduled")
+        return Plan(now, reason="" if now == before else "scheduled", skip_gains=True)
 
     def observe(self, report: StepReport) -> None:
         self.step += 1
@@ -150,9 +150,8 @@ class Warmup(DeclaredPolicy):
             raise TypeError(f"then must be a Policy object or None, got {self.then!r}")
         super().__post_init__()
         then = self.then or Fixed()
-        self.shadow, self.layerwise = then.shadow, then.layerwise
-        self.chooses_local_steps, self.measures = then.chooses_local_steps, then.measures
-        self.chooses_delay = then.chooses_delay
+        self.layerwise, self.measures = then.layerwise, then.measures
+        self.chooses_local_steps, self.chooses_delay = then.chooses_local_steps, then.chooses_delay
 
     @classmethod
     def paper(cls, steps: int = 100, **settings: Any) -> Warmup:

@@ -85,13 +85,11 @@ def overlapped(overlap: int | None, steps: int) -> int:
 class StepTime(Stateful):
     """A model of the step time at any CF.
 
-    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. watched: the share of steps in
-    which gains are measured, once dense is sent for good, or what is `uncoded`. rungs: CFs whose
-    coding says nothing of other CFs. uncoded, link: see `Context`."""
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. rungs: CFs whose coding says
+    nothing of other CFs. uncoded, link: see `Context`."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
-    watched: float = 0.0
     rungs: Collection[float] = ()
     uncoded: Collection[float] = ()
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
@@ -163,35 +161,33 @@ class StepTime(Stateful):
         takes least; None before the first step."""
         if not self._works:
             return None
-        coded = filter(self._codes, self._coding)
-        fastest = min(map(self.coding, coded), default=0.0)
+        fastest = min(map(self.coding, self._coding), default=0.0)
         return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds of compressing, decoding and measuring gains at `cf`; of dense and of what is
-        `uncoded` only the last, in the share of steps that is `watched`. 0 if nothing was coded
-        yet."""
+        """Seconds of compressing, decoding and measuring gains at `cf`; 0 for dense and for what is
+        `uncoded`, and if nothing was coded yet."""
         kind = self._kind(cf)
-        if kind in self._coding:
-            return (1.0 if self._codes(cf) else self.watched) * self._quiet_coding(kind)
-        coded = [other for other in self._coding if self._codes(other)]
-        if not (coded and self._codes(cf)):
+        if kind is None or not self._coding:
             return 0.0
-        alike = [other for other in coded if (other == ABOVE) == (kind == ABOVE)]
+        if kind in self._coding:
+            return self._quiet_coding(kind)
+        alike = [other for other in self._coding if (other == ABOVE) == (kind == ABOVE)]
         ratio = 1.0 if alike or kind == ABOVE else RUNG_CODING
-        return ratio * self._quiet_coding(min(alike or coded, key=lambda other: abs(other - kind)))
+        nearest = min(alike or self._coding, key=lambda other: abs(other - kind))
+        return ratio * self._quiet_coding(nearest)
 
-    def _kind(self, cf: float) -> float:
-        """What codes alike: a rung by itself, and all CFs above the rungs, `ABOVE`."""
-        return cf if cf in self.rungs or not self._codes(cf) else ABOVE
+    def _kind(self, cf: float) -> float | None:
+        """What codes alike: a rung by itself, and all CFs above the rungs, `ABOVE`. None for what
+        codes nothing."""
+        if cf == DENSE or cf in self.uncoded:
+            return None
+        return cf if cf in self.rungs else ABOVE
 
     def _quiet_coding(self, kind: float) -> float:
         """Seconds of coding, of a kind that was run, as on a quiet machine."""
         coding, work = self._coding[kind]
         return coding * min(1.0, self._quiet / work) if work else coding
-
-    def _codes(self, cf: float) -> bool:
-        return cf != DENSE and cf not in self.uncoded
 
     def exposed(self, cf: float) -> float:
         """Seconds that a step at `cf` waits for the network, 0 before the first step. What is
@@ -261,8 +257,9 @@ class StepTime(Stateful):
         median leaves that out from the second step on."""
         self._works = [*self._works, work][-WORKS:]
         kind = self._kind(cf)
-        self._codings[kind] = [*self._codings.get(kind, ()), (coding, work)][-CODINGS:]
-        self._derive((kind,))
+        if kind is not None:
+            self._codings[kind] = [*self._codings.get(kind, ()), (coding, work)][-CODINGS:]
+        self._derive(() if kind is None else (kind,))
 
     def _derive(self, kinds: Iterable[float]) -> None:
         """What follows from the last steps: the work on a quiet machine, and of these kinds the

@@ -193,8 +193,7 @@ class Bucket:
     of which only the device knows whether they do. nonfinite: a gradient is not finite; then all
     gradients of the bucket are set to zero. Finite gradients whose squares overflow (norms above
     1.8e19 in float32) are clamped to LARGEST, and the statistics of the step count as nonfinite.
-    updates: the bucket holds optimizer updates, not gradients. settled: later steps have the same
-    bucket.
+    settled: later steps have the same bucket.
     """
 
     work: Tensor
@@ -203,7 +202,6 @@ class Bucket:
     layout: BucketLayout = field(default_factory=lambda: BucketLayout(()))
     skipped: Mapping[ModelParameter, Flag] = field(default_factory=dict)
     nonfinite: Flag = False
-    updates: bool = False
     settled: bool = True
 
     def __post_init__(self) -> None:

@@ -237,12 +237,11 @@ class Gossip(Synchronisation):
 
     def check_policy(self, policy: Policy, compresses: bool) -> None:
         own = not isinstance(policy, DeclaredPolicy)  # of the user
-        follows = (own or isinstance(policy, Fixed | Schedule | Warmup)) and not policy.shadow
+        follows = own or isinstance(policy, Fixed | Schedule | Warmup)
         if policy.layerwise or (compresses and not follows):
             raise ValueError(
-                f"policy must be 'fixed', 'schedule' or 'warmup', with a gain other than 'signal', "
-                f"with gossip: gains of parameters tell nothing of the quality of training; got "
-                f"{policy.name!r} with gain {policy.gain!r}"
+                f"policy must be 'fixed', 'schedule' or 'warmup' with gossip: gains of parameters "
+                f"tell nothing of the quality of training; got {policy.name!r}"
             )
 
         if policy.measures:

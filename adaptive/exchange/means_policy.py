@@ -43,7 +43,7 @@ class MeansPolicy(Stateful, Policy):
     _planned: list[float] = saved([])  # CFs of means, of steps that are not observed yet
 
     def __post_init__(self) -> None:
-        names = ("name", "gain", "shadow", "layerwise", "measures")
+        names = ("name", "gain", "layerwise", "measures")
         for name in (*names, "chooses_local_steps", "chooses_delay"):
             setattr(self, name, getattr(self.own, name))
         self._recorded: Mapping[str, float] = {}
@@ -84,8 +84,6 @@ class MeansPolicy(Stateful, Policy):
     def _with_means(self, plan: Plan, step: int) -> Plan:
         back = self.policy.plan()
         wanted = {back.send, *back.probe}
-        if self.policy.shadow and not back.skip_gains:
-            wanted |= {*self.policy.candidates()}
         switches = back.send != self.cf
         self.cf = self.means.cf = back.send
         self.means.measured = tuple(sorted(wanted - {DENSE, *self._assumed}))
@@ -108,7 +106,6 @@ class MeansPolicy(Stateful, Policy):
             self._observe_means(report, now, before)
 
     def _observe_means(self, report: StepReport, cf: float, before: float | None) -> None:
-        gains = {level: measured.gain("error_fed") for level, measured in report.means.items()}
         if before is not None:
             report = _with_wait(report, self._share(report, before))
         report = replace(
@@ -116,15 +113,9 @@ class MeansPolicy(Stateful, Policy):
             cf=cf,
             timed_cf=nan if before is None else before,
             measurements=report.means,
-            steady_gain={cf: gain for cf, gain in gains.items() if isfinite(gain)},
             layer_norms={},
             layer_measurements={},
             measured=[],
-            signal={},
-            signal_total=nan,
-            peers={},
-            peers_total=nan,
-            peers_energy=nan,
         )
         self.policy.observe(report)
         gain = self.policy.gain_at(cf)

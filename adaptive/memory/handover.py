@@ -30,14 +30,12 @@ Groups = list[dict[str, Any]]
 class Handover:
     """The contract of all handovers. This one does nothing in the optimizers' place.
 
-    sends_updates: some compressed steps exchange updates, not gradients. keeps_momentum: see
-    `Context`. leaves_gradients: `p.grad` is what DDP without a compressor would leave, and a script
-    may change it. other_optimizer: the name of an optimizer that has stepped the parameters, and
-    that no memory can take work from. dense_because: why the next step must be dense; "": it need
-    not be."""
+    sends_updates: some compressed steps exchange updates, not gradients. leaves_gradients: `p.grad`
+    is what DDP without a compressor would leave, and a script may change it. other_optimizer: the
+    name of an optimizer that has stepped the parameters, and that no memory can take work from.
+    dense_because: why the next step must be dense; "": it need not be."""
 
     sends_updates = False
-    keeps_momentum = False
     other_optimizer = ""
     dense_because = ""
 
@@ -64,10 +62,10 @@ class Handover:
         return None
 
     def preview(
-        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
+        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Samples of updates from samples of gradients, both flat, every stride-th element. If
-        gradients are exchanged, these samples themselves."""
+        """The updates that a step with these gradients would make, both flat. If gradients are
+        exchanged, the gradients themselves."""
         return grads
 
     def hand_back(self, exchange: Exchange | None) -> None:

@@ -180,15 +180,13 @@ def _divisor(run: Run, share_of_square: Any) -> Tensor:
     return square.mul_(share_of_square).sqrt_().add_(run.group["eps"])
 
 
-def normalized(grad: Tensor, group: Group, state: Mapping[str, Any], stride: int) -> Tensor:
+def normalized(grad: Tensor, group: Group, state: Mapping[str, Any]) -> Tensor:
     """grad / (sqrt(v) + eps) with the present v: the update from a gradient without momentum and
-    weight decay; `grad` itself if there is no second moment yet.
-
-    grad: a sample of a parameter's gradient (flat, every stride-th element)."""
+    weight decay; `grad` itself if there is no second moment yet. grad: of a parameter, flat."""
     name = next((name for name in SECOND_MOMENTS if name in state), None)
     if name is None:
         return grad
-    square = flat(state[name])[::stride]
+    square = flat(state[name])
     if name != "sum":  # an average
         beta2 = group["betas"][1] if "betas" in group else group.get("alpha", 0.9)
         square = square / _bias(beta2, state["step"])

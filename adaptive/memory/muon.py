@@ -82,6 +82,6 @@ def _energies(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def normalized(grad: Tensor) -> Tensor:
-    """A sample of a gradient (flat) as large as an update."""
+    """A gradient (flat), made as large as an update."""
     size = grad.square().mean().sqrt_()
     return grad * (ADAMW_SIZE / size.clamp_(min=torch.finfo(grad.dtype).tiny))

@@ -117,11 +117,6 @@ class UpdateHandover(Handover):
         self.state.uninspected = not all(known)
         self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
 
-    @property
-    def keeps_momentum(self) -> bool:  # type: ignore[override]
-        """Muon keeps its momentum, and so does every optimizer that is not adaptive."""
-        return not all(is_adaptive(of) for of, _ in self._of.distinct)
-
     # -- what is exchanged --
 
     def exchanges_updates(self, cf: float) -> bool:
@@ -425,13 +420,13 @@ class UpdateHandover(Handover):
         self._enlargements.clear()
 
     def preview(
-        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor], strides: Sequence[int]
+        self, parameters: Sequence[ModelParameter], grads: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         found = []
-        for parameter, grad, stride in zip(parameters, grads, strides, strict=True):
+        for parameter, grad in zip(parameters, grads, strict=True):
             of = self._of.get(parameter.tensor)
             if of is not None and is_adaptive(of[0]):
-                grad = normalized(grad, of[1], self._sync.state(parameter.tensor), stride)
+                grad = normalized(grad, of[1], self._sync.state(parameter.tensor))
             elif of is not None and is_muon(of[0]):
                 grad = as_muons_update(grad)
             found.append(grad)

@@ -132,10 +132,9 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     What is still to be sent stays right: a rank's payload enters the mean by 1 / world_size, so the
     sum over the new ranks of residuals, and of velocities, is new / old times what it was. Every
     new rank gets a weighted mean of those of neighbouring old ranks, and not all the mean of all:
-    ranks with one residual would choose the same elements, and deliver them more slowly. The shadow
-    ladder's residuals are copied: the mean of two would have less energy than either, and gains
-    would look better than they are. Step times, the network's cost and sums of gradients are
-    measured anew, as is what the policy knows of them (`Policy.rescale`).
+    ranks with one residual would choose the same elements, and deliver them more slowly. Step
+    times, the network's cost and sums of gradients are measured anew, as is what the policy knows
+    of them (`Policy.rescale`).
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number >= 1, got {world_size!r}")
@@ -197,7 +196,6 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "memory": _memory(states, weights),
         "sync": states[0]["sync"],
         "sum": {},
-        "peers": {name: torch.zeros_like(found) for name, found in heir["peers"].items()},
         "controller": {**heir["controller"], "times": [], "timing": None},
     }
 

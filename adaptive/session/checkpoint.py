@@ -26,7 +26,7 @@ FormName = Literal["auto", "rank", "gathered"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
 """What `AdaptiveCompressor.state_dict(checkpoint=...)` takes."""
 
-VERSION = 23
+VERSION = 24
 
 CHUNK = 2**24
 """Bytes of each rank that travel at once."""

@@ -18,7 +18,6 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import ExchangeChoice, measure_link
 from adaptive.memory.handover import Groups, describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
@@ -34,6 +33,7 @@ from adaptive.network.pipeline import HookStream, Pipeline
 from adaptive.network.timing import Stopwatch, Timestamps
 from adaptive.settings.config import Settings
 from adaptive.settings.sizes import Sizes, make_header, start_policy
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.step.averager import Averager
 from adaptive.step.controller import TOO_SMALL, Controller
 from adaptive.sync import gradients_or_steps, start
@@ -168,13 +168,9 @@ class Session:
         largest = self._sizes.supported(settings.cf_range[1])
         self._choice.check_own(largest, self.exchange.rank, settings.exchange.one_collective)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
-        as_one, supported = self._granularity.as_one, self._sizes.supported
-        candidates = {*map(supported, settings.policy.candidates())} - {DENSE, *base.rungs}
-        self._requested = RequestedStatistics(
-            settings.policy, parameters.values(), sorted(candidates), as_one
-        )
+        self._requested = RequestedStatistics(settings.policy, parameters.values())
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
-        if as_one and not base.keeps_zeros and skips:
+        if self._granularity.as_one and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, "
                 f"find_unused_parameters or static_graph: it makes something of the zeros of a "
@@ -187,7 +183,7 @@ class Session:
             f"{', '.join(str(tuple(p.shape)) for p in parameters)}",
             *(
                 f"payload bytes at CF {cf:g}: {[base.nbytes(Spec((size,), cf)) for size in sizes]}"
-                for cf in sorted(candidates | self._compressed_cfs())
+                for cf in sorted(self._compressed_cfs())
             ),
         )
         return "\n".join(lines)
@@ -455,7 +451,7 @@ class Session:
             "compressor": swapped(base),
             **self._choice.parts(self.device, resharded),
             **self._memory.parts(kind),
-            **self._requested.parts(self._parameters.values()),
+            "sum": self._requested.part(self._parameters.values()),
             "controller": swapped(controller, same_clock=same_clock, resharded=resharded),
         }
 

@@ -64,8 +64,8 @@ def make_base(base: str | Compressor, memory: Any) -> Compressor:
 
 
 def default_policy(base: Compressor) -> str:
-    """The policy for `policy=None`: "goodput" where a shadow ladder measures the gain of every CF,
-    else "gravac". docs/research/results.md has the comparison."""
+    """The policy for `policy=None`: "goodput" for sparsifiers, whose progress by CF is known, else
+    "gravac". docs/research/results.md has the comparison."""
     return "goodput" if isinstance(base.at(inf), Sparsifier) else "gravac"
 
 
@@ -174,10 +174,10 @@ class Settings:
                 f"precision; got {self.dense_below}"
             )
         compresses = _compresses(base)  # if not, a dense policy takes its place
-        if policy.shadow and compresses and not isinstance(base.at(inf), Sparsifier):
+        if isinstance(policy, Goodput) and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
-                f"policy {policy.name!r} with gain {policy.gain!r} needs a base that keeps the "
-                f"largest elements (topk, dgc, redsync, sidco, threshold, adacomp), got "
+                f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
+                f"redsync, sidco, threshold, adacomp), whose progress by CF it assumes; got "
                 f"base={base.name!r}"
             )
         self._check_sync()

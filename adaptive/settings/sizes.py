@@ -155,8 +155,6 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
         delays=settings.sync.delays,
-        updates=sizes.choice.of_updates,
-        keeps_momentum=memory.handover.keeps_momentum,
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(
@@ -227,8 +225,6 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         local_steps=context.local_steps,
         overlap=context.overlap,
         delays=context.delays,
-        updates=context.updates,
-        keeps_momentum=context.keeps_momentum,
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,

@@ -41,24 +41,19 @@ class Tally:
     """The statistics of one rank in one step: a float64 vector on the gradients' device, to which
     all measuring code adds. Its length is the same on every rank.
 
-    cfs: CFs at which gradients are measured. ladder: CFs of the shadow ladder. mean_cfs: CFs at
-    which means are measured. layers: number of layers whose norms are read. by_layer: by name, the
-    index of each layer whose energies are measured at each of `cfs`. sketch: number of elements of
-    a sketch for signal gain. measures: number of statistics of the policy's own.
-    updates: updates of the ranks' optimizers are exchanged. drift: the distance between ranks is
-    measured. norms: the norms for gain "raw" are measured. samples: the gain before error feedback
-    is measured. energies: a dense step measures the norm of its gradients, also if it measures
-    nothing else, and a rung with an assumed gain measures what is kept.
+    cfs: CFs at which gradients are measured. mean_cfs: CFs at which means are measured. layers:
+    number of layers whose norms are read. by_layer: by name, the index of each layer whose energies
+    are measured at each of `cfs`. measures: number of statistics of the policy's own. updates:
+    updates of the ranks' optimizers are exchanged. norms: the norms for gain "raw" are measured.
+    samples: the gain before error feedback is measured. energies: what the CF that is sent keeps is
+    measured, and in a dense step the norm of gradients; False: only what the plan probes.
     ranks: number of ranks that decide alike. rank: this rank. shards: number of shards of each
     replica of the model. known: by name, the numbers that the host knows.
     """
 
     cfs: tuple[float, ...] = ()
-    ladder: tuple[float, ...] = ()
     layers: int = 0
-    sketch: int = 0
     updates: bool = False
-    drift: bool = False
     norms: bool = False
     mean_cfs: tuple[float, ...] = ()
     ranks: int = 1
@@ -195,26 +190,12 @@ class Statistics:
     ||m - C(m)||^2."""
     mean_kept: list[float] = _numbers("mean_cfs")
     mean_error: list[float] = _numbers("mean_cfs")
-    shadow_error: list[float] = _numbers("ladder")
-    """||a - c||^2 in the shadow ladder. `shadow_total`: ||a||^2 in the shadow ladder."""
-    shadow_total: list[float] = _numbers("ladder")
     layers: list[float] = _numbers("layers")
     """`sum_norm` of each layer, if the plan reads them."""
     layer_levels: list[float] = _numbers("levels")
     """||a||^2, ||c||^2 and ||a - c||^2 of each layer at each CF, if the plan asks for them."""
     measured: list[float] = _numbers("measures")
     """The policy's own statistics (`Policy.measure`)."""
-    signal_total: float = _number("sum", reported=True, only="sketch")
-    """<g_t, g_{t+1}> on one rank, where this step is t + 1. `peers_total`: <g_t, g_t> of different
-    ranks."""
-    peers_total: float = _number("sum", reported=True, only="sketch")
-    peers_energy: float = _number("sum", reported=True, only="drift")
-    """||g_t||^2, computed from the sketches that give `peers_total`."""
-    signal: list[float] = _numbers("ladder", reported=True, only="sketch")
-    """<c_t, g_{t+1}> on one rank. `peers`: <c_t, g_t> of different ranks."""
-    peers: list[float] = _numbers("ladder", reported=True, only="sketch")
-    sketch: list[float] = _numbers("sketch")
-    """The sketch of g (signal.py)."""
     stepped: float = _number("sum", only="updates")
     """Number of ranks whose optimizers have stepped, if updates are exchanged."""
     sent_bytes: float = _number("mean", only="sharded")
@@ -244,9 +225,6 @@ class Statistics:
         tally = self.tally
         values = {name: getattr(self, name) for name, each in _DECLARED.items() if each["reported"]}
         energies = {name: values.pop(name) for name in _MEASURED}
-        for name, value in values.items():
-            if isinstance(value, list):  # one number for each CF of the shadow ladder, or none
-                values[name] = dict(zip(tally.ladder, value, strict=False))
 
         def measurement(i: int) -> Measurement:
             known = {name: value for name, value in energies.items() if value != []}
@@ -256,13 +234,11 @@ class Statistics:
 
         of_means = zip(tally.mean_cfs, self.mean_kept, self.mean_error, strict=True)
         total = nan if self.nonfinite else self.mean_total
-        shadow = zip(tally.ladder, self.shadow_error, self.shadow_total, strict=True)
         return {
             **values,
             "measurements": {cf: measurement(i) for i, cf in enumerate(tally.cfs)},
             "means": {cf: Measurement(c, e, total, total, e, total) for cf, c, e in of_means},
             "measured": [] if self.nonfinite else self.measured,
-            "steady_gain": {cf: 1 - error / total for cf, error, total in shadow if total > 0},
             "grad_norm": sqrt(self.grad / tally.replicas) if 0 <= self.grad < inf else nan,
             "network_seconds": min(self.waits) if all(map(isfinite, self.waits)) else nan,
         }

@@ -23,7 +23,6 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import CHANGED, FALLEN_BACK, OTHER_OPTIMIZER, UNSCALED, StepWatch
@@ -33,6 +32,7 @@ from adaptive.network.collectives import Exchange, drain
 from adaptive.network.pipeline import Pipeline
 from adaptive.settings.config import Settings
 from adaptive.settings.sizes import Sizes
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.step.controller import Controller
 from adaptive.step.reducer import OnGradient, Reducer, SendsItself, Step
 from compressors.base import InvalidPayload
@@ -73,7 +73,6 @@ class Averager:
         """Build a new reducer, with the model's present memory and this largest gradient norm."""
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
-        self.requested.follow(self.memory.now)
         self.reducer = Reducer(
             self.sizes.granularity,
             self.memory.now,
@@ -89,7 +88,6 @@ class Averager:
         self.memory.fall_back()
         self.reducer.memory = self.memory.now
         self.reducer.layouts.clear()  # velocities are freed
-        self.requested.follow(self.memory.now)
 
     @property
     def narrow(self) -> torch.dtype | None:

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from adaptive.bucket.bucket import StepCFs
-from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.network.collectives import Exchange, PendingSum, drain
 from adaptive.network.pace import Contrast, DenseTimer, network_in_words
 from adaptive.network.timing import Stopwatch
 from adaptive.settings.sizes import Sizes
-from adaptive.statistics.signal import WIDTH
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Statistics, Tally
 from adaptive.timeline.records import CFS, Event
 from adaptive.timeline.sinks import Recorder
@@ -49,14 +48,13 @@ RECORDED_EVERY = 10
 class _Pending(NamedTuple):
     """A step whose statistics are under way.
 
-    report, recorded: the parts of its report and of its record that are known already. cfs, tally,
-    sketches: this rank's (sketches are for signal gain). summed: the sum of all ranks' tallies."""
+    report, recorded: the parts of its report and of its record that are known already. cfs, tally:
+    this rank's. summed: the sum of all ranks' tallies."""
 
     report: StepReport
     cfs: StepCFs
     recorded: dict[str, Any]
     tally: Tally
-    sketches: Tensor | None
     summed: PendingSum
 
 
@@ -180,8 +178,6 @@ class Controller(saved.Stateful):
         # Of the last step: backward has waited for its callbacks, which came to know it.
         for invalid in drain(self.exchange.invalid):
             tally.at("invalid").add_(invalid)
-        if tally.sketch and requested.peers is not None:
-            requested.peers.begin_step(tally)
         if plan.read_sum:
             norm, norms = requested.sums.read()
             tally.at("sum_norm").copy_(norm)
@@ -193,27 +189,22 @@ class Controller(saved.Stateful):
 
     def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
         """Empty, for what a step with this plan measures."""
-        requested, shadow = self.requested, not (self.forced_dense or plan.skip_gains)
+        requested, recorded = self.requested, self.step % RECORDED_EVERY == 0
         layers = requested.layers if plan.read_sum else ()
         measured = requested.layers if plan.by_layer else ()
-        peers = requested.peers if shadow else None
-        recorded = self.step % RECORDED_EVERY == 0
         return Tally(
             cfs=self.cfs.measured,
-            ladder=requested.ladder if shadow else (),
             layers=len(layers),
             by_layer={each.name: i for i, each in enumerate(measured)},
             measures=self.policy.measures if plan.measure else 0,
-            sketch=0 if peers is None else WIDTH,
             updates=self.memory().handover.sends_updates,
-            drift=peers is not None and len(self.numbers) > 1,
             norms=self.policy.gain == "raw",
             mean_cfs=self.sizes.choice.means.measured,
             ranks=self.exchange.ranks,
             shards=self.exchange.shards,
             rank=self.exchange.place,
-            energies=shadow and (not self._gain_assumed(plan) or recorded),
-            samples=shadow and (self._decides_by_samples or recorded),
+            energies=recorded or self._gain_decides(plan),
+            samples=recorded or (self._gain_decides(plan) and self._decides_by_samples),
             device=self.device,
             known=known,
         )
@@ -223,11 +214,10 @@ class Controller(saved.Stateful):
         """The gain before error feedback, which is measured on samples, may move the policy."""
         return self.policy.gain == "gradient" and len(self.policy.candidates()) > 1
 
-    def _gain_assumed(self, plan: Plan) -> bool:
-        """No decision needs what a step with this plan would measure: it is at a rung. (Signal gain
-        needs the norm of gradients at every CF.)"""
+    def _gain_decides(self, plan: Plan) -> bool:
+        """The policy may move by what this step's CF keeps."""
         assumed = plan.send in self.sizes.granularity.compressor.known_gains
-        return assumed and self.policy.gain != "signal"
+        return not (plan.skip_gains or assumed or self.forced_dense)
 
     def take_steps(self, local_steps: int) -> None:
         """Exchange after every `local_steps` steps from now on, until the policy plans another
@@ -243,8 +233,7 @@ class Controller(saved.Stateful):
         found: `changed` and `unscaled` of the step watch, where the gradients are; None: both are
         0. Where others have issued collectives, they may issue more until the step is over: then
         agreeing starts with the next step."""
-        tally, peers = self.tally, self.requested.peers
-        sketches = peers.end_step(tally) if peers is not None and tally.sketch else None
+        tally = self.tally
         if found is not None:
             tally.at("changed").add_(found[:1])
             tally.at("unscaled").add_(found[1:])
@@ -275,7 +264,7 @@ class Controller(saved.Stateful):
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
         }
-        self._pending.append(_Pending(report, self.cfs, recorded, tally, sketches, summed))
+        self._pending.append(_Pending(report, self.cfs, recorded, tally, summed))
         self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
@@ -384,12 +373,10 @@ class Controller(saved.Stateful):
     def _observe(self, now: float, keep: int = 0) -> None:
         """Take in what the ranks have agreed on, but for the last `keep` steps."""
         while len(self._pending) > keep:
-            report, cfs, recorded, tally, sketches, summed = self._pending.popleft()
+            report, cfs, recorded, tally, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
             self.invalid = self.invalid or agreed.invalid > 0
-            if sketches is not None and requested.peers is not None:
-                requested.peers.receive(sketches, tally.at("sketch"))  # the ranks' sum
             empties = self.is_dense(report.cf) and not agreed.nonfinite
             if empties and step > self._compressed_last:
                 self.memory_empty = True

@@ -47,13 +47,13 @@ from adaptive.bucket.bucket import (
     strided_sample,
 )
 from adaptive.bucket.bucket_memory import BucketMemory
-from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.chunks import Destination
 from adaptive.model.parameters import ModelParameter
 from adaptive.network.collectives import Exchange
 from adaptive.network.pipeline import Pipeline
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite, squared_norm
@@ -199,7 +199,7 @@ class Reducer:
         """
         bucket: Bucket | None = None  # None: nothing is kept of it, or looked at
         tally, memory = step.tally, self.memory
-        looked_at = tally.cfs or tally.ladder or tally.measures or step.on_local or send
+        looked_at = tally.cfs or tally.measures or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
         if untouched and all(memory.is_empty(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan
@@ -264,10 +264,10 @@ class Reducer:
         layout = self.layouts.get(of := tuple(parameters)) or BucketLayout(of)
         if settled:
             self.layouts[of] = layout
-        bucket = Bucket(work, key, whole, layout, updates=step.updates, settled=settled)
+        bucket = Bucket(work, key, whole, layout, settled=settled)
         bucket.open(self.memory, step.tally, self.clip_norm, energy)
         _call_for_each(step.on_local, parameters, work, bucket.nonfinite)
-        self.requested.observe(bucket, step.tally)
+        self.requested.observe(work, step.tally)
         return bucket
 
     def _flush(self, step: Step, bucket: Bucket) -> None:
@@ -277,7 +277,7 @@ class Reducer:
         units, measured = [unit.at(step.number) for unit in cut], bucket.work
         of, grads = bucket.layout.parameters, bucket.grads
         if units:
-            updates = self.memory.handover.preview(of, grads, [1] * len(grads))
+            updates = self.memory.handover.preview(of, grads)
             measured = bucket.work if updates is grads else torch.cat([*updates])
             record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
@@ -328,11 +328,9 @@ def _end_dense(memory: NoMemory, bucket: Bucket, mean: Tensor, nonfinite: Flag) 
 
 
 def _measures(step: Step, unit: Unit) -> bool:
-    """Whether this step measures what compression keeps of a unit. At a rung whose gain is assumed
-    that is for the record only."""
-    tally, assumed = step.tally, unit.base.known_gains
-    alone = unit.levels == (unit.cf,) and unit.cf in assumed
-    return not alone or tally.energies or bool(tally.by_layer)
+    """Whether this step measures what compression keeps of a unit."""
+    alone = unit.levels == (unit.cf,)
+    return not alone or step.tally.energies or bool(step.tally.by_layer)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:

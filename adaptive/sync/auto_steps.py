@@ -137,8 +137,6 @@ class AutoStepsSync(OwnStepSync):
         if self._anchor is not None:
             return self._anchor
         self._anchor = anchor = Anchor(self.averager, self._chunks)
-        # What is exchanged is in other units.
-        self.averager.requested.follow(self.averager.memory.now)
         for chunk in anchor.chunks:
             rest = chunk.take_residuals(chunk.buffer("here"))
             for p, piece in chunk.pieces(rest):
@@ -156,7 +154,6 @@ class AutoStepsSync(OwnStepSync):
             for p, piece in chunk.pieces(rest):
                 p.open_residual().copy_(piece).mul_(inverse(self.handover.learning_rate(p)))
         self._anchor = None
-        self.averager.requested.follow(self.averager.memory.now)
 
     # -- between steps --
 

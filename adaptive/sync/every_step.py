@@ -230,5 +230,4 @@ class EveryStepSync(Synchroniser):
         kept = self.averager.parameters.values()
         waits = any(each.has_residual or each.velocity is not None for each in kept)
         self.averager.memory.discard()
-        self.averager.requested.follow(self.averager.memory.now)
         return waits

@@ -1,2 +1,2 @@
 """The experiments behind the notes in docs/, run from the repository's root: `python -m
-docs.studies.signal_gain`, `python -m docs.studies.peers`, `python -m docs.studies.gossip`."""
+docs.studies.peers`, `python -m docs.studies.moves`, `python -m docs.studies.gossip`."""

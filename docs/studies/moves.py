@@ -6,8 +6,7 @@ switches.
 Nothing is trained. A policy is given the reports of a machine whose step times are modelled: a
 link, a model's size, and noise. On a quiet machine a step's own time varies by 3%. On a busy one
 other processes come and go: for tens of steps all that the processor does takes up to three times
-as long, as two processes beside two workers on two cores make it. The gains, with their noise, are
-the same on both, so that what differs is owed to the step times.
+as long, as two processes beside two workers on two cores make it.
 
 For each link and size: lost, the steps (of 500) at a CF that makes over 10% less progress a second
 on the quiet machine than the best CF that is allowed then; switches; the CF at the end, quiet and
@@ -38,7 +37,7 @@ RUNGS = {2.0: 0.99, 4.0: 0.95, 8.0: 0.95}
 
 GAINS = {10.0: 0.88, 20.0: 0.78, 40.0: 0.62, 80.0: 0.42, 160.0: 0.28, 320.0: 0.18, 640.0: 0.11}
 GAINS[1000.0] = 0.08
-"""Signal gains, about as the byte LSTM's."""
+"""How much of the true gradient gets through, about as measured of the byte LSTM."""
 
 SENT = {
     DENSE: 1.0,
@@ -54,9 +53,6 @@ SENT |= {160.0: 372.0, 320.0: 693.0, 640.0: 1298.0, 1000.0: 1939.0}
 """How many times fewer bytes than dense two ranks send, by CF."""
 
 POWER = 0.5
-NOISE = 0.5
-"""Of a step's product of two gradients, in its mean."""
-
 LOST = 0.1
 QUIET, SPREAD = 0.03, 0.15
 """Noise of a rank's own time in a step: on a quiet machine, and beside other processes."""
@@ -153,22 +149,10 @@ def loads(luck: Random, busy: bool) -> Iterator[float]:
         yield from [luck.uniform(1.3, 3.0) if busy else 1.0] * luck.randint(20, 80)
 
 
-def products(luck: Random) -> tuple[dict[float, float], float]:
-    """What the gradients of two ranks have in common in a step, of what each CF keeps and in all.
-
-    What a larger CF keeps a smaller one keeps too, its noise included."""
-    total, kept, before = 0.0, {}, 0.0
-    for cf in [*sorted(GAINS, reverse=True), DENSE]:
-        gain = GAINS.get(cf, 1.0)
-        total += gain - before + luck.gauss(0.0, NOISE * (gain * gain - before * before) ** 0.5)
-        kept[cf], before = total, gain
-    return {cf: kept[cf] for cf in GAINS}, total
-
-
 def run(machine: Machine, policy: Policy, seed: int, busy: bool, steps: int = STEPS) -> Moves:
-    """A run of a policy that has not begun yet. The noise of the gains is the same, busy or not."""
+    """A run of a policy that has not begun yet."""
     policy.start(machine.context())
-    luck, gains = Random(seed), Random(seed)
+    luck = Random(seed)
     load_of_steps = loads(luck, busy)
     times: dict[float, deque[float]] = {}
     sent: list[float] = []
@@ -180,10 +164,6 @@ def run(machine: Machine, policy: Policy, seed: int, busy: bool, steps: int = ST
         sent.append(cf)
         lost += machine.loses(cf, policy.status()["allowed"])
         report = StepReport(step, cf, lr=0.1, grad_norm=1.0)
-        kept, total = products(gains)
-        if not plan.skip_gains:
-            steady = {cf: gain**2 for cf, gain in GAINS.items()}
-            report = replace(report, steady_gain=steady, peers=kept, peers_total=total)
         if timed is not None and step > 1:  # the first step is not timed
             report = replace(
                 report,

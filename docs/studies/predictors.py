@@ -34,7 +34,7 @@ CFS = (20.0, 100.0)
 
 @dataclass(eq=False, kw_only=True)
 class Held(Goodput):
-    """Sends `cf` all along, and measures as Goodput does. seen: what it saw in each step."""
+    """Sends `cf` all along, and measures what it keeps. seen: what it saw in each step."""
 
     cf: float = setting(20.0, checks.real, least=1)
     seen: ClassVar[list[dict[str, float]]] = []
@@ -49,8 +49,7 @@ class Held(Goodput):
         super().observe(report)
         if report.step == len(self.seen):  # not of the other ranks, which see the same
             step = {
-                "1 - signal gain": 1 - (self.gain_at(self.cf) or 0),
-                "1 - error-fed gain": 1 - (self._gains.value(self.cf) or 0),
+                "1 - error-fed gain": 1 - report.gain(self.cf, "error_fed"),
                 "CF / steps at about this rate": min(1.0, self.cf / max(1, self._lateness.alike)),
             }
             self.seen.append({**step, "norm": report.grad_norm, "lr": report.lr})

@@ -104,7 +104,7 @@ class Held(Goodput):
     cf = 1.0
 
     def plan(self) -> Plan:
-        return replace(super().plan(), send=self.cf, skip_gains=False)
+        return replace(super().plan(), send=self.cf)
 
 
 class _Ready(torch.autograd.Function):
@@ -138,7 +138,10 @@ class ReadyModel(nn.Module):
 
 def _contender(name: str, shapes: Shapes, rank: int, optimizer_name: str) -> Callable[[], None]:
     """A training step."""
-    model = DDP(ReadyModel(shapes, rank))
+    # PowerSGD issues collectives in callbacks. Those of two buckets come in another order on other
+    # ranks, which gloo does not bear, so it gets one bucket.
+    cap = 1000 if name == "PowerSGD hook" else None
+    model = DDP(ReadyModel(shapes, rank), bucket_cap_mb=cap)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     if name == "bf16 hook":
         # Not as itself: DDP refuses that name on gloo.

@@ -13,10 +13,10 @@ after backward and hides behind nothing. There the doctor has copies of paramete
 (`Shadow`). A rehearsal ends with a step of these and its exchange, just before the script's own
 step, during which the doctor stops its clock.
 
-What was timed is all that the doctor knows of seconds (`StepTimes`). With the gains that Goodput's
-shadow ladder finds it tells which CF promises most progress a second. That one is rehearsed next,
-until no other promises more, and the verdict is about the best of those that were rehearsed. Every
-number of the verdict is agreed by all ranks.
+What was timed is all that the doctor knows of seconds (`StepTimes`). With the gains that Goodput
+assumes it tells which CF promises most progress a second. That one is rehearsed next, until no
+other promises more, and the verdict is about the best of those that were rehearsed. Every number of
+the verdict is agreed by all ranks.
 """
 
 from __future__ import annotations
@@ -374,12 +374,6 @@ class _Trial(Goodput):
 
     def _consider(self) -> None:
         """It is not for it to move."""
-
-    def progress(self, cf: float) -> float:
-        """Of a step at `cf`, of a dense step's; 0 if its gain is not known."""
-        known = self._signal is None or cf <= self._filled
-        gain = self.gain_at(cf) if known else None
-        return (gain or 0.0) ** self._power
 
     def times(
         self, by_cf: Mapping[float, Sequence[float]], waits: float, span: float, late: bool

@@ -93,6 +93,7 @@ def _train(
             scaler.step(optimizer)
             scaler.update()
     compressor.flush()
+    compressor.detach()  # the policy is of the next way, too
     numel = sum(p.numel() for p in model.parameters())
     return {
         "parameters": flat_parameters(model),

@@ -24,7 +24,7 @@ from tests.distributed.setting import loss_of, small_net
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4),
-    "goodput": lambda: Goodput(goal="time", gain="error_fed", opening=4, cooldown=3),
+    "goodput": lambda: Goodput(goal="time", opening=4, cooldown=3),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
     "accordion by layer": lambda: Accordion(interval=5, eta=0.2, per_layer=True),
 }
@@ -84,7 +84,7 @@ def test_every_plan_comes_again(
         ("gravac", Fixed(77), "step 0: .* a step at CF 77"),
         (
             "accordion",
-            Goodput(goal="time", gain="error_fed"),
+            Goodput(goal="time"),
             "step 0: .* a step at CF 1, and CF 4 was sent",
         ),
         ("accordion", Accordion(interval=7, eta=0.2), "a sum of the gradients of other steps"),

@@ -54,8 +54,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "schedule": lambda: Schedule({0: 1.0, 3: 8.0, 9: 20.0, 12: 1.0, 14: 4.0}),
     "warmup": lambda: Warmup(_gravac(), steps=10),
     # What policies of one name decide on makes a difference, too.
-    "goodput, error_fed": lambda: Goodput(goal="time", opening=2, cooldown=2, gain="error_fed"),
-    "gravac, signal": lambda: _gravac(gain="signal"),
     "gravac, error_fed": lambda: _gravac(gain="error_fed"),
     "gravac-paper": lambda: GraVAC.paper(epsilon=0.3, omega=0.3, window=3, gain="raw"),
     "accordion-paper": lambda: Accordion.paper(4, 20, interval=4, epoch=2, eta=0.01),

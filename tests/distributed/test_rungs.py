@@ -22,6 +22,7 @@ from adaptive import (
     LocalSteps,
     MemoryTimeline,
     Network,
+    Policy,
 )
 from adaptive.model.chunks import DEVICE_CHUNK
 from adaptive.sync import every_step
@@ -107,14 +108,15 @@ def test_each_cf_is_measured_and_sent_by_its_own_compressor(exchange: str) -> No
         assert found["promised"][4.0] == pytest.approx(dense / 4, rel=0.03)
 
 
-def _for_the_record(rank: int) -> list[tuple[float, list[int], list[int]]]:
+def _for_the_record(rank: int, decides: bool) -> list[tuple[float, list[int], list[int]]]:
     """For each CF, the steps that have measured what is kept, and those that have measured the
-    gradients' norm."""
+    gradients' norm. decides: what is kept may move the policy."""
     found = []
     for cf in (2.0, 4.0, 20.0):
+        policy: Policy = Scripted([cf]) if decides else Fixed(cf)
         timeline, model = MemoryTimeline(), DDP(small_net(torch.float32))
         ladder = Ladder({c: name for c, name in ((2, "bf16"), (4, "int8")) if c == cf}, "topk")
-        compressor = AdaptiveCompressor(ladder, policy=Fixed(cf), timeline=timeline)
+        compressor = AdaptiveCompressor(ladder, policy=policy, timeline=timeline)
         compressor.attach(model)
         for step in range(12):
             loss_of(model, step, rank).backward()
@@ -125,10 +127,12 @@ def _for_the_record(rank: int) -> list[tuple[float, list[int], list[int]]]:
     return found
 
 
-def test_at_a_rung_whose_gain_is_assumed_one_step_in_ten_is_measured() -> None:
+@pytest.mark.parametrize("decides", [False, True])
+def test_where_no_gain_decides_one_step_in_ten_is_measured(decides: bool) -> None:
+    """It does not where it is assumed."""
     every, few = list(range(12)), [0, 10]
-    expected = [(2.0, [], few), (4.0, few, every), (20.0, every, every)]
-    assert run_ranks(2, _for_the_record)[0] == expected  # who writes the timeline
+    expected = [(2.0, [], few), (4.0, few, every), (20.0, every if decides else few, every)]
+    assert run_ranks(2, _for_the_record, decides)[0] == expected  # who writes the timeline
 
 
 def _in_bfloat16(rank: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "policy": lambda: GraVAC(window=3, dense_window=2, epsilon=0.05),
         "memory": "residual",
     },
-    "momentum, sketches": {"policy": lambda: Goodput(goal="time", gain="signal")},
+    "momentum": {"policy": lambda: Goodput(goal="time")},
     "sharded": {"exchange": "sharded", "cfs": [4.0, 1.0, 9.0]},
     "votes": {"exchange": "voted_indices", "cfs": [4.0, 1.0, 9.0]},
     "powersgd": {"base": "powersgd", "cfs": [1.0, 3.0, 6.0], "memory": "residual"},

@@ -22,7 +22,7 @@ COMPUTE = 0.002
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac": lambda: GraVAC(window=6, dense_window=3, omega=0.2),
-    "goodput": lambda: Goodput(goal="time", gain="error_fed", opening=4, cooldown=3),
+    "goodput": lambda: Goodput(goal="time", opening=4, cooldown=3),
     # two intervals show that the regime is not critical
     "accordion": lambda: Accordion(interval=5, eta=1e9),
 }

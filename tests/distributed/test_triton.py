@@ -37,7 +37,7 @@ def _interpret() -> list[str]:
             launch(kernel, *arguments, **sizes)
 
     blocks.force_triton = True
-    for name in ("codec", "flags", "moments", "rows", "select", "sparse"):
+    for name in ("codec", "flags", "moments", "select", "sparse"):
         module: Any = import_module(f"compressors.kernels.triton.{name}")
         module.launch = one_by_one
     return launches

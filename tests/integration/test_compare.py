@@ -110,7 +110,7 @@ BAD = {
     "--contender gravac:epsilon": ["'epsilon' needs a value"],
     "--contender gravac:epsilon=x": ["epsilon='x'", "in (0, 1]"],
     "--contender gravac:epsilon=7": ["epsilon=7", "(0, 1]"],
-    "--contender goodput:base=qsgd": ["'signal'", "topk", "'qsgd'"],
+    "--contender goodput:base=qsgd": ["'goodput'", "topk", "'qsgd'"],
     "--contender dense:steps=0": ["--contender dense:steps=0", "--steps", "'0'", ">= 1"],
     "--optimizer adam --contender dense:momentum=0.5": [
         "--contender dense:momentum=0.5",

@@ -51,7 +51,7 @@ def _lines() -> list[dict[str, Any]]:
             **{"step": step, "cf": cf, "timed_cf": cf if step else None, "seconds": 0.1},
             **{"median_seconds": 0.1, "compress_seconds": 0.01, "exchange_seconds": 0.02},
             **{"wire_bytes": 4000 / cf, "dense_wire_bytes": 4000.0, "timed_bytes": 4000 / cf},
-            **{"grad_norm": 1.0, "measurements": {str(cf): measured}, "steady_gain": {"10.0": 0.5}},
+            **{"grad_norm": 1.0, "measurements": {str(cf): measured}},
         }
         status = {"candidate": cf, "floor": 10.0, "epsilon": 0.3}
         line = {"kind": "step", "report": report, "elapsed": 0.1 * step, "t_sys": 10.0}

@@ -279,9 +279,9 @@ def test_whatever_a_policy_raises_all_is_put_back(monkeypatch: pytest.MonkeyPatc
 def test_a_refused_state_leaves_the_statistics_that_are_under_way() -> None:
     straight, disturbed = _Run("goodput", "topk"), _Run("goodput", "topk")
     disturbed.train(3)
-    damaged = {**deepcopy(disturbed.state()), "peers": {"stranger": torch.zeros(3)}}
+    damaged = {**deepcopy(disturbed.state()), "sum": {"stranger": torch.zeros(3)}}
     disturbed.train(5)
-    with pytest.raises(ValueError, match="state: peers has unknown keys: stranger"):
+    with pytest.raises(ValueError, match="state: sum has unknown keys: stranger"):
         disturbed.compressor.load_state_dict(damaged)
     for run, steps in ((straight, (3, 9)), (disturbed, (4,))):
         for each in steps:

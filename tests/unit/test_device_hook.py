@@ -20,7 +20,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSp
 from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket.bucket import Granularity, StepCFs
-from adaptive.bucket.shadow import RequestedStatistics
 from adaptive.exchange.choice import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
@@ -30,7 +29,7 @@ from adaptive.model.parameters import ModelParameter
 from adaptive.network.collectives import Exchange, Traffic
 from adaptive.network.pipeline import HookStream, Pipeline
 from adaptive.settings.config import whole_buckets
-from adaptive.statistics.signal import WIDTH
+from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from adaptive.step.reducer import Reducer, Step
 from compressors import Compressor, compressor_names, make_compressor
@@ -44,7 +43,6 @@ CF = 32.0
 MOST = {"topk+int4": 200, "int8": 85, "qsgd": 110, "signsgd": 112}
 """Operations of a whole step of one bucket: of two ranks, with the statistics of a CF and of its
 sample, and all that a nonfinite step takes."""
-LADDER = (10.0, 100.0)
 
 
 class MetaExchange(Exchange):
@@ -119,7 +117,6 @@ class Hook:
         dtype: torch.dtype = torch.float32,
         unused: bool = False,
         clip_norm: float | None = None,
-        ladder: bool = False,
         accumulate: bool = True,
         energies: bool = True,
         optimizer: Callable[[list[Tensor]], Optimizer] = AdamW,
@@ -130,15 +127,14 @@ class Hook:
         self.parameters = _parameters(sizes, dtype)
         self.exchange = MetaExchange()
         whole = whole_buckets("auto", base, policy) and not (unused and not base.keeps_zeros)
-        requested = RequestedStatistics(policy, self.parameters, LADDER if ladder else (), whole)
+        requested = RequestedStatistics(policy, self.parameters)
         of = Parameters(self.parameters, unused)
         if memory == "updates":
             self.optimizer = optimizer([parameter.tensor for parameter in self.parameters])
             self.memory: NoMemory = _updates(self.optimizer, of)
         else:
             self.memory = _memory(memory if base.feeds_back else "none", of)
-        requested.follow(self.memory)
-        self.requested, self.ladder = requested, LADDER if ladder else ()
+        self.requested = requested
         self.reducer = Reducer(
             Granularity(base, whole),
             self.memory,
@@ -155,19 +151,13 @@ class Hook:
         numel = sum(p.tensor.numel() for p in self.parameters)
         buffer = torch.empty(numel, dtype=self.dtype, device="meta")
         cfs = StepCFs(measured[0], tuple(sorted(measured))) if measured else StepCFs()
-        peers = self.requested.peers if self.ladder else None
-        sketch = 0 if peers is None else WIDTH
         tally = Tally(
             cfs.measured,
-            self.ladder,
-            sketch=sketch,
             updates=self.memory.handover.sends_updates,
             ranks=2,
             energies=self.energies,
             device=buffer.device,
         )
-        if peers is not None:
-            peers.begin_step(tally)
         add = self.requested.sums.add if self.accumulate else None
         step = Step(self.step, cfs, tally, add)
         handover = self.memory.handover
@@ -182,8 +172,6 @@ class Hook:
         assert done.wait().shape == buffer.shape
         for corrupt in self.exchange.invalid:
             tally.at("invalid").add_(corrupt)
-        if peers is not None:
-            peers.receive(peers.end_step(tally), tally.at("sketch").new_zeros(WIDTH))
         assert tally.complete().device.type == "meta"
         self.step += 1
         return tally
@@ -247,8 +235,6 @@ def test_no_value_is_read_by_any_exchange(base: str) -> None:
         {"clip_norm": 1.0},
         {"dtype": torch.bfloat16},
         {"dtype": torch.float64},
-        {"ladder": True, "memory": "momentum"},
-        {"ladder": True, "unused": True},
     ],
     ids=str,
 )
@@ -309,7 +295,7 @@ def test_no_value_is_read_where_updates_are_sent(
     devices = "_get_capturable_supported_devices"  # torch has a list of those it knows
     for module in {sys.modules[of.__module__] for of in (Adam, AdamW)}:  # or one module
         monkeypatch.setattr(module, devices, lambda *_: ["meta"], raising=False)
-    for options in ({}, {"unused": True, "dtype": torch.bfloat16}, {"ladder": True}):
+    for options in ({}, {"unused": True, "dtype": torch.bfloat16}):
         made = OPTIMIZERS[name]
         hook = Hook(make_compressor("topk+int4"), "updates", optimizer=made, **options)
         for measured in ((CF,), (CF, 2 * CF), (CF / 2,), (), (CF,)):

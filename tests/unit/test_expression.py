@@ -53,9 +53,9 @@ def test_calls_with_literals_and_calls_in_them() -> None:
     assert isinstance(policy_from("Accordion(10, high=20)"), Accordion)
     written = "GraVAC(epsilon=0.5, allow_dense=False)"
     assert vars(policy_from(written)) == vars(GraVAC(epsilon=0.5, allow_dense=False))
-    schedule = policy_from("Schedule({0: 10, 5: 100}, gain='signal')")
+    schedule = policy_from("Schedule({0: 10, 5: 100}, gain='error_fed')")
     assert isinstance(schedule, Schedule)
-    assert (schedule.pieces, schedule.gain) == ({0: 10, 5: 100}, "signal")
+    assert (schedule.pieces, schedule.gain) == ({0: 10, 5: 100}, "error_fed")
     nested = policy_from("Warmup(Accordion.paper(low=10, interval=20), steps=7)")
     assert isinstance(nested, Warmup)
     assert isinstance(nested.then, Accordion)

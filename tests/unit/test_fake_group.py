@@ -131,7 +131,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch, runs: bool = True) -> list[str]:
     pytest.importorskip("triton", minversion="3.3")
     launching = import_module("compressors.kernels.triton.launching")
     kernels: list[ModuleType] = []
-    for name in ("codec", "flags", "moments", "rows", "select", "sparse"):
+    for name in ("codec", "flags", "moments", "select", "sparse"):
         kernels.append(import_module(f"compressors.kernels.triton.{name}"))
     started: list[str] = []
 

@@ -127,7 +127,6 @@ def test_gossip_that_cannot_be_is_refused(given: dict[str, Any], told: str) -> N
         ({"policy": "goodput"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": "gravac"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"policy": "accordion"}, "policy must be 'fixed', 'schedule' or 'warmup'"),
-        ({"policy": Fixed(gain="signal")}, "policy must be 'fixed', 'schedule' or 'warmup'"),
         ({"exchange": "sharded"}, "exchange must be 'auto' with sync=Gossip"),
         ({"exchange": ParameterServer(down_cf=10.0)}, "exchange must be 'auto'"),
     ],

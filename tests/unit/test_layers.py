@@ -8,8 +8,8 @@ from math import nan, sqrt
 import pytest
 import torch
 
-from adaptive.bucket.shadow import GradientSum
 from adaptive.model.parameters import ModelParameter
+from adaptive.statistics.requested import GradientSum
 from tests.unit.device_path import count_operations, device_path, meta
 
 

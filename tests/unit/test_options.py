@@ -74,7 +74,7 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
             {"exchange": ParameterServer("auto"), "policy": "accordion"},
             ["exchange", "down_cf='auto'", "'goodput'", "down_cf=None", "got policy 'accordion'"],
         ),
-        ({"base": "qsgd", "policy": "goodput"}, ["policy", "'signal'", "topk", "base='qsgd'"]),
+        ({"base": "qsgd", "policy": "goodput"}, ["policy", "'goodput'", "topk", "base='qsgd'"]),
         (
             {"policy": "accordion-paper", "base": "fp16"},
             ["policy", "'accordion'", "base='fp16'"],

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Context, Goodput
+from policies.goodput import HASTE
 from policies.lateness import ALIKE, NOTED, SHARE, Lateness
 from tests.unit.test_policies_goodput import OPENING, nbytes, report
 
@@ -101,7 +102,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_for_quality_no_cf_is_sent_that_waits_too_long(schedule):
-    found = sent_by(Goodput(gain="error_fed"), SCHEDULES[schedule])
+    found = sent_by(Goodput(), SCHEDULES[schedule])
     bounds = [max(OPENING, SHARE * NOTED**2 * alike) for *_, alike in found]
     for step, (cf, *_) in enumerate(found):
         assert cf <= max(bounds[max(0, step - LATER) : step + 1])
@@ -109,18 +110,20 @@ def test_for_quality_no_cf_is_sent_that_waits_too_long(schedule):
 
 
 def test_the_bound_is_named_where_it_moves_the_cf():
-    found = sent_by(Goodput(gain="error_fed"), SCHEDULES["drops"])
+    found = sent_by(Goodput(), SCHEDULES["drops"])
     down = next(reason for cf, reason, _ in found[701:] if reason)
     assert "what CF 160 does not send would wait too long beside 1 step" in down
 
 
-def test_for_time_there_is_no_bound():
-    found = sent_by(Goodput(goal="time", gain="error_fed"), SCHEDULES["constant"])
-    assert found[50][0] == 160  # more than a share of 50 steps
+def test_for_time_the_bound_is_a_loose_one():
+    found = sent_by(Goodput(goal="time"), SCHEDULES["constant"])
+    assert found[100][0] > SHARE * 100
+    for step, (cf, *_) in enumerate(found):
+        assert cf <= max(OPENING, HASTE * step)
 
 
 def test_a_cf_that_sends_every_element_is_always_allowed():
-    policy = Goodput(gain="error_fed")
+    policy = Goodput()
     policy.start(Context((2, 1000), 2, wire_bytes=nbytes, assumed={80: 0.95}))
     sent = []
     for step in range(30):
@@ -136,14 +139,14 @@ def test_only_quality_and_time_are_goals():
 
 
 def test_with_local_steps_an_element_waits_for_all_of_them():
-    policy = Goodput(gain="error_fed")
-    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, local_steps=(1, 2, 4, 8, 16, 32)))
+    policy = Goodput()
+    policy.start(Context((10, 100), 2, wire_bytes=nbytes, local_steps=(1, 2, 4, 8, 16, 32)))
     taken, steps = 1, 0
     for step in range(3000):
         plan = policy.plan()
         bound = max(OPENING, SHARE * steps)
         assert plan.send * plan.local_steps <= bound
-        values = {"timed_steps": taken, "lr": 0.1, "peers_total": 0.9, "peers_energy": 1.0}
+        values = {"timed_steps": taken, "lr": 0.1}
         policy.observe(report(step, plan.send, RATE, **values))
         taken, steps = plan.local_steps, steps + plan.local_steps
     assert taken > 1

@@ -39,7 +39,6 @@ steps = st.fixed_dictionaries(
         "sum_norm": st.one_of(st.floats(0, 10), wild),
         "lr": st.one_of(st.sampled_from([0.1, 0.05, 0.01]), wild),
         "energies": st.tuples(times, times, times),
-        "total": st.one_of(st.floats(0.5, 1.5), st.floats(-1, 1), wild),  # of signal gain
     }
 )
 ranges = st.sampled_from(
@@ -53,7 +52,7 @@ gravacs = st.fixed_dictionaries(
         "window": st.integers(1, 8),
         "scaling": st.sampled_from(["exponential", "geometric"]),
         "step_size": st.sampled_from([1.5, 2, 30]),
-        "gain": st.sampled_from(["gradient", "error_fed", "raw", "signal"]),
+        "gain": st.sampled_from(["gradient", "error_fed", "raw"]),
         "allow_dense": st.booleans(),
         "dense_window": st.integers(0, 4),
         "hysteresis": st.sampled_from([0.0, 0.1, 2.0]),
@@ -63,7 +62,7 @@ gravacs = st.fixed_dictionaries(
 )
 goodputs = st.fixed_dictionaries(
     {
-        "gain": st.sampled_from(["error_fed", "signal"]),
+        "goal": st.sampled_from(["quality", "time"]),
         "opening": st.integers(1, 4),
         "cooldown": st.integers(1, 5),
     }
@@ -127,9 +126,6 @@ def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
         sent, probed = move["gains"]
         measured = {cf: measurement(probed, move["norms"], move["wild"]) for cf in plan.probe}
         measured[plan.send] = measurement(sent, move["norms"], move["wild"])
-        shadowed = dict(zip(policy.candidates(), (sent, probed), strict=False))
-        if move["wild"]:
-            shadowed = dict(zip(shadowed, move["norms"], strict=False))
         policy.observe(
             StepReport(
                 step=step,
@@ -147,11 +143,6 @@ def replay(policy, cf_range, moves, *, grid="any", reload_at=None, fresh=None):
                 lr=move["lr"],
                 layer_norms=layer_norms(policy, plan, move),
                 grad_norm=move["norms"][1] if move["wild"] else 1.0,
-                steady_gain=shadowed if policy.shadow else {},
-                signal={cf: gain * move["total"] for cf, gain in shadowed.items()},
-                signal_total=move["norms"][0] if move["wild"] else move["total"],
-                peers=shadowed,
-                peers_total=move["norms"][0] if move["wild"] else move["sum_norm"],
             )
         )
         last = plan.send
@@ -254,8 +245,7 @@ def test_gravac_says_something_only_when_something_changed(setting, cf_range, mo
 
     def visible(entry):
         plan, status, verdict = entry
-        basis = status.partition("'signal'")[2].partition(",")[0]
-        return plan.send, plan.probe, status.split("gain_floor")[0], basis, verdict
+        return plan.send, plan.probe, status.split("gain_floor")[0], verdict
 
     for before, now in pairwise(seen):
         if visible(before) == visible(now):

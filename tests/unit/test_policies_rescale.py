@@ -58,7 +58,6 @@ def _run(policy: Policy, world_size: int, steps: int, norm: float = 1.0) -> list
                 timed_bytes=nbytes,
                 grad_norm=1.0,
                 sum_norm=norm if plan.read_sum else nan,
-                steady_gain=dict.fromkeys(LADDER, 0.5),
             )
         )
     return plans
@@ -78,7 +77,7 @@ def _rescaled(make: Any, steps: int) -> tuple[Policy, Policy]:
 MAKERS = {
     "accordion": lambda: Accordion(interval=4),
     "fixed": lambda: Fixed(cf=20),
-    "goodput": lambda: Goodput(gain="error_fed", opening=2, cooldown=3),
+    "goodput": lambda: Goodput(opening=2, cooldown=3),
     "gravac": lambda: GraVAC(window=4, dense_window=2),
     "schedule": lambda: Schedule({0: 10, 30: 20}),
     "warmup": lambda: Warmup(GraVAC(window=4, dense_window=2), steps=2, stages=1),

@@ -26,10 +26,10 @@ def test_fixed_sends_its_cf_for_ever(cf, sent):
     policy = Fixed(cf)
     policy.start(Context(RANGE, 4))
     for step in range(5):
-        assert policy.plan() == Plan(send=sent, skip_gains=sent == DENSE)
+        assert policy.plan() == Plan(send=sent, skip_gains=True)
         policy.observe(StepReport(step, sent, median_seconds=1.0, timed_cf=sent))
     policy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert policy.plan() == Plan(send=sent, skip_gains=sent == DENSE)
+    assert policy.plan() == Plan(send=sent, skip_gains=True)
     assert (dict(policy.status()), policy.verdict()) == ({}, "")
 
 
@@ -62,7 +62,7 @@ def test_fixed_refuses_the_state_of_another_cf():
 def test_fixed_probes_other_cfs_than_the_one_it_sends():
     policy = Fixed(10.0, probe=(1000.0, 10.0, 20.0, 20.0))
     policy.start(Context((10.0, 10.0), 2))
-    assert policy.plan() == Plan(10.0, probe=(20.0, 1000.0))
+    assert policy.plan() == Plan(10.0, probe=(20.0, 1000.0), skip_gains=True)
     with pytest.raises(ValueError, match="probe"):
         Fixed(10.0, probe=(1.0,))
 

@@ -138,22 +138,17 @@ def test_all_cfs_above_the_rungs_code_alike() -> None:
     assert model.coding(DENSE) == 0.0
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_what_measuring_gains_takes_is_a_part_of_dense_where_it_never_ends(watched: bool) -> None:
-    """As of a policy with a shadow ladder; where dense is only probed it is no reason to leave."""
-    model = StepTime(lambda cf: 1e6 / cf, watched=watched)
-    measuring, compressing = 0.01, 0.02
+def test_a_probe_of_a_dense_step_is_no_reason_to_leave() -> None:
+    model = StepTime(lambda cf: 1e6 / cf)
     for step in range(12):
         cf = 10.0 if step < 6 else DENSE
-        coding = measuring + (compressing if cf > 1 else 0.0)
-        whole = WORK + coding + 0.001 * 10 / cf
-        times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.001 * 10 / cf}
+        coding, exposed = 0.03 if cf > 1 else 0.01, 0.001 * 10 / cf
+        whole = WORK + coding + exposed
+        times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": exposed}
         model.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=coding, **times))
-        if step < 6:  # nothing tells yet what of it dense would need
-            assert model.coding(DENSE) == 0
-    assert model.coding(10.0) == pytest.approx(measuring + compressing)
-    assert model.coding(DENSE) == (pytest.approx(measuring) if watched else 0)
-    assert model.seconds(DENSE) == pytest.approx(WORK + 0.01 + (measuring if watched else 0))
+    assert model.coding(10.0) == pytest.approx(0.03)
+    assert model.coding(DENSE) == 0
+    assert model.seconds(DENSE) == pytest.approx(WORK + 0.01)
 
 
 def test_what_slower_ranks_make_the_others_wait_is_work() -> None:
@@ -450,14 +445,14 @@ def test_a_rung_that_was_not_sent_codes_faster_than_a_larger_cf() -> None:
 
 
 def test_a_dense_step_in_fewer_bits_has_nothing_to_code() -> None:
-    model = StepTime(lambda cf: 1e6 / cf, watched=0.1, rungs=(2.0, 4.0, 8.0), uncoded=(2.0,))
+    model = StepTime(lambda cf: 1e6 / cf, rungs=(2.0, 4.0, 8.0), uncoded=(2.0,))
     whole = WORK + 0.03
     times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
     for step in range(5):
         model.observe(StepReport(step, 8.0, timed_cf=8.0, compress_seconds=0.03, **times))
     assert model.coding(2.0) == 0.0
     assert model.seconds(2.0) == pytest.approx(WORK)
-    for step in range(5):  # what is measured there are gains
+    for step in range(5):  # what takes that long is a probe
         model.observe(StepReport(step, 2.0, timed_cf=2.0, compress_seconds=0.03, **times))
-    assert model.coding(2.0) == pytest.approx(0.1 * 0.03)
+    assert model.coding(2.0) == 0.0
     assert model.coding(4.0) == pytest.approx(0.03)

@@ -12,7 +12,6 @@ from compressors.kernels.triton.codec import (
     write_values,
 )
 from compressors.kernels.triton.moments import enlarge, take_step
-from compressors.kernels.triton.rows import LONGEST, split_largest
 from compressors.kernels.triton.sparse import (
     add_sparse,
     add_sparse_rows,
@@ -22,7 +21,6 @@ from compressors.kernels.triton.sparse import (
 )
 
 __all__ = [
-    "LONGEST",
     "Coded",
     "add_sparse",
     "add_sparse_rows",
@@ -34,7 +32,6 @@ __all__ = [
     "encode_natural",
     "enlarge",
     "read_indices",
-    "split_largest",
     "sum_energies",
     "take_step",
     "write_sparse",
