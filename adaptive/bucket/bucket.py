@@ -1,14 +1,18 @@
-"""One DDP bucket in one step: its parameters (parts), the slices that are compressed as one tensor
-(units), and the payloads of a unit at each CF that the step sends or measures."""
+"""One DDP bucket: its parameters (a layout), the slices that are compressed as one tensor (units),
+and the payloads of a unit at each CF that the step sends or measures.
+
+A settled bucket has the same layout in every step, and is cut into units once for each set of CFs.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import nan
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ from adaptive.statistics.vector import Tally
 from compressors import Compressor, Ladder, NoCompression, Sparsifier
 from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, cut_large, judge, kernels_for, squared_norms
-from compressors.kernels.blocks import Flag, Scalar, fill_if, uninitialized
+from compressors.kernels.blocks import Flag, Scalar, fill_if, reused, uninitialized
 from compressors.rounds import RoundsCompressor
 from compressors.sharded import Sharded, each_shard, in_shards, shard_borders
 from policies import DENSE
@@ -32,6 +36,9 @@ WHOLE = 4096
 
 SAMPLED = 256
 """The sample of a larger tensor has WHOLE elements, plus one for each SAMPLED of the tensor's."""
+
+MOST_CUTS = 16
+"""The largest number of sets of CFs for which a layout keeps its units."""
 
 LARGEST = {dtype: torch.finfo(dtype).max ** 0.5 / 2**18 for dtype in (torch.float32, torch.float64)}
 """The largest magnitude of a gradient that is kept, by dtype (7e13 in float32). A larger gradient
@@ -50,7 +57,7 @@ class StepCFs:
 
     send: float = DENSE
     measured: tuple[float, ...] = ()
-    layers: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def sent(self, layer: str) -> float:
         """The CF at which a layer sends."""
@@ -64,24 +71,11 @@ class StepCFs:
         return tuple(self.sent(layer) if cf == self.send else cf for cf in self.measured)
 
 
-@dataclass(eq=False, slots=True)
-class Part:
-    """One parameter's slice of a bucket: elements [start, stop) of the buffer.
-
-    skipped: the parameter sends nothing in this step, and its residual does not change."""
+class Part(NamedTuple):
+    """Elements [start, stop) of a bucket that belong to one parameter: all of the parameter, or the
+    elements on one side of a border between shards."""
 
     parameter: ModelParameter
-    start: int
-    stop: int
-    grad: Tensor
-    skipped: Flag
-
-
-class Range(NamedTuple):
-    """Elements [start, stop) of a bucket that belong to one part: all of the part, or those on one
-    side of a border between shards."""
-
-    part: Part
     start: int
     stop: int
 
@@ -92,10 +86,9 @@ class Unit:
 
     compressor, cf: how the unit is sent. A compressor that works in rounds also sends units of CF
     1. base, levels: how the unit is measured, namely by the compressor of all CFs, at one CF for
-    each CF that the step measures. ranges: the parts that the unit covers, in order. dtype: of the
-    bucket. segments: lengths of the tensors with quantization scales of their own; (): one tensor.
-    shards: number of shards of which each is compressed separately; above 1 the unit is a whole
-    bucket.
+    each CF that the step measures. parts: what the unit covers, in order. dtype: of the bucket.
+    segments: lengths of the tensors with quantization scales of their own; (): one tensor. shards:
+    number of shards of which each is compressed separately; above 1 the unit is a whole bucket.
     """
 
     start: int
@@ -105,7 +98,7 @@ class Unit:
     base: Compressor
     cf: float
     levels: tuple[float, ...]
-    ranges: tuple[Range, ...]
+    parts: tuple[Part, ...]
     dtype: torch.dtype = torch.float32
     segments: tuple[int, ...] = ()
     shards: int = 1
@@ -114,6 +107,10 @@ class Unit:
     def spec(self) -> Spec:
         """The spec of the payload that is sent."""
         return Spec(self.segments or (self.numel,), self.cf, self.dtype, self.key)
+
+    def at(self, step: int) -> Unit:
+        """The unit in this step."""
+        return replace(self, key=self.key._replace(step=step))
 
     def compressor_at(self, cf: float) -> Compressor:
         """The compressor of this unit at `cf`."""
@@ -127,15 +124,15 @@ class Unit:
         start, stop = shard_borders(self.numel, self.shards)[i : i + 2]
         spec = each_shard(self.spec, self.shards)[i]
         start, stop = start + self.start, stop + self.start
-        ranges = tuple(
-            Range(part, max(begin, start), min(end, stop))
-            for part, begin, end in self.ranges
+        parts = tuple(
+            Part(parameter, max(begin, start), min(end, stop))
+            for parameter, begin, end in self.parts
             if begin < stop and start < end
         )
         by = self.compressor.inner if isinstance(self.compressor, Sharded) else self.compressor
         segments = spec.segments if self.segments else ()
         return replace(
-            self, start=start, stop=stop, key=spec.key, compressor=by, ranges=ranges,
+            self, start=start, stop=stop, key=spec.key, compressor=by, parts=parts,
             segments=segments, shards=1,
         )  # fmt: skip
 
@@ -151,47 +148,86 @@ class Unit:
         shape = () if self.shards > 1 else self.key.shape
         return self.compressor_at(self.cf).floats(Spec.shaped(shape or (self.numel,), self.cf))
 
-    @property
-    def all_skipped(self) -> bool:
-        """The host knows that all parts of this unit are skipped in this step."""
-        return all(piece.part.skipped is True for piece in self.ranges)
+
+class BucketLayout:
+    """The parameters of a bucket, one after the other, and all that is derived from them.
+
+    parts: the elements of each parameter. cuts: its units, by all that they depend on
+    (`Granularity.cut`). runs: those of the last step, and what they depend on (`BucketMemory`).
+    buffers: working memory by use, which on the host the next step reuses."""
+
+    def __init__(self, parameters: Sequence[ModelParameter]) -> None:
+        self.parameters = parameters
+        self.sizes = [parameter.numel for parameter in parameters]
+        borders = itertools.pairwise(itertools.accumulate(self.sizes, initial=0))
+        self.parts = {p: Part(p, *each) for p, each in zip(parameters, borders, strict=True)}
+        self.cuts: dict[object, list[Unit]] = {}
+        self.runs: tuple[object, Any] = None, None
+        self.buffers: dict[str, Tensor] = {}
+        self._flats: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # with their views
+
+    def flat(self, name: str) -> Tensor:
+        """One flat tensor, of which the tensors of this name that are kept for the parameters are
+        views. It is made at the first call, and anew after a parameter has got another tensor; zero
+        for a parameter without one."""
+        flat, views = self._flats.get(name, (None, ()))
+        held = [getattr(parameter, name, None) for parameter in self.parameters]
+        if flat is None or not all(map(is_, held, views)):
+            # Zeros that nobody has written yet take no memory on a CPU.
+            flat = self.parameters[0].zeros(name, sum(self.sizes))
+            views = flat.split(self.sizes)
+            self._flats[name] = flat, views
+            self.runs = None, None
+            for parameter, view, old in zip(self.parameters, views, held, strict=True):
+                setattr(parameter, name, view if old is None else view.copy_(old))
+        return flat
 
 
 @dataclass(eq=False)
 class Bucket:
-    """One DDP bucket in one step, with its parts.
+    """One DDP bucket in one step.
 
     work: the bucket's gradients, flat, in the residual's precision; the mean overwrites them.
     key: the key of all parts, without name and shape. whole: neighbouring parts are compressed as
-    one tensor. nonfinite: a gradient is not finite; then all gradients of the bucket are set to
-    zero. Finite gradients whose squares overflow (norms above 1.8e19 in float32) are clamped to
-    LARGEST, and the statistics of the step count as nonfinite. buffers: working memory by use; on
-    the host the same bucket of the next step reuses it. updates: the bucket holds optimizer
-    updates, not gradients. settled: later steps have the same bucket.
+    one tensor. skipped: the parameters that send nothing in this step and keep their residual, or
+    of which only the device knows whether they do. nonfinite: a gradient is not finite; then all
+    gradients of the bucket are set to zero. Finite gradients whose squares overflow (norms above
+    1.8e19 in float32) are clamped to LARGEST, and the statistics of the step count as nonfinite.
+    settled: later steps have the same bucket.
     """
 
     work: Tensor
     key: Key
     whole: bool
-    buffers: dict[str, Tensor]
-    parts: list[Part] = field(default_factory=list)
+    layout: BucketLayout = field(default_factory=lambda: BucketLayout(()))
+    skipped: Mapping[ModelParameter, Flag] = field(default_factory=dict)
     nonfinite: Flag = False
-    updates: bool = False
     settled: bool = True
+
+    def __post_init__(self) -> None:
+        self.buffers = reused(self.layout.buffers, self.work.device)
+
+    @property
+    def parts(self) -> Collection[Part]:
+        """The elements of each parameter, in order."""
+        return self.layout.parts.values()
+
+    @property
+    def grads(self) -> Sequence[Tensor]:
+        """Each parameter's gradient: a view of `work`."""
+        return self.work.split(self.layout.sizes)
 
     def open(
         self,
-        parameters: Sequence[ModelParameter],
         memory: NoMemory,
         tally: Tally,
         clip_norm: float | None,
         energy: Scalar | None = None,
     ) -> None:
-        """Check the local gradients of these parameters, clip them, and add their norms to the
-        tally. energy: the squared norm of the bucket, if the caller knows it."""
-        grads = self.work.split([parameter.numel for parameter in parameters])
+        """Check the local gradients, clip them, and add their norms to the tally. energy: the
+        squared norm of the bucket, if the caller knows it."""
         one_by_one = clip_norm is not None or memory.maybe_unused()
-        pieces = grads if one_by_one else [self.work]
+        pieces = self.grads if one_by_one else [self.work]
         if energy is None or one_by_one:
             energies = squared_norms(pieces)
         else:
@@ -205,23 +241,22 @@ class Bucket:
             energies = squared_norms(pieces)
             tally.at("nonfinite").add_(1)
         if clip_norm is not None:
-            energies = _clip(grads, energies, clip_norm)
+            energies = _clip(pieces, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
         if overflows is None:  # only the device knows whether there is anything to clamp
             cut_large(energies, self.work, largest)
         known = kernels.numbers(energies) if one_by_one else ()
-        start = 0
-        for parameter, grad, skipped in zip(
-            parameters, grads, memory.skipped(parameters, known), strict=True
-        ):
-            stop = start + grad.numel()
-            self.parts.append(Part(parameter, start, stop, grad, skipped))
-            start = stop
+        self.skipped = memory.skipped(self.layout.parameters, known)
         fill_if(self.nonfinite, self.work, 0.0)
 
     def slice_of(self, unit: Unit) -> Tensor:
         """The unit's elements of `work` (a view)."""
         return self.work[unit.start : unit.stop]
+
+    def skips_all(self, unit: Unit) -> bool:
+        """The host knows that all parameters of this unit are skipped in this step."""
+        skipped = self.skipped
+        return bool(skipped) and all(skipped.get(part.parameter) is True for part in unit.parts)
 
     def buffer(self, use: str, numel: int) -> Tensor:
         """Uninitialized working memory for one use."""
@@ -240,7 +275,7 @@ def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor
     return torch.where(too_large, clip_norm**2, energies)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
@@ -268,60 +303,58 @@ class Granularity:
         assert isinstance(self.compressor, Sparsifier | Ladder)
         return replace(self, compressor=self.compressor.uncoded())
 
-    def cut(self, bucket: Bucket, cfs: StepCFs, shards: int = 1) -> list[Unit]:
-        """The units of a bucket, in order. No unit crosses a border between the bucket's `shards`
-        equal shards."""
+    def cut(
+        self, bucket: Bucket, cfs: StepCFs, shards: int = 1, sharded: bool = False
+    ) -> Sequence[Unit]:
+        """The units of a bucket, in order, of no step. No unit crosses a border between the
+        bucket's `shards` equal shards.
+
+        sharded: for the sharded exchange. Where the bucket is compressed whole, and no part is sent
+        uncompressed, it is one unit with `shards` shards."""
+        cuts, of = bucket.layout.cuts, (self, cfs, shards, sharded, bucket.whole, bucket.work.dtype)
+        if of not in cuts:
+            if len(cuts) == MOST_CUTS:
+                cuts.clear()
+            cuts[of] = self._units(bucket, cfs, shards)
+            if sharded and bucket.whole and 1 < shards <= bucket.work.numel():
+                first, *others = self._units(bucket, cfs, 1)
+                if not others and EXACT not in (first.base, first.compressor):
+                    by = in_shards(first.compressor, shards)
+                    cuts[of] = [replace(first, compressor=by, shards=shards)]
+        return cuts[of]
+
+    def _units(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
         borders = shard_borders(bucket.work.numel(), shards)
-        units: list[Unit] = []
-        run: list[Range] = []
-        for part in bucket.parts:
-            if part.start == part.stop:
-                continue
-            small = part.grad.numel() < self.dense_below
-            inside = [border for border in borders if part.start < border < part.stop]
-            for start, stop in itertools.pairwise([part.start, *inside, part.stop]):
-                if run and (small or not bucket.whole or start in borders):
-                    units.append(self._unit(bucket, run, self.compressor, cfs))
-                    run = []
-                if small:
-                    units.append(self._unit(bucket, [Range(part, start, stop)], EXACT, cfs))
-                else:
-                    run.append(Range(part, start, stop))
-        if run:
-            units.append(self._unit(bucket, run, self.compressor, cfs))
-        return units
+        units: list[list[Part]] = []
+        joins = False  # the next part may join the unit before
+        for parameter, first, last in bucket.parts:
+            small = last - first < self.dense_below
+            inside = (border for border in borders if first < border < last)
+            for start, stop in itertools.pairwise(sorted({first, *inside, last})):
+                if not joins or small or not bucket.whole or start in borders:
+                    units.append([])
+                units[-1].append(Part(parameter, start, stop))
+                joins = not small
+        return [self._unit(bucket, parts, cfs) for parts in units]
 
-    def cut_sharded(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
-        """The units of a bucket for the sharded exchange: one unit with `shards` shards, where the
-        bucket is compressed whole, and where no part is sent uncompressed; else those of `cut`."""
-        parts = [part for part in bucket.parts if part.start != part.stop]
-        some_dense = any(part.grad.numel() < self.dense_below for part in parts)
-        if some_dense or not bucket.whole or not 1 < shards <= bucket.work.numel():
-            return self.cut(bucket, cfs, shards)
-        ranges = [Range(part, part.start, part.stop) for part in parts]
-        unit = self._unit(bucket, ranges, self.compressor, cfs)
-        if unit.compressor is EXACT:
-            return self.cut(bucket, cfs, shards)
-        return [replace(unit, compressor=in_shards(unit.compressor, shards), shards=shards)]
-
-    def _unit(
-        self, bucket: Bucket, ranges: Sequence[Range], base: Compressor, cfs: StepCFs
-    ) -> Unit:
-        first, start, stop = ranges[0].part, ranges[0].start, ranges[-1].stop
-        layer, shape = first.parameter.name, tuple(first.parameter.local.shape)
+    def _unit(self, bucket: Bucket, parts: Sequence[Part], cfs: StepCFs) -> Unit:
+        parameter, start, stop = parts[0].parameter, parts[0].start, parts[-1].stop
+        layer, shape = parameter.name, tuple(parameter.local.shape)
         key = bucket.key._replace(name=layer, shape=shape)
-        if (start, stop) != (first.start, first.stop):  # not one whole parameter
-            begin = start - first.start
+        whole = bucket.layout.parts[parameter]
+        if (start, stop) != (whole.start, whole.stop):
+            begin = start - whole.start
             key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
-        cf = cfs.sent(layer)
+        small = whole.stop - whole.start < self.dense_below
+        cf, base = cfs.sent(layer), EXACT if small else self.compressor
         compressor = base.at(cf)
         if base is EXACT or cf == DENSE:
             cf, in_rounds = DENSE, isinstance(self.compressor, RoundsCompressor)
             compressor = self.compressor if in_rounds else EXACT
         levels = cfs.levels(layer)
         dtype = bucket.work.dtype
-        segments = tuple(each.stop - each.start for each in ranges) if self.segments else ()
-        return Unit(start, stop, key, compressor, base, cf, levels, tuple(ranges), dtype, segments)
+        segments = tuple(each.stop - each.start for each in parts) if self.segments else ()
+        return Unit(start, stop, key, compressor, base, cf, levels, tuple(parts), dtype, segments)
 
 
 def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]]:
@@ -400,7 +433,7 @@ def record_levels(
     stand in for those of a sample. times: see `Tally.add_levels`."""
     own = energies_of(levels)
     if tally.by_layer:
-        tally.add_layer(unit.ranges[0].part.parameter.name, own, times)
+        tally.add_layer(unit.parts[0].parameter.name, own, times)
     if not tally.samples or not unit.base.sampled:
         sampled = own if tally.samples else torch.full_like(own, nan)
         tally.add_levels(own, sampled, times)

@@ -20,82 +20,81 @@ from torch import Tensor
 
 from adaptive.bucket.bucket import Bucket, Part, Unit
 from adaptive.memory.error_feedback import NoMemory
-from adaptive.model.parameters import ModelParameter, lay_out
+from adaptive.model.parameters import ModelParameter
 from compressors.base import Payload
 from compressors.kernels.blocks import Flag, either, fill_if
 from compressors.wire.values import generator
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Run:
-    """Neighbouring parts of a bucket whose memory is updated by one rule, as one parameter.
+    """Neighbouring parameters of a bucket whose memory is updated by one rule, as one parameter:
+    elements [start, stop) of the bucket.
 
-    joint: stands for all parts, with their joined residual and velocity. start: the first element
-    in the bucket. grads: the gradients of all parts (a view). opened: `NoMemory.open` was called in
-    this step. addend: must still be added to the residual after that; None: nothing."""
+    joint: stands for all parameters, with their joined residual and velocity. cf: of all."""
 
     joint: ModelParameter
-    parts: Sequence[Part]
+    parameters: Sequence[ModelParameter]
+    cf: float
     start: int
-    grads: Tensor
-    opened: bool = False
-    addend: Tensor | None = None
+    stop: int
 
-    @property
-    def skipped(self) -> Flag:
-        """Only a run of a single part can be skipped."""
-        return self.parts[0].skipped
-
-    def copy_state_to_parts(self) -> None:
-        """Copy the state of `joint`, but for tensors, to the parameter of each part."""
-        joint = self.joint
-        for part in self.parts:
-            own = part.parameter
-            own.has_residual, own.started = joint.has_residual, joint.started
-            own.momentum_share = joint.momentum_share
+    def copy_state_to_parameters(self) -> bool:
+        """Copy the state of `joint`, but for tensors, to each parameter, if it has changed. Returns
+        whether it has."""
+        joint, first = self.joint, self.parameters[0]
+        state = joint.has_residual, joint.started, joint.momentum_share
+        changed = state != (first.has_residual, first.started, first.momentum_share)
+        for each in self.parameters if changed else ():
+            each.has_residual, each.started, each.momentum_share = state
+        return changed
 
 
 class BucketMemory:
     """Applies a memory to the units of one bucket in one step.
 
-    In a bucket with `Bucket.whole` the residuals of all parts lie in one flat tensor, in the order
-    of the bucket. In other buckets each unit covers a single part."""
+    units: of no step, the same object in each step with the same CFs. In a settled bucket the
+    residuals of all parameters lie in one flat tensor, in the order of the bucket. In other buckets
+    each unit covers a single part. Runs are made anew only if something that they depend on has
+    changed since the last step."""
 
     def __init__(self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit]) -> None:
         self._memory = memory
         self._bucket = bucket
-        self._units = units
-        parts = {part: u.cf for u in units if memory.keeps for part, *_ in u.ranges}
-        parameters = [part.parameter for part in parts]
-        self._flat = lay_out(parameters, memory.keeps) if bucket.whole and parts else {}
-        self._runs: dict[Part, _Run] = {}  # by each of their parts
-        for _, alike in groupby(parts, lambda part: self._update_key(part, parts[part])):
-            run = self._run(list(alike))
-            self._runs.update(dict.fromkeys(run.parts, run))
-        # If each unit lies in one run, the compressor adds the addend in the pass that compresses.
-        # Otherwise `_open_run` adds the addend for all units of the run.
-        self._fused = all(len({self._runs.get(part) for part, *_ in u.ranges}) == 1 for u in units)
+        self._addends: dict[_Run, Tensor | None] = {}  # of the runs that are open
+        self._runs: dict[ModelParameter, _Run] = {}  # by each of their parameters
+        layout, keeps = bucket.layout, memory.keeps if units else ()
+        self._flat = {name: layout.flat(name) for name in keeps if bucket.settled}
+        if keeps:
+            keys = memory.update_keys(layout.parameters)
+            depend_on = memory, units, keys, {*bucket.skipped}
+            if layout.runs[0] != depend_on:
+                layout.runs = depend_on, self._find_runs(units, keys)
+            self._runs = layout.runs[1]
 
     def open(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """(target, addend): the unit's error-fed gradient is target + addend; None: the target
         alone. The compressor adds the addend in place. The memory of a skipped part does not
         change, and its elements are 0. The same holds for all parts of a nonfinite bucket."""
-        grads = self._bucket.slice_of(unit)
-        if self._bucket.nonfinite is True or unit.all_skipped or not self._memory.keeps:
+        grads, skips = self._bucket.slice_of(unit), self._bucket.skips_all(unit)
+        if self._bucket.nonfinite is True or skips or not self._memory.keeps:
             return grads, None
-        for part, _, _ in unit.ranges:
-            self._open_run(self._runs[part], unit.cf)
-        residual, run = self._slice("residual", unit), self._runs[unit.ranges[0].part]
-        addend = run.addend  # None if the residual is of lower precision: already added then
-        if addend is not None:
-            addend = addend[unit.start - run.start :][: unit.numel]
-        if self._in_place(unit, residual):
-            return residual, addend
-        if addend is not None:
-            residual.add_(addend)
+        opened = [(run, self._open_run(run)) for run in self._runs_of(unit)]
+        residual = self._slice("residual", unit)
+        in_place = self._in_place(unit, residual)
+        for run, addend in opened:
+            if addend is None:
+                continue
+            start, stop = max(run.start, unit.start), min(run.stop, unit.stop)
+            addend = addend[start - run.start : stop - run.start]
+            if in_place and len(opened) == 1:
+                return residual, addend
+            residual[start - unit.start : stop - unit.start].add_(addend)
+        if in_place:
+            return residual, None
         buffer = self._bucket.buffer("error-fed gradients", self._bucket.work.numel())
         a = buffer[unit.start : unit.stop].copy_(residual)
-        return _fill_skipped(unit, a), None
+        return self._fill_skipped(unit, a), None
 
     def accumulate(self, unit: Unit) -> None:
         """Add the gradient of a unit that another rank compresses to the residual."""
@@ -107,7 +106,7 @@ class BucketMemory:
         """Subtract the payload that this rank has sent for a unit from the unit's residual. If some
         part was skipped, or if the residual is of lower precision, the payload is decoded into the
         bucket first, whose gradients are no longer needed."""
-        if not self._memory.keeps or unit.all_skipped:
+        if not self._memory.keeps or self._bucket.skips_all(unit):
             return
         residual = self._slice("residual", unit)
         if self._in_place(unit, residual):
@@ -115,13 +114,13 @@ class BucketMemory:
         else:
             sent = self._bucket.slice_of(unit).zero_()
             unit.compressor.add_to(sent, payload)
-            residual.sub_(_fill_skipped(unit, sent))
+            residual.sub_(self._fill_skipped(unit, sent))
 
     def clear_velocity(self, unit: Unit, payload: Payload, nonfinite: Flag) -> None:
         """Momentum factor masking (DGC): set the velocity of the sent elements of a unit to zero.
         Only if the memory masks at the unit's CF, and if the step is not nonfinite."""
         indices = payload.positions() if unit.cf >= self._memory.masking else None
-        if indices is None or unit.ranges[0].part.parameter.velocity is None:
+        if indices is None or unit.parts[0].parameter.velocity is None:
             return
         if indices.numel() == unit.numel:
             return
@@ -129,58 +128,81 @@ class BucketMemory:
         sent = torch.zeros(unit.numel + 1, dtype=torch.bool, device=indices.device)
         sent.index_fill_(0, indices.long(), True)
         fill_if(nonfinite, sent, False)
-        _fill_skipped(unit, sent)
+        self._fill_skipped(unit, sent)
         self._slice("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
 
     def received(self, nonfinite: Flag) -> None:
         """Turn the mean, which has replaced the gradients in the bucket, into the gradient that the
         optimizer gets."""
-        cfs = {part: unit.cf for unit in self._units for part, *_ in unit.ranges}
         for run in dict.fromkeys(self._runs.values()):
-            self._memory.received(run.joint, run.grads, cfs[run.parts[0]], nonfinite)
+            mean = self._bucket.work[run.start : run.stop]
+            self._memory.received(run.joint, mean, run.cf, nonfinite)
 
     def add_lost(self, lost: Sequence[tuple[Unit, Tensor]], times: int) -> None:
         """residual += times * (compression error of a mean), for each unit in `lost`."""
         if not self._memory.keeps:
             return
         for unit, values in lost:
-            for part, _, _ in unit.ranges:
-                part.parameter.open_residual()
+            for run in self._runs_of(unit):
+                run.joint.open_residual()  # of a skipped parameter; others are open
             name = f"{unit.key.name}, lost"
             self._add_to(self._slice("residual", unit), values, name, times)
 
-    def _update_key(self, part: Part, cf: float) -> object:
-        """Equal for parts that form one run. A part that is or may be skipped is a run alone."""
-        if not self._flat or part.skipped is not False:
-            return part.start
-        return (cf, *self._memory.update_key(part.parameter))
+    def _find_runs(
+        self, units: Sequence[Unit], keys: Sequence[object]
+    ) -> dict[ModelParameter, _Run]:
+        """The run of each parameter. One that is or may be skipped is a run alone."""
+        cfs = {part.parameter: unit.cf for unit in units for part in unit.parts}
+        alone = self._bucket.skipped if self._flat else cfs
+        rules: dict[Part, object] = {
+            part: part.start if part.parameter in alone else (cfs[part.parameter], key)
+            for part, key in zip(self._bucket.parts, keys, strict=True)
+            if part.parameter in cfs
+        }
+        runs: dict[ModelParameter, _Run] = {}
+        for _, alike in groupby(rules, rules.get):
+            parts = [*alike]
+            (joint, start, _), stop = parts[0], parts[-1].stop
+            cf = cfs[joint]
+            if len(parts) > 1:
+                joint = copy(joint)
+                for name, flat in self._flat.items():
+                    setattr(joint, name, flat[start:stop])
+            parameters = [part.parameter for part in parts]
+            runs |= dict.fromkeys(parameters, _Run(joint, parameters, cf, start, stop))
+        return runs
 
-    def _run(self, parts: Sequence[Part]) -> _Run:
-        start, stop, joint = parts[0].start, parts[-1].stop, parts[0].parameter
-        if len(parts) > 1:
-            joint = copy(joint)
-            for name, flat in self._flat.items():
-                setattr(joint, name, flat[start:stop])
-        return _Run(joint, parts, start, self._bucket.work[start:stop])
+    def _runs_of(self, unit: Unit) -> Sequence[_Run]:
+        """The runs that a unit lies in."""
+        first = self._runs[unit.parts[0].parameter]
+        if unit.stop <= first.stop:
+            return [first]
+        return [*dict.fromkeys(self._runs[part.parameter] for part in unit.parts)]
 
-    def _open_run(self, run: _Run, cf: float) -> None:
-        """`NoMemory.open` for a run, once a step, however many units the run has."""
-        if run.opened or run.skipped is True:
-            return
-        unchanged = either(self._bucket.nonfinite, run.skipped)
-        run.addend, run.opened = self._memory.open(run.joint, run.grads, cf, unchanged), True
-        run.copy_state_to_parts()
-        if run.addend is None:
-            return
-        residual = run.joint.open_residual()
-        if not self._fused or residual.dtype != run.addend.dtype:
-            self._add_to(residual, run.addend, run.parts[0].parameter.name)
-            run.addend = None
+    def _open_run(self, run: _Run) -> Tensor | None:
+        """`NoMemory.open` for a run, once a step, however many units the run has. Returns what must
+        still be added to the residual (flat); None: nothing."""
+        skipped = self._bucket.skipped.get(run.parameters[0], False)
+        if run in self._addends or skipped is True:
+            return self._addends.get(run)
+        grads = self._bucket.work[run.start : run.stop]
+        unchanged = either(self._bucket.nonfinite, skipped)
+        addend = self._memory.open(run.joint, grads, run.cf, unchanged)
+        if run.copy_state_to_parameters():  # the next step makes runs of what is alike then
+            self._bucket.layout.runs = None, None
+        if addend is not None:
+            residual = run.joint.open_residual()
+            if residual.dtype != addend.dtype:
+                self._add_to(residual, addend, run.parameters[0].name)
+                addend = None
+        self._addends[run] = addend
+        return addend
 
     def _in_place(self, unit: Unit, residual: Tensor) -> bool:
         """The residual itself is compressed, and the payload is subtracted from it: no copy."""
-        none_skipped = all(part.skipped is False for part, _, _ in unit.ranges)
-        return none_skipped and residual.dtype == self._bucket.work.dtype
+        skipped = self._bucket.skipped
+        some = bool(skipped) and any(part.parameter in skipped for part in unit.parts)
+        return not some and residual.dtype == self._bucket.work.dtype
 
     def _add_to(self, residual: Tensor, x: Tensor, name: str, times: int = 1) -> None:
         """residual += times * x, with stochastic rounding if the residual is of lower precision.
@@ -201,13 +223,14 @@ class BucketMemory:
         """The unit's elements of the tensor kept under this name, "residual" or "velocity"."""
         if self._flat:
             return self._flat[name][unit.start : unit.stop]
-        part = unit.ranges[0].part
-        whole: Tensor = getattr(part.parameter, name)
-        return whole[unit.start - part.start : unit.stop - part.start]
+        parameter = unit.parts[0].parameter
+        whole: Tensor = getattr(parameter, name)
+        first = self._bucket.layout.parts[parameter].start
+        return whole[unit.start - first : unit.stop - first]
 
-
-def _fill_skipped(unit: Unit, x: Tensor) -> Tensor:
-    """Zero the elements of skipped parts, in place."""
-    for part, start, stop in unit.ranges:
-        fill_if(part.skipped, x[start - unit.start : stop - unit.start], 0.0)
-    return x
+    def _fill_skipped(self, unit: Unit, x: Tensor) -> Tensor:
+        """Zero the elements of skipped parameters, in place."""
+        for parameter, start, stop in unit.parts if self._bucket.skipped else ():
+            skipped = self._bucket.skipped.get(parameter, False)
+            fill_if(skipped, x[start - unit.start : stop - unit.start], 0.0)
+        return x

@@ -56,7 +56,7 @@ from torch.optim import LBFGS, Optimizer
 
 from adaptive.bucket.bucket import (
     Bucket,
-    Part,
+    BucketLayout,
     StepCFs,
     Unit,
     compress_levels,
@@ -312,6 +312,7 @@ class _Chunk(Chunk):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.layout = BucketLayout(self.parameters)
         self.offset = torch.cat([p.zeros() for p in self.parameters])
 
     @torch.no_grad()
@@ -485,7 +486,7 @@ class GossipSync(Synchroniser):
         rank = self._exchange.rank
         x = self._to_tell(chunk)
         bucket = self._bucket(chunk, x, step)
-        units = self._granularity.cut(bucket, cfs)
+        units = [unit.at(step) for unit in self._granularity.cut(bucket, cfs)]
         record_gradient_norms(units, x, tally)
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
         tally.at("nonfinite").add_(torch.as_tensor(bucket.nonfinite))
@@ -537,13 +538,9 @@ class GossipSync(Synchroniser):
         """`x` in the form of one of DDP's buckets. A value that is not finite makes neighbours'
         parameters not finite, as a gradient in dense DDP would."""
         key = Key("", step, rank=self._exchange.rank)
-        bucket = Bucket(x, key, self._granularity.whole_buckets, {})
+        bucket = Bucket(x, key, self._granularity.whole_buckets, chunk.layout)
         bucket.nonfinite = all_finite(x) ^ True
         fill_if(bucket.nonfinite, x, 0.0)
-        start = 0
-        for p, piece in chunk.pieces(x):
-            bucket.parts.append(Part(p, start, start + piece.numel(), piece, False))
-            start += piece.numel()
         return bucket
 
     def _receive(self, chunk: _Chunk) -> None:

@@ -100,7 +100,7 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
             "rounds must return a Received whose nonfinite says that some rank's payloads are not "
             "finite (outgoing.received(rows) and any_nonfinite(payloads) find out)"
         )
-    empty = Outgoing(0, Bucket(torch.zeros(0), Key("rehearsal"), True, {}), [], [], _pass, _pass)
+    empty = Outgoing(0, Bucket(torch.zeros(0), Key("rehearsal"), True), [], [], _pass, _pass)
     _run(strategy, exchange, empty)
 
 
@@ -108,7 +108,7 @@ def _outgoing(strategy: Strategy, base: Compressor, cf: float, ranks: int) -> Ou
     """A bucket of as many units as ranks."""
     numel = max(NUMEL, UNIT * ranks)
     gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    bucket = Bucket(gradients, Key("rehearsal"), True, {})
+    bucket = Bucket(gradients, Key("rehearsal"), True)
     units, payloads = [], []
     for start, stop in pairwise(numel * i // ranks for i in range(ranks + 1)):
         key = Key(f"rehearsal[{start}:{stop}]")

@@ -115,20 +115,22 @@ class NoMemory:
 
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
-    ) -> Sequence[Flag]:
+    ) -> Mapping[ModelParameter, Flag]:
         """Which of these parameters are skipped: they send nothing in this step, and their memory
         does not change. If some parameters may be unused, these are the parameters whose gradient
         is exactly zero: DDP drops the mean of a globally unused parameter, and with it a residual
-        that was sent.
+        that was sent. A parameter that is not in the mapping is not skipped.
 
         grad_energies: the squared norm of each gradient; empty unless `maybe_unused`."""
         if not self.maybe_unused():
-            return [False] * len(parameters)
-        return [energy == 0.0 for energy in grad_energies]
+            return {}
+        flags = zip(parameters, (energy == 0.0 for energy in grad_energies), strict=True)
+        return {parameter: flag for parameter, flag in flags if flag is not False}
 
-    def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
-        """All state that `open` depends on. Parameters with equal keys form one run."""
-        return (parameter.has_residual,)
+    def update_keys(self, parameters: Sequence[ModelParameter]) -> list[Any]:
+        """For each parameter, all state that `open` depends on. Neighbouring parameters with equal
+        keys form one run."""
+        return [parameter.has_residual for parameter in parameters]
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
         """(rule, scale): in a compressed step at `cf` the velocity is multiplied by `scale`, and

@@ -216,7 +216,7 @@ def decay_with_share(beta1: float, share: float) -> float:
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements row by row: a view of a contiguous tensor, else a copy."""
-    return tensor.detach().reshape(-1)
+    return tensor if tensor.dim() == 1 else tensor.detach().reshape(-1)
 
 
 def noise_of(run: Run, share: float) -> Noise:

@@ -110,8 +110,13 @@ class SGDHandover(Handover):
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
         """Its momentum settings as they stand now; no momentum if it is not optimized."""
-        group = self._group(parameter.tensor)
-        return MomentumRule(0.0) if group is None else MomentumRule.of(group)
+        return self.rules([parameter])[0]
+
+    def rules(self, parameters: Sequence[ModelParameter]) -> list[MomentumRule]:
+        """The `rule` of each parameter."""
+        index, of_groups = self._indices(), [*map(MomentumRule.of, self.optimizer.param_groups)]
+        of_groups.append(MomentumRule(0.0))
+        return [of_groups[index.get(parameter.tensor, -1)] for parameter in parameters]
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if optimizer is not self.optimizer:
@@ -145,15 +150,19 @@ class SGDHandover(Handover):
             if parameter.tensor.grad is not None:
                 local(parameter.tensor.grad).div_(self._gradient_to_velocity(parameter))
 
-    def _group(self, p: Tensor) -> Group | None:
-        """The user's settings for a parameter, as they stand now; None if it is not optimized."""
+    def _indices(self) -> Mapping[Tensor, int]:
+        """The index of each optimized parameter's group."""
         groups = self.optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._indexed:  # built late, and again after add_param_group
             self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
             self._indexed = sizes
-        index = self._index.get(p)
-        return None if index is None else groups[index]
+        return self._index
+
+    def _group(self, p: Tensor) -> Group | None:
+        """The user's settings for a parameter, as they stand now; None if it is not optimized."""
+        index = self._indices().get(p)
+        return None if index is None else self.optimizer.param_groups[index]
 
     def has_buffer(self, parameter: ModelParameter) -> bool:
         """SGD has a velocity of its own for this parameter already."""
@@ -385,24 +394,20 @@ class MomentumMemory(Residual):
 
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
-    ) -> Sequence[Flag]:
+    ) -> Mapping[ModelParameter, Flag]:
         """SGD moves a parameter with a gradient of zeros by its momentum, and leaves one without a
         gradient alone: here only the latter keeps its velocity to itself."""
-        found = super().skipped(parameters, grad_energies)
-        pairs = zip(parameters, found, strict=True)
-        return [flag if p.tensor.grad is None or p.sharded else False for p, flag in pairs]
+        found = super().skipped(parameters, grad_energies).items()
+        return {p: flag for p, flag in found if p.tensor.grad is None or p.sharded}
 
     def is_empty(self, parameter: ModelParameter) -> bool:
         return self._of.rests
 
-    def update_key(self, parameter: ModelParameter) -> tuple[object, ...]:
-        begun = (parameter.started, parameter.stepped, self._of.has_buffer(parameter))
-        return (
-            *super().update_key(parameter),
-            *begun,
-            parameter.momentum_share,
-            self._of.rule(parameter),
-        )
+    def update_keys(self, parameters: Sequence[ModelParameter]) -> list[Any]:
+        begun = [p.stepped or self._of.has_buffer(p) for p in parameters]
+        started = [(p.started, p.momentum_share) for p in parameters]
+        keys = super().update_keys(parameters)
+        return [*zip(keys, begun, started, self._of.rules(parameters), strict=True)]
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
         rule, share = self._of.rule(parameter), self._share_at(cf)

@@ -16,7 +16,7 @@ from adaptive.memory.moments import is_adaptive, is_decoupled
 from adaptive.memory.muon import is_muon, rate_scale
 from adaptive.model.chunks import Chunk, chunked
 from adaptive.model.parameters import ModelParameter, ModelParameters, parameters_of
-from compressors.kernels.blocks import Flag, Scalar
+from compressors.kernels.blocks import Scalar
 
 Owner = tuple[Optimizer, dict[str, Any]]
 """An optimizer, and its parameter group."""
@@ -276,12 +276,13 @@ class OptimizerSteps:
         """All optimizers have stepped since the last backward."""
         return self._stepping is None and all(of in self._stepped for of, _ in self._of.distinct)
 
-    def unstepped(self, parameters: Sequence[ModelParameter]) -> Sequence[Flag]:
-        """Which of these parameters no optimizer has stepped since the last backward."""
+    def unstepped(self, parameters: Sequence[ModelParameter]) -> list[ModelParameter]:
+        """The parameters among these that no optimizer has stepped since the last backward."""
         if not self.pending or self.all_stepped:
-            return [False] * len(parameters)
-        owners = (self._of.get(parameter.tensor) for parameter in parameters)
-        return [owner is None or owner[0] not in self._stepped for owner in owners]
+            return []
+        owners = [self._of.get(parameter.tensor) for parameter in parameters]
+        pairs = zip(parameters, owners, strict=True)
+        return [p for p, owner in pairs if owner is None or owner[0] not in self._stepped]
 
     def rates_of(self, chunk: Chunk, each: bool = False) -> list[tuple[Scalar, Scalar]]:
         """(learning rate, lr * weight decay) of each parameter; one pair if all are equal. Updates

@@ -72,10 +72,10 @@ class UpdateMemory(Residual):
 
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
-    ) -> Sequence[Flag]:
+    ) -> Mapping[ModelParameter, Flag]:
         """While updates are exchanged: the parameters that no optimizer has stepped."""
         if self._steps.pending:
-            return self._steps.unstepped(parameters)
+            return dict.fromkeys(self._steps.unstepped(parameters), True)
         return super().skipped(parameters, grad_energies)
 
 
@@ -193,9 +193,9 @@ class UpdateHandover(Handover):
             torch._foreach_mul_([piece for piece, _ in muons], factors)
         all_stepped = self.steps.all_stepped
         if not all_stepped:
-            unstepped = self.steps.unstepped(chunk.parameters)
-            for without_step, piece in zip(unstepped, chunk.split(work), strict=True):
-                if without_step:
+            unstepped = {*self.steps.unstepped(chunk.parameters)}
+            for parameter, piece in chunk.pieces(work):
+                if parameter in unstepped:
                     piece.zero_()
         known = rate is not None and all_stepped and not muons
         return work, sum(energies[1:], energies[0]) if known else None

@@ -1,8 +1,4 @@
-"""The parameters whose gradients are exchanged, and the state that is kept for each.
-
-The tensors kept for the parameters of a bucket can lie in one flat tensor, in the bucket's order
-(`lay_out`). The whole bucket is then compressed as one tensor, without a copy.
-"""
+"""The parameters whose gradients are exchanged, and the state that is kept for each."""
 
 from __future__ import annotations
 
@@ -137,8 +133,8 @@ class ModelParameters(dict[Tensor, ModelParameter]):
 
     def find(self, param: Tensor) -> ModelParameter:
         """The state of a parameter in a bucket. RuntimeError if it is none of the model's."""
-        if param in self:
-            return self[param]
+        if (found := self.get(param)) is not None:
+            return found
         replica = self._replica()
         named = replica.module.named_parameters() if replica and replica.model else ()
         names: dict[Tensor, str] = {p: name for name, p in named}
@@ -169,7 +165,7 @@ def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether the gradients of this bucket are exchanged as by DDP without a hook: sparse and
     complex ones. DDP puts a parameter with a sparse gradient into a bucket of its own. It puts
     complex gradients, as pairs of real numbers, into buckets without real ones."""
-    return buffer.is_sparse or any(p.is_complex() for p in parameters)
+    return buffer.is_sparse or any(p.is_complex() for p in parameters[:1])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -236,36 +232,3 @@ def like(values: Tensor, p: Tensor) -> Tensor:
             stride=p.stride(),
         )
     return whole
-
-
-def lay_out(parameters: Sequence[ModelParameter], names: Sequence[str]) -> dict[str, Tensor]:
-    """Move the tensors of these names, kept for the parameters of a bucket, to one flat tensor for
-    each name, with zeros where there was none. Returns the flat tensors by name."""
-    first, sizes = parameters[0], [parameter.numel for parameter in parameters]
-    flat = {}
-    for name in names:
-        held: list[Tensor | None] = [getattr(parameter, name, None) for parameter in parameters]
-        whole = _as_one(held)
-        if whole is None:
-            # Zeros that nobody has written yet take no memory on a CPU.
-            whole = first.zeros(name, sum(sizes))
-            for parameter, place, old in zip(parameters, whole.split(sizes), held, strict=True):
-                setattr(parameter, name, place if old is None else place.copy_(old))
-        flat[name] = whole
-    return flat
-
-
-def _as_one(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """A flat view of all tensors, if each begins in memory where the one before ends; else None."""
-    first = tensors[0]
-    if first is None:
-        return None
-    storage, start = first.untyped_storage().data_ptr(), first.data_ptr()
-    end = start
-    for tensor in tensors:
-        if tensor is None or tensor.data_ptr() != end:
-            return None
-        if tensor.untyped_storage().data_ptr() != storage:
-            return None
-        end += tensor.nbytes
-    return first.as_strided(((end - start) // first.element_size(),), (1,))

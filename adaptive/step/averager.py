@@ -87,6 +87,7 @@ class Averager:
         """Replace momentum correction by plain error feedback and the optimizer's own momentum."""
         self.memory.fall_back()
         self.reducer.memory = self.memory.now
+        self.reducer.layouts.clear()  # velocities are freed
 
     @property
     def narrow(self) -> torch.dtype | None:

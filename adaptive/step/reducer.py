@@ -22,12 +22,11 @@ update that an optimizer's step has made of the gradient (memory/updates.py).
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,8 @@ from torch.futures import Future
 from adaptive.bucket.bucket import (
     EXACT,
     Bucket,
+    BucketLayout,
     Granularity,
-    Part,
     StepCFs,
     Unit,
     by_shards,
@@ -58,7 +57,7 @@ from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
 from compressors.base import Key, Payload
 from compressors.kernels import all_finite, squared_norm
-from compressors.kernels.blocks import Flag, Scalar, either, fill_if, reused
+from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 from policies import DENSE
 
 OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
@@ -104,7 +103,8 @@ class Reducer:
 
     memory: may be replaced between steps. settling: number of backwards after which DDP no longer
     rebuilds its buckets. clip_norm: the largest norm that a parameter's local gradient may have,
-    already divided by sqrt(N).
+    already divided by sqrt(N). layouts: of settled buckets, by their parameters. They hold what is
+    kept of parameters, and are made anew where it has moved or has gone.
     """
 
     granularity: Granularity
@@ -115,7 +115,8 @@ class Reducer:
     settling: int
     clip_norm: float | None = None
     _backwards: int = 0
-    _buffers: defaultdict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    layouts: dict[Any, BucketLayout] = field(default_factory=dict)
+    _sent_updates: bool = False
 
     def end_backward(self) -> None:
         """Count a backward: DDP rebuilds its buckets after the first ones (`settling`)."""
@@ -136,15 +137,17 @@ class Reducer:
         strategy: how payloads become the mean. to: where the mean is added; None: to `buffer`, in
         place of the gradients. energy: the bucket's squared norm, if the caller knows it. The
         caller calls `Pipeline.finish` after the last bucket."""
-        buffers = reused(self._buffers[index], buffer.device)
-        bucket = self._open(step, buffer, parameters, buffers, energy)  # 1
+        if step.updates is not self._sent_updates:  # other buckets, to which memory moves
+            self._sent_updates = step.updates
+            self.layouts.clear()
+        bucket = self._open(step, buffer, parameters, energy)  # 1
         shards = self.exchange.world_size if strategy.sharded else strategy.node_shards
         granularity = self.granularity.uncoded if strategy.votes else self.granularity
-        cut = granularity.cut_sharded if strategy.sharded else granularity.cut
-        units = cut(bucket, step.cfs, shards)
+        cut = granularity.cut(bucket, step.cfs, shards, strategy.sharded)
+        units = [unit.at(step.number) for unit in cut]
         self.exchange.count_floats(sum(unit.floats for unit in units))
         record_gradient_norms(units, bucket.work, step.tally)
-        memory = BucketMemory(self.memory, bucket, units)
+        memory = BucketMemory(self.memory, bucket, cut)
         before = step.tally.copy_of_levels() if strategy.sharded else None
         by_shard = by_shards(units, buffer.numel(), strategy.node_shards)
         own = by_shard.pop(strategy.node_shard)
@@ -160,7 +163,7 @@ class Reducer:
                 step.tally.lose(added, _lost_share(made))
                 return
             for unit, a, payload in zip(units, error_fed, made, strict=True):
-                measured = not (unit.compressor is EXACT or unit.all_skipped)
+                measured = not (unit.compressor is EXACT or bucket.skips_all(unit))
                 if measured and bucket.nonfinite is not True:
                     levels = compress_levels(unit, a, sent=payload)
                     record_levels(unit, levels, bucket.work, step.tally)
@@ -194,42 +197,35 @@ class Reducer:
         send: replaces the all-reduce: makes the ranks' mean of the buffer.
         narrow: the precision of the all-reduce; rounding errors are not kept in any residual.
         """
-        sending: Sequence[Part] = ()
-        parts: Sequence[Part] = ()
-        local_nonfinite: Flag = False  # of this rank's gradients
+        bucket: Bucket | None = None  # None: nothing is kept of it, or looked at
         tally, memory = step.tally, self.memory
         looked_at = tally.cfs or tally.measures or step.on_local or send
         untouched = not looked_at and self.clip_norm is None
         if untouched and all(memory.is_empty(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan
             tally.at("grad").add_(known)
+            if "velocity" in memory.keeps:  # SGD has its momentum back: velocities are freed
+                self.layouts.clear()
         else:
-            bucket = self._open(step, buffer, parameters, {})
-            local_nonfinite, parts = bucket.nonfinite, bucket.parts
-            if local_nonfinite is not True:
-                sending = [part for part in bucket.parts if part.skipped is not True]
-                self._flush(step, bucket, sending)
+            bucket = self._open(step, buffer, parameters)
+            if bucket.nonfinite is not True:
+                self._flush(step, bucket)
             # NaN tells the other ranks that nothing was sent, so that they keep their residuals.
-            fill_if(local_nonfinite, bucket.work, nan)
+            fill_if(bucket.nonfinite, bucket.work, nan)
             _written_back(bucket, buffer)
 
         life = self.pipeline.life
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
-            if not parts and step.on_mean is None:
+            if bucket is None and step.on_mean is None:
                 return mean
             with self.pipeline.callback_of(life):
                 nonfinite = all_finite(mean) ^ True
-                for part in sending:
-                    part.parameter.end_dense(either(nonfinite, part.skipped))
-                for part in parts if nonfinite is not True else ():
-                    of_part = mean[part.start : part.stop]
-                    memory.received(part.parameter, of_part, DENSE, nonfinite)
-                if sending:  # residuals were kept, so the optimizer must not step with their sum
-                    fill_if(nonfinite, mean, nan)
+                if bucket is not None:
+                    _end_dense(memory, bucket, mean, nonfinite)
                 _call_for_each(step.on_mean, parameters, mean, nonfinite)
-                self.pipeline.stream.keep(sending, local_nonfinite)
+                self.pipeline.stream.keep(bucket)
                 return mean
 
         if send is None:
@@ -256,7 +252,6 @@ class Reducer:
         step: Step,
         buffer: Tensor,
         parameters: Sequence[ModelParameter],
-        buffers: dict[str, Tensor],
         energy: Scalar | None = None,
     ) -> Bucket:
         wide = buffer.dtype in (torch.float32, torch.float64)
@@ -266,29 +261,32 @@ class Reducer:
         # with unsettled buckets, though throwaway backwards have settled DDP's buckets since.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
-        bucket = Bucket(work, key, whole, buffers, updates=step.updates, settled=settled)
-        bucket.open(parameters, self.memory, step.tally, self.clip_norm, energy)
+        layout = self.layouts.get(of := tuple(parameters)) or BucketLayout(of)
+        if settled:
+            self.layouts[of] = layout
+        bucket = Bucket(work, key, whole, layout, settled=settled)
+        bucket.open(self.memory, step.tally, self.clip_norm, energy)
         _call_for_each(step.on_local, parameters, work, bucket.nonfinite)
         self.requested.observe(work, step.tally)
         return bucket
 
-    def _flush(self, step: Step, bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Add the residuals of these parts to their gradients, and measure the CFs of the tally on
-        what a compressed step would compress: this sum, or in parameter space the updates."""
-        units = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
-        measured = bucket.work
+    def _flush(self, step: Step, bucket: Bucket) -> None:
+        """Add residuals to the gradients, and measure the CFs of the tally on what a compressed
+        step would compress: this sum, or in parameter space the updates."""
+        cut = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
+        units, measured = [unit.at(step.number) for unit in cut], bucket.work
+        of, grads = bucket.layout.parameters, bucket.grads
         if units:
-            grads = [part.grad for part in bucket.parts]
-            of = [part.parameter for part in bucket.parts]
             updates = self.memory.handover.preview(of, grads)
             measured = bucket.work if updates is grads else torch.cat([*updates])
             record_gradient_norms(units, measured, step.tally)
         samples = [strided_sample(measured[unit.start : unit.stop]).clone() for unit in units]
-        for part in parts:
-            unchanged = either(bucket.nonfinite, part.skipped)
-            self.memory.flush_into(part.parameter, part.grad, unchanged)
+        for parameter, grad in zip(of, grads, strict=True):
+            skipped = bucket.skipped.get(parameter, False)
+            if skipped is not True:
+                self.memory.flush_into(parameter, grad, either(bucket.nonfinite, skipped))
         for unit, sample in zip(units, samples, strict=True):
-            if not unit.all_skipped:
+            if not bucket.skips_all(unit):
                 levels = compress_levels(unit, measured[unit.start : unit.stop])
                 record_levels(unit, levels, measured, step.tally, sample)
 
@@ -305,7 +303,7 @@ def _payload(
     if strategy.takes_error_fed and compressor is not EXACT:
         a = target if addend is None else target.add_(addend)
         return Payload((a,), unit.spec.at(1.0))
-    if unit.all_skipped or nonfinite is True:
+    if bucket.skips_all(unit) or nonfinite is True:
         sent = compressor.compress(target, unit.spec)
     elif not _measures(step, unit):
         sent = compressor.compress(target, unit.spec._replace(measured=False), addend)
@@ -317,6 +315,16 @@ def _payload(
         sent = levels[step.cfs.measured.index(step.cfs.send)]
         sent = replace(sent, spec=sent.spec.at(unit.cf))
     return sent.as_nonfinite(nonfinite)
+
+
+def _end_dense(memory: NoMemory, bucket: Bucket, mean: Tensor, nonfinite: Flag) -> None:
+    """A dense step has sent what waited for it, unless it is nonfinite."""
+    for parameter, start, stop in bucket.parts:
+        parameter.end_dense(either(nonfinite, bucket.skipped.get(parameter, False)))
+        if nonfinite is not True:
+            memory.received(parameter, mean[start:stop], DENSE, nonfinite)
+    # Residuals were kept then, so the optimizer must not step with their sum.
+    fill_if(nonfinite, mean, nan)
 
 
 def _measures(step: Step, unit: Unit) -> bool:

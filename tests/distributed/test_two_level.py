@@ -74,8 +74,10 @@ def _cut_as_nodes(size: int) -> AbstractContextManager[Any]:
     """Units end where the parts of the ranks of a node do, of so many."""
     cut = Granularity.cut
 
-    def cut_in_parts(self: Granularity, bucket: Any, cfs: Any, shards: int = 1) -> Any:
-        return cut(self, bucket, cfs, shards if shards > 1 else size)
+    def cut_in_parts(
+        self: Any, bucket: Any, cfs: Any, shards: int = 1, sharded: bool = False
+    ) -> Any:
+        return cut(self, bucket, cfs, shards if shards > 1 else size, sharded)
 
     return patch.object(Granularity, "cut", cut_in_parts)
 

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.bucket import bucket_memory
-from adaptive.bucket.bucket import Bucket
-from adaptive.model.parameters import ModelParameter, lay_out
+from adaptive.bucket.bucket import Bucket, BucketLayout
+from adaptive.model.parameters import ModelParameter
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same
 
@@ -38,11 +37,11 @@ def _run(
     by step and use. unused: the last bucket holds a parameter that is."""
     places: list[list[int]] = []
     buffers: list[list[tuple[str, int]]] = []
-    original, buffer = bucket_memory.lay_out, Bucket.buffer
+    original, buffer = BucketLayout.flat, Bucket.buffer
 
-    def recorded(*args: Any) -> Any:
-        flat = original(*args)
-        places[-1].extend(tensor.data_ptr() for tensor in flat.values())
+    def recorded(self: BucketLayout, name: str) -> torch.Tensor:
+        flat = original(self, name)
+        places[-1].append(flat.data_ptr())
         return flat
 
     def counted(self: Bucket, use: str, numel: int) -> torch.Tensor:
@@ -50,7 +49,7 @@ def _run(
         buffers[-1].append((use, given.data_ptr()))
         return given
 
-    bucket_memory.lay_out = recorded
+    BucketLayout.flat = recorded  # type: ignore[method-assign]
     Bucket.buffer = counted  # type: ignore[method-assign]
     net = _net()
     if unused:
@@ -104,21 +103,23 @@ def _parameters(sizes: tuple[int, ...]) -> list[ModelParameter]:
 def test_what_is_kept_moves_to_where_it_lies_together() -> None:
     parameters = _parameters((3, 1, 6))
     parameters[1].open_residual().fill_(7.0)
-    flat = lay_out(parameters, ["residual"])["residual"]
+    layout = BucketLayout(parameters)
+    flat = layout.flat("residual")
     assert flat.tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 0, 0]
     assert [parameter.has_residual for parameter in parameters] == [False, True, False]
     parameters[2].open_residual().fill_(1.0)
     assert flat.tolist() == [0, 0, 0, 7, 1, 1, 1, 1, 1, 1]
-    assert lay_out(parameters, ["residual"])["residual"].data_ptr() == flat.data_ptr()
+    assert layout.flat("residual") is flat
 
 
 def test_it_moves_again_if_the_order_changes_or_some_of_it_was_replaced() -> None:
     parameters = _parameters((3, 1, 6))
     for i, parameter in enumerate(parameters):
         parameter.open_residual().fill_(float(i))
-    flat = lay_out(parameters, ["residual"])["residual"]
-    other = lay_out(parameters[::-1], ["residual"])["residual"]
-    assert other.data_ptr() != flat.data_ptr()
-    assert other.tolist() == [2.0] * 6 + [1.0] + [0.0] * 3
+    layout, other = BucketLayout(parameters), BucketLayout(parameters[::-1])
+    before = layout.flat("residual")
+    assert other.flat("residual").tolist() == [2.0] * 6 + [1.0] + [0.0] * 3
     parameters[1].residual = torch.full((1,), 5.0)
-    assert lay_out(parameters[::-1], ["residual"])["residual"][6] == 5.0
+    assert other.flat("residual")[6] == 5.0
+    assert layout.flat("residual").tolist() == [0.0] * 3 + [5.0] + [2.0] * 6
+    assert layout.flat("residual") is not before
