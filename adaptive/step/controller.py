@@ -189,7 +189,7 @@ class Controller(saved.Stateful):
 
     def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
         """Empty, for what a step with this plan measures."""
-        requested, recorded = self.requested, self.step % RECORDED_EVERY == 0
+        requested, recorded = self.requested, self._is_recorded(plan)
         layers = requested.layers if plan.read_sum else ()
         measured = requested.layers if plan.by_layer else ()
         return Tally(
@@ -216,8 +216,19 @@ class Controller(saved.Stateful):
 
     def _gain_decides(self, plan: Plan) -> bool:
         """The policy may move by what this step's CF keeps."""
-        assumed = plan.send in self.sizes.granularity.compressor.known_gains
-        return not (plan.skip_gains or assumed or self.forced_dense)
+        return not (plan.skip_gains or plan.send in self._known_gains or self.forced_dense)
+
+    def _is_recorded(self, plan: Plan) -> bool:
+        """The gain of this step is measured for the record: it is one in so many, or the first at
+        this CF."""
+        of = self._last_gain[0], *self._known_gains
+        first = plan.send not in of and not self.is_dense(plan.send)
+        return first or self.step % RECORDED_EVERY == 0
+
+    @property
+    def _known_gains(self) -> Mapping[float, float]:
+        """The gains that are assumed, of rungs."""
+        return self.sizes.granularity.compressor.known_gains
 
     def take_steps(self, local_steps: int) -> None:
         """Exchange after every `local_steps` steps from now on, until the policy plans another
@@ -410,9 +421,11 @@ class Controller(saved.Stateful):
     def _gain(self, report: StepReport) -> float:
         """The gain of what was sent, by the definition that the policy decides on: its own average,
         or, where it keeps none, that of the last step at this CF that has measured it; nan if none
-        is known."""
+        is known. A rung has an assumed one."""
         if report.cf == DENSE:
             return 1.0
+        if report.cf in self._known_gains:
+            return self._known_gains[report.cf]
         average = None if self.forced_dense else self.policy.gain_at(report.cf)
         if average is not None:
             return average
