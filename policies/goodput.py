@@ -11,7 +11,7 @@ every step, in place of the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not all: a run has a schedule, and must end at dense's quality in as many
 steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
-leaves this bound out, for a schedule that is made longer.
+has a bound twenty times as loose, for a schedule that is made longer.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but at no
 larger CF than the smallest of the ladder; where the link is not known, at that one. Not at dense on
