@@ -37,6 +37,7 @@ def context_of(header: Header) -> Context:
         local_steps=header.local_steps,
         overlap=header.overlap,
         delays=header.delays,
+        power=header.power,
     )
 
 

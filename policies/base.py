@@ -54,6 +54,8 @@ class Context:
     # Steps after which the mean of a step may take its place, ascending. With one number the policy
     # has no choice. 0: before the next step begins.
     delays: tuple[int, ...] = (0,)
+    # Exponent of the gain in T_comp that suits what is sent: how fast progress falls with the gain.
+    power: float = 0.5
     # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # The link as it was when the run began: its latency in seconds, and seconds for each byte of

@@ -6,7 +6,8 @@ only to be measured, and a changed network moves the CF as soon as it shows.
 
 The law is gain = CF^-FALLS, about what runs have shown of the part of the true gradient that gets
 through at once. The remaining part is late, not lost, so progress falls more slowly: as the root of
-the gain. So the CF rises until the network takes an eighth of a step. Gains that were measured in
+the gain, or for Adam's updates of two ranks, which go without momentum, as the fifth root. So the
+CF rises until the network takes an eighth of a step, or a twentieth. Gains that were measured in
 every step, in place of the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not all: a run has a schedule, and must end at dense's quality in as many
@@ -88,7 +89,8 @@ class Goodput(DeclaredPolicy):
         smaller CF must by a fifth of it.
     cooldown: steps between two switches, >= 1, but for `opening`.
     power: exponent of the gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
-        and give more quality in as many steps.
+        and give more quality in as many steps. None: what suits what is sent (`Context.power`),
+        0.2 for Adam's updates of two ranks, else 0.5.
     """
 
     name = "goodput"
@@ -100,7 +102,7 @@ class Goodput(DeclaredPolicy):
     opening: int = setting(5, checks.whole, least=1)
     margin: float = setting(0.05, checks.fraction)
     cooldown: int = setting(10, checks.whole, least=1)
-    power: float = setting(0.5, checks.real, above=0)
+    power: float | None = setting(None, checks.real, or_none=True, above=0)
 
     _send: float = saved(DENSE)
     _local_steps: int = saved(1)
@@ -297,7 +299,7 @@ class Goodput(DeclaredPolicy):
 
     def progress(self, cf: float) -> float:
         """What is assumed of a step at a CF: its progress, of a dense step's."""
-        return (self._assumed.get(cf) or cf**-FALLS) ** self.power
+        return (self._assumed.get(cf) or cf**-FALLS) ** (self.power or self._context.power)
 
     def _consider(self) -> None:
         """Move to the CF that promises most, if that is enough more than the CF in use. Else

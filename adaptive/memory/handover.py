@@ -30,12 +30,14 @@ Groups = list[dict[str, Any]]
 class Handover:
     """The contract of all handovers. This one does nothing in the optimizers' place.
 
-    sends_updates: some compressed steps exchange updates, not gradients. leaves_gradients: `p.grad`
-    is what DDP without a compressor would leave, and a script may change it. other_optimizer: the
-    name of an optimizer that has stepped the parameters, and that no memory can take work from.
-    dense_because: why the next step must be dense; "": it need not be."""
+    sends_updates: some compressed steps exchange updates, not gradients. power: see `Context`.
+    leaves_gradients: `p.grad` is what DDP without a compressor would leave, and a script may change
+    it. other_optimizer: the name of an optimizer that has stepped the parameters, and that no
+    memory can take work from. dense_because: why the next step must be dense; "": it need not
+    be."""
 
     sends_updates = False
+    power = 0.5
     other_optimizer = ""
     dense_because = ""
 

@@ -117,6 +117,13 @@ class UpdateHandover(Handover):
         self.state.uninspected = not all(known)
         self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
 
+    @property
+    def power(self) -> float:  # type: ignore[override]
+        """Updates of two ranks that go without momentum (Adam's, but not Muon's) bear larger CFs
+        than gradients do, and than updates of more ranks (docs/research/defaults.md)."""
+        gentle = self._ranks == 2 and all(is_adaptive(of) for of, _ in self._of.distinct)
+        return 0.2 if gentle else 0.5
+
     # -- what is exchanged --
 
     def exchanges_updates(self, cf: float) -> bool:

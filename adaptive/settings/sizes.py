@@ -155,6 +155,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         local_steps=settings.sync.numbers,
         overlap=settings.sync.overlap,
         delays=settings.sync.delays,
+        power=memory.handover.power,
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(
@@ -225,6 +226,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         local_steps=context.local_steps,
         overlap=context.overlap,
         delays=context.delays,
+        power=context.power,
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if ours else f'{module}.'}{policy!r}",
         gain=policy.gain,

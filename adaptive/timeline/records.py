@@ -32,7 +32,7 @@ class Header:
     wire_bytes: by supported CF, the bytes of a step without statistics. link, latency: see
     `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
-    during an exchange; None: half of them. delays: see `Context`.
+    during an exchange; None: half of them. delays, power: see `Context`.
     caveat: see `Synchronisation`. promise: see `Policy`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
@@ -56,6 +56,7 @@ class Header:
     local_steps: tuple[int, ...] = (1,)
     overlap: int | None = 0
     delays: tuple[int, ...] = (0,)
+    power: float = 0.5
     network: str = ""
     expression: str = ""
     gain: GainKind = "gradient"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.futures import Future
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils._pytree import tree_leaves
 
 from adaptive.bucket.bucket import Granularity, StepCFs
@@ -369,3 +369,14 @@ def test_operations_of_updates_do_not_grow_with_the_parameters_of_a_bucket(optim
             hook.run(100.0)
         counts.append(operations.names.total())
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "power"), [(AdamW, 2, 0.2), (AdamW, 4, 0.5), (ASGD, 2, 0.5)]
+)
+def test_adams_updates_of_two_ranks_bear_larger_cfs(
+    kind: Callable[[list[Tensor]], Optimizer], ranks: int, power: float
+) -> None:
+    of = Parameters(_parameters([(4, 4)], torch.float32), False)
+    optimizer = kind([p.tensor for p in of.values()])
+    assert UpdateHandover([optimizer], of, ranks, lambda cf: 0.0).power == power
