@@ -197,6 +197,7 @@ RUNS: dict[str, Run] = {
         "updates",
         "auto",
         "auto",
+        cf_range=(4, 8),  # where no larger CF is left, local steps are next
         apart=True,
         options={"sync": LocalSteps("auto")},
     ),
