@@ -42,7 +42,7 @@ _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a s
 # Measured: a larger sample, or a guess for fewer elements, costs more than it saves.
 _RANK_SAMPLE, _RANK_STRIDE = 1 << 13, 17  # elements, at most, that bracket the k-th largest
 _PARTITION_BELOW = 1 << 11  # elements; under this a plain partition is as fast
-_SAMPLE, _STRIDE = 1 << 16, 33  # elements looked at, at most, to guess a threshold
+_SAMPLE, _STRIDE = 1 << 15, 65  # elements looked at, at most, to guess a threshold
 _PLAIN_BELOW, _PLAIN_CF = 1 << 13, 4  # for fewer elements, or more of them kept, nothing is guessed
 _GUESS_BINS_FROM = 1 << 14  # elements, for bins
 _SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column by column
@@ -269,7 +269,7 @@ def _collect(
         if bins and not candidates.threshold:  # nearly all elements are to be looked at
             coming = np.add(block, latest[start : start + step], out=magnitude)
             above &= np.abs(coming, out=coming) >= np.repeat(peaks, size)[: block.size]
-        found = np.flatnonzero(above)
+        found = above.nonzero()[0]
         if bins and candidates.threshold:
             coming = np.abs(block.take(found) + latest[start : start + step].take(found))
             found = found[coming >= peaks.take(found // size)]
@@ -531,13 +531,14 @@ class Host(Kernels):
     def find_bits(self, data: Tensor, count: int) -> Tensor:
         packed = data.numpy()
         dtype = np.int32 if 8 * packed.size < 1 << 31 else np.int64
-        parts = []
+        positions = np.full(count, 8 * packed.size, dtype)
+        left = positions
         for start in range(0, packed.size, _BITS_BLOCK // 8):
             block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
-            parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
-        missing = max(0, count - sum(part.size for part in parts))
-        parts.append(np.full(missing, 8 * packed.size, dtype))
-        return torch.from_numpy(np.concatenate(parts)[:count])
+            found = block.view(np.bool_).nonzero()[0][: left.size]
+            np.add(found, 8 * start, out=left[: found.size], casting="same_kind")
+            left = left[found.size :]
+        return torch.from_numpy(positions)
 
     def pack_bits(self, bits: Tensor) -> Tensor:
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
