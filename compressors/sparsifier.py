@@ -311,7 +311,7 @@ class Sparsifier(Compressor):
         kernels = kernels_for(flat)
         indices = kernels.union(torch.cat(lists), spec.num_kept, numel)
         values = kernels.take_present(flat, indices)
-        chosen = Selected(indices, values, squared_norm(x))
+        chosen = Selected(indices, values, squared_norm(flat))
         return replace(self._payload(chosen, spec), invalid=invalid)
 
     def _unpacked(self, packed: Tensor, spec: Spec) -> list[tuple[Tensor, Flag]]:
