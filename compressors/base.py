@@ -414,8 +414,9 @@ class NoCompression(Compressor):
     sums = True
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
-        energy = squared_norm(x) if add is None else add_and_norm(x, add)
-        return Payload((x.detach(),), spec.at(1.0), energies(energy, energy, 0.0, x))
+        x = x.detach()
+        energy = squared_norm(x) if add is None else add_and_norm(x, add.detach())
+        return Payload((x,), spec.at(1.0), energies(energy, energy, 0.0, x))
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
         return payload
@@ -475,18 +476,18 @@ def split_rows(data: Tensor, *parts: tuple[int, torch.dtype]) -> list[tuple[Tens
     alignment allows that, else a copy (one copy for all rows).
 
     InvalidPayload unless a row has exactly the bytes of all parts."""
-    wanted = sum(count * dtype.itemsize for count, dtype in parts)
-    if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != wanted:
-        raise InvalidPayload(
-            f"payloads must be of {wanted} bytes (uint8), "
-            f"got {data.dtype} of shape {tuple(data.shape)}"
-        )
     columns = columns_of(data, parts)
     return list(zip(*map(torch.unbind, columns), strict=True)) if parts else [()] * len(data)
 
 
 def columns_of(data: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """For each part of `split_rows`, the part of all rows: (ranks, elements)."""
+    wanted = sum(count * dtype.itemsize for count, dtype in parts)
+    if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != wanted:
+        raise InvalidPayload(
+            f"payloads must be of {wanted} bytes (uint8), "
+            f"got {data.dtype} of shape {tuple(data.shape)}"
+        )
     columns, start = [], 0
     for count, dtype in parts:
         size = dtype.itemsize
@@ -496,9 +497,9 @@ def columns_of(data: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[T
             at % size for at in (raw.storage_offset(), raw.data_ptr(), raw.stride(0))
         ):
             raw = torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw)
-        columns.append(
-            raw.view(dtype) if count else data.new_empty(0).view(dtype).expand(len(data), 0)
-        )
+        if not count:
+            raw = data.new_empty(0).view(dtype).expand(len(data), 0)
+        columns.append(raw if raw.dtype == dtype else raw.view(dtype))
     return columns
 
 

@@ -169,8 +169,9 @@ class PowerSGD(RoundsCompressor):
         """If the last step's Q has too few columns, there is one more step of iteration: a random
         start would show far less than what PowerSGD keeps once it has run for a few steps."""
         base.check_flat(x, spec, add)
+        x = x.detach()
         if add is not None:
-            x.detach().add_(add.detach())
+            x.add_(add.detach())
         part = self._part(x, spec)
         p = orthonormal_rows(part.start @ part.matrix.t())
         q = p @ part.matrix

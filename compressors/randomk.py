@@ -42,9 +42,10 @@ class RandomK(Compressor):
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         base.check_flat(x, spec, add)
         base.check_cf(spec.cf)
-        total = squared_norm(x) if add is None else add_and_norm(x, add)
+        x = x.detach()
+        total = squared_norm(x) if add is None else add_and_norm(x, add.detach())
         indices = self._indices(spec, x.device)
-        values = x.detach().index_select(0, indices)
+        values = x.index_select(0, indices)
         return self._payload(indices, values, 1.0, total, spec)
 
     def smaller(self, payload: Payload, factor: float) -> Payload:

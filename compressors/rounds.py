@@ -60,8 +60,9 @@ class RoundsCompressor(Compressor):
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         check_flat(x, spec, add)
+        x = x.detach()
         if add is not None:
-            x.detach().add_(add.detach())
+            x.add_(add.detach())
         reported: list[Payload] = []
         rounds = self.rounds([x], [spec], 1, reported.extend)
         with suppress(StopIteration):

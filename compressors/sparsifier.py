@@ -185,11 +185,11 @@ class Sparsifier(Compressor):
 
     def read(self, data: Tensor, spec: Spec) -> list[Payload]:
         nbytes, layout = self.index_nbytes(spec), self.values.layout(spec.num_kept, spec.dtype)
-        rows = base.split_rows(data, *layout, (nbytes, torch.uint8))
-        decoded = self._unpacked(data[:, data.shape[1] - nbytes :], spec)
+        *columns, packed = base.columns_of(data, (*layout, (nbytes, torch.uint8)))
+        rows = zip(*map(torch.unbind, columns), strict=True)
         return [
             self._sparse((indices, *coded), spec, invalid=invalid)
-            for (*coded, _), (indices, invalid) in zip(rows, decoded, strict=True)
+            for coded, (indices, invalid) in zip(rows, self._unpacked(packed, spec), strict=True)
         ]
 
     def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
@@ -242,8 +242,8 @@ class Sparsifier(Compressor):
             return None
         nbytes, layout = self.index_nbytes(row), self.values.layout(row.num_kept, row.dtype)
         data = data[:, : self.nbytes(row)]
-        *coded, _ = base.columns_of(data, (*layout, (nbytes, torch.uint8)))
-        decoded = self._unpacked(data[:, data.shape[1] - nbytes :], row)
+        *coded, packed = base.columns_of(data, (*layout, (nbytes, torch.uint8)))
+        decoded = self._unpacked(packed, row)
         indices = fused.as_rows([each for each, _ in decoded])
         return SparseRows((indices, *coded), spec, invalid=decoded[0][1], full=True, row=row)
 
@@ -311,7 +311,7 @@ class Sparsifier(Compressor):
         kernels = kernels_for(flat)
         indices = kernels.union(torch.cat(lists), spec.num_kept, numel)
         values = kernels.take_present(flat, indices)
-        chosen = Selected(indices, values, squared_norm(x))
+        chosen = Selected(indices, values, squared_norm(flat))
         return replace(self._payload(chosen, spec), invalid=invalid)
 
     def _unpacked(self, packed: Tensor, spec: Spec) -> list[tuple[Tensor, Flag]]:

@@ -233,9 +233,8 @@ class Bucket:
         else:
             energies = torch.as_tensor(energy, dtype=torch.float64).reshape(1)
         kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
-        overflows = kernels.look(
-            lambda: not energies.sum() <= torch.finfo(self.work.dtype).max, None
-        )
+        most = torch.finfo(self.work.dtype).max
+        overflows = kernels.look(lambda: not sum(energies.tolist()) <= most, None)
         if overflows and all_finite(self.work):
             self.work.clamp_(-largest, largest)
             energies = squared_norms(pieces)

@@ -324,5 +324,5 @@ def average(run: Run, before: Tensor, elements: slice) -> None:
     """For some elements of a run whose first moment holds a gradient: replace the gradient by
     its average with `before` (the old first moments of the chunk, flat)."""
     mean = run.mean[elements]
-    old = before[run.start : run.stop][elements].to(mean.dtype)
+    old = before[run.start + elements.start : run.start + elements.stop].to(mean.dtype)
     torch.lerp(old, mean, 1 - run.group["betas"][0], out=mean)

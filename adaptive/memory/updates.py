@@ -189,7 +189,8 @@ class UpdateHandover(Handover):
                 update.mul_(rate)
             for run, elements in zip(runs, inside, strict=True):
                 if elements.start < elements.stop:
-                    enlarge(work[run.start : run.stop][elements], run, elements, share, self._ranks)
+                    within = work[run.start + elements.start : run.start + elements.stop]
+                    enlarge(within, run, elements, share, self._ranks)
             energies.append(squared_norm(update))
         if rate is None:
             multiply(work, chunk, [inverse(lr) for lr, _ in rates])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
@@ -105,11 +106,10 @@ class Tally:
 
         times: the number of ranks of a node, if only this rank of the node compresses the tensor.
         The sum over all ranks is divided by this number."""
-        own, sample = levels.t(), sampled.t()
-        declared = (own[0, :1], sample[0, :1], own[1], own[2], sample[2])  # total to sample_error
-        self._levels().add_(torch.cat(declared), alpha=times)
+        declared = torch.cat([levels, sampled]).take(_as_declared(len(levels), levels.device))
+        self._levels().add_(declared, alpha=times)
         if self.norms:
-            self.at("kept_norms").add_(own[1].clamp(min=0).sqrt(), alpha=times)
+            self.at("kept_norms").add_(levels[:, 1].clamp(min=0).sqrt(), alpha=times)
 
     def add_means(self, levels: Tensor) -> None:
         """Add the energies of the payloads of a mean at each of `mean_cfs`: (CFs, 3), with the
@@ -255,6 +255,15 @@ class Statistics:
                 total, kept, error = (next(numbers) for _ in range(3))
                 found[layer][cf] = Measurement(kept, error, total)
         return found
+
+
+@cache
+def _as_declared(cfs: int, device: torch.device) -> Tensor:
+    """Where the statistics from `total` to `sample_error` are in the energies that `add_levels`
+    joins, row by row: (CFs, 3) of a tensor, then (CFs, 3) of its sample."""
+    own, sample = torch.arange(6 * cfs).view(2, cfs, 3)
+    places = (own[0, :1], sample[0, :1], own[:, 1], own[:, 2], sample[:, 2])
+    return torch.cat(places).to(device, non_blocking=True)
 
 
 _DECLARED = {each.name: each.metadata for each in fields(Statistics) if each.metadata}

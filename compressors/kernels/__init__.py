@@ -70,13 +70,17 @@ def judge(energies: Tensor, x: Tensor, total: Tensor, nonfinite: Tensor) -> Flag
     most = torch.finfo(x.dtype).max
     if triton := triton_for_flags(x):
         return triton.judge(energies, most, total, nonfinite)
-    fits = (energies <= most).all()  # nan does not
-    for energy in energies.tolist() if is_host(x.device) else (energies.sum(),):
+    if not is_host(x.device):
+        nonfinite.add_(~(energies <= most).all())  # nan is not
+        total.add_(energies.sum())
+        return ~(energies < inf).all()
+    numbers = energies.tolist()
+    for energy in numbers:
         total.add_(energy)
-    nonfinite.add_(~fits)
-    if is_host(x.device):
-        return not bool(fits) and not all_finite(x)
-    return ~(energies < inf).all()
+    if all(energy <= most for energy in numbers):
+        return False
+    nonfinite.add_(1)
+    return not all_finite(x)
 
 
 def cut_large(energies: Tensor, x: Tensor, largest: float) -> None:

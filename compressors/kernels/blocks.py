@@ -60,6 +60,9 @@ CODE_BLOCK = 1 << 19
 """Elements that quantizers work on at a time on the host: a block and its scratch stay in the
 last-level cache (a quarter of this takes 1.3 to 1.8 times as long). Part of the wire format."""
 
+LARGE = 1 << 22
+"""Bytes of an array from which on NumPy asks for large pages."""
+
 _local = threading.local()
 
 
@@ -260,7 +263,7 @@ def scratch_like(use: str, tensor: Tensor) -> Tensor:
 def uninitialized(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor of `count` elements with arbitrary contents. NumPy asks Linux for large pages:
     to write 50 MB for the first time then takes 8 ms, after `torch.empty` 24."""
-    if not is_host(device) or count == 0:
+    if not is_host(device) or count * dtype.itemsize < LARGE:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 

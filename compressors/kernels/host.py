@@ -25,6 +25,7 @@ from torch import Tensor
 
 from compressors.kernels.blocks import (
     CACHE_BLOCK,
+    CODE_BLOCK,
     Array,
     Flag,
     InvalidPayload,
@@ -32,7 +33,6 @@ from compressors.kernels.blocks import (
     Scalar,
     Selected,
     ThresholdSearch,
-    scratch,
 )
 from compressors.kernels.reference import Found, Kernels, by_householder
 
@@ -42,7 +42,7 @@ _TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a s
 # Measured: a larger sample, or a guess for fewer elements, costs more than it saves.
 _RANK_SAMPLE, _RANK_STRIDE = 1 << 13, 17  # elements, at most, that bracket the k-th largest
 _PARTITION_BELOW = 1 << 11  # elements; under this a plain partition is as fast
-_SAMPLE, _STRIDE = 1 << 16, 33  # elements looked at, at most, to guess a threshold
+_SAMPLE, _STRIDE = 1 << 15, 65  # elements looked at, at most, to guess a threshold
 _PLAIN_BELOW, _PLAIN_CF = 1 << 13, 4  # for fewer elements, or more of them kept, nothing is guessed
 _GUESS_BINS_FROM = 1 << 14  # elements, for bins
 _SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column by column
@@ -50,7 +50,6 @@ _BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cach
 _ODD = np.uint16(40503)  # 2**16 over the golden ratio
 _USES = 4  # elements that a random word serves
 _WIDE = 8  # rows up to which they are made orthonormal in double precision
-_CPU = torch.device("cpu")
 
 _local = threading.local()
 
@@ -253,9 +252,7 @@ def _collect(
     if bins and not threshold:
         candidates.compare = np.greater  # no zeros
     step = CACHE_BLOCK // size * size
-    dtype = torch.float32 if x.dtype == np.float32 else torch.float64
-    magnitudes = scratch("magnitudes", step, dtype, _CPU).numpy()
-    mask = scratch("mask", step, torch.bool, _CPU).numpy()
+    magnitudes, mask = _spare("magnitudes", step, x.dtype), _spare("mask", step, np.bool_)
     for start in range(0, x.size, step):
         block = x[start : start + step]
         if add is not None:
@@ -269,7 +266,7 @@ def _collect(
         if bins and not candidates.threshold:  # nearly all elements are to be looked at
             coming = np.add(block, latest[start : start + step], out=magnitude)
             above &= np.abs(coming, out=coming) >= np.repeat(peaks, size)[: block.size]
-        found = np.flatnonzero(above)
+        found = above.nonzero()[0]
         if bins and candidates.threshold:
             coming = np.abs(block.take(found) + latest[start : start + step].take(found))
             found = found[coming >= peaks.take(found // size)]
@@ -331,7 +328,7 @@ class Host(Kernels):
         return float(number)
 
     def native(self, x: Tensor) -> Numbers:
-        return x.detach().numpy()
+        return x.numpy()
 
     def wide(self, numbers: Numbers) -> Numbers:
         return numbers.astype(np.int32)
@@ -342,7 +339,7 @@ class Host(Kernels):
     def fold(self, digits: Numbers, base: int, runs: int, out: Numbers) -> None:
         count, length = digits.shape[-1], out.shape[-1]
         if digits.dtype != np.uint8 or count < runs * length:
-            filled = _spare("digits", digits, runs * length)
+            filled = _spare_rows("digits", digits, runs * length)
             filled[..., :count] = digits  # upper bits are dropped
             filled[..., count:] = 0
             digits = filled
@@ -355,7 +352,7 @@ class Host(Kernels):
         if runs == 1:
             return folded
         length = folded.shape[-1]
-        digits = _spare(use, folded, runs * length)
+        digits = _spare_rows(use, folded, runs * length)
         for i in range(runs):
             digit = digits[..., i * length : (i + 1) * length]
             np.floor_divide(folded, base**i, out=digit)
@@ -395,13 +392,13 @@ class Host(Kernels):
         return by_householder(rows, rows.dtype)
 
     def squared_norm(self, x: Tensor) -> Scalar:
-        return _norm(x.detach().numpy(), None) if _is_fast(x) else super().squared_norm(x)
+        return _norm(x.numpy(), None) if _is_fast(x) else super().squared_norm(x)
 
     def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
         fast = _is_fast(memory) and tensor.dtype == memory.dtype and tensor.device == memory.device
         if not fast:
             return super().add_and_norm(memory, tensor)
-        return _norm(memory.detach().numpy(), tensor.detach().numpy())
+        return _norm(memory.numpy(), tensor.numpy())
 
     def sum_pieces(self, x: Tensor, counts: Array) -> Tensor:
         if len(counts) == 1:
@@ -419,12 +416,11 @@ class Host(Kernels):
         return torch.from_numpy(np.repeat(numbers.numpy(), counts))
 
     def not_negative(self, x: Tensor) -> Tensor:
-        positive = scratch("positive", x.numel(), torch.bool, x.device)
-        np.greater_equal(x.numpy(), 0, out=positive.numpy())
-        return positive
+        positive = _spare("positive", x.numel(), np.bool_)
+        return torch.from_numpy(np.greater_equal(x.numpy(), 0, out=positive))
 
     def largest(self, x: Tensor, k: int) -> Tensor:
-        return torch.from_numpy(largest_positions(x.detach().numpy(), k).astype(np.int32))
+        return torch.from_numpy(largest_positions(x.numpy(), k).astype(np.int32))
 
     def kth_largest(self, x: Tensor, k: int) -> Scalar:
         return float(_partitioned(x.numpy(), k))
@@ -531,13 +527,14 @@ class Host(Kernels):
     def find_bits(self, data: Tensor, count: int) -> Tensor:
         packed = data.numpy()
         dtype = np.int32 if 8 * packed.size < 1 << 31 else np.int64
-        parts = []
+        positions = np.full(count, 8 * packed.size, dtype)
+        left = positions
         for start in range(0, packed.size, _BITS_BLOCK // 8):
             block = np.unpackbits(packed[start : start + _BITS_BLOCK // 8], bitorder="little")
-            parts.append((np.flatnonzero(block.view(np.bool_)) + 8 * start).astype(dtype))
-        missing = max(0, count - sum(part.size for part in parts))
-        parts.append(np.full(missing, 8 * packed.size, dtype))
-        return torch.from_numpy(np.concatenate(parts)[:count])
+            found = block.view(np.bool_).nonzero()[0][: left.size]
+            np.add(found, 8 * start, out=left[: found.size], casting="same_kind")
+            left = left[found.size :]
+        return torch.from_numpy(positions)
 
     def pack_bits(self, bits: Tensor) -> Tensor:
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
@@ -559,10 +556,20 @@ def _random_bits(digest: bytes) -> SFC64:
     return bits
 
 
-def _spare(use: str, like: Array, size: int) -> Array:
+def _spare(use: str, size: int, dtype: Any) -> Array:
+    """Working memory, which the next call of the same thread with the same `use` and dtype returns
+    again: `scratch` without an operation of torch."""
+    arrays: dict[tuple[str, Any], Array] = _local.__dict__.setdefault("arrays", {})
+    array = arrays.get((use, dtype))
+    if array is None or array.size < size:
+        array = arrays[use, dtype] = np.empty(max(size, CODE_BLOCK + 64), dtype)
+    return array[:size]
+
+
+def _spare_rows(use: str, like: Array, size: int) -> Array:
     """(..., size) uint8 of working memory, with the leading dimensions of `like`."""
     shape = (*like.shape[:-1], size)
-    return scratch(use, prod(shape), torch.uint8, _CPU).numpy().reshape(shape)
+    return _spare(use, prod(shape), np.uint8).reshape(shape)
 
 
 def _starts(counts: Array) -> Array:

@@ -235,6 +235,14 @@ def test_same_input_same_bits_and_no_global_randomness(compressor):
 
 
 @every_compressor
+def test_tensors_that_require_grad_are_compressed_by_their_values(compressor):
+    x, add = normal(1000), normal(1000, seed=1)
+    plain = compressed(compressor, x.clone(), 10.0, KEY, add)
+    x.requires_grad_()
+    assert equal_parts(plain, compressed(compressor, x, 10.0, KEY, add.requires_grad_()))
+
+
+@every_compressor
 def test_add_to_scales_and_accumulates(compressor):
     payload = compressed(compressor, normal(1000, torch.float64), 10.0, KEY)
     out = torch.ones(1000, dtype=torch.float64)
