@@ -90,7 +90,8 @@ class Goodput(DeclaredPolicy):
     cooldown: steps between two switches, >= 1, but for `opening`.
     power: exponent of the gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
         and give more quality in as many steps. None: what suits what is sent (`Context.power`),
-        0.2 for Adam's updates of two ranks, else 0.5.
+        0.2 for Adam's updates of two ranks, 1 beside an optimizer that keeps its momentum, else
+        0.5.
     """
 
     name = "goodput"

@@ -119,10 +119,12 @@ class UpdateHandover(Handover):
 
     @property
     def power(self) -> float:  # type: ignore[override]
-        """Updates of two ranks that go without momentum (Adam's, but not Muon's) bear larger CFs
-        than gradients do, and than updates of more ranks (docs/research/defaults.md)."""
-        gentle = self._ranks == 2 and all(is_adaptive(of) for of, _ in self._of.distinct)
-        return 0.2 if gentle else 0.5
+        """Updates of two ranks that go without momentum (Adam's) bear larger CFs than gradients
+        do, and than updates of more ranks. Where an optimizer keeps its momentum (Muon), what waits
+        is delayed twice, and they bear only smaller ones (docs/research/defaults.md)."""
+        if not all(is_adaptive(of) for of, _ in self._of.distinct):
+            return 1.0
+        return 0.2 if self._ranks == 2 else 0.5
 
     # -- what is exchanged --
 

@@ -372,9 +372,9 @@ def test_operations_of_updates_do_not_grow_with_the_parameters_of_a_bucket(optim
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "power"), [(AdamW, 2, 0.2), (AdamW, 4, 0.5), (ASGD, 2, 0.5)]
+    ("kind", "ranks", "power"), [(AdamW, 2, 0.2), (AdamW, 4, 0.5), (ASGD, 2, 1.0)]
 )
-def test_adams_updates_of_two_ranks_bear_larger_cfs(
+def test_adams_updates_of_two_ranks_bear_the_largest_cfs(
     kind: Callable[[list[Tensor]], Optimizer], ranks: int, power: float
 ) -> None:
     of = Parameters(_parameters([(4, 4)], torch.float32), False)
