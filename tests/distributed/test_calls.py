@@ -19,7 +19,7 @@ from tests.distributed.processes import run_ranks
 
 ROOT = Path(adaptive.__file__).parents[1]
 OURS = tuple(str(ROOT / name) for name in ("adaptive", "compressors"))
-MOST = {1.0: 20, 100.0: 300}
+MOST = {1.0: 20, 100.0: 450}
 """Operations of the library in a step, by CF, views included. DDP makes two buckets of the model;
 in parameter space it is one chunk."""
 

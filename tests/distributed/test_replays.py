@@ -30,7 +30,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 STEPS, POISONED = 50, 17
 
-LINKS = {"goodput": "1gbit"}
+LINKS = {"goodput": "1mbit"}
 """Of those that may stay where they are at 4 Mbit/s, if the machine is slow."""
 
 
