@@ -3,8 +3,7 @@ share (no torch, no I/O, no clock).
 
 base.py is the contract between a policy and the controller. The policies: goodput.py, gravac.py
 (with send_rule.py and candidates.py), accordion.py, and simple.py (fixed, schedule, warm-up).
-They share ladder.py, averages.py, step_time.py, checks.py (of settings), state.py (saved states)
-and words.py.
+They share ladder.py, step_time.py, checks.py (of settings), state.py (saved states) and words.py.
 """
 
 from __future__ import annotations

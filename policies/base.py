@@ -267,6 +267,7 @@ class Policy(ABC):
     name: str = ""
     gain: GainKind = "gradient"  # the gain that decides. T_comp in the timeline uses it too
     layerwise: bool = False  # plans may give single layers their own CFs
+    needs_sparsifier: bool = False  # its rule holds for bases that keep the largest elements
     chooses_local_steps: bool = False  # plans may set the number of local steps
     chooses_delay: bool = False  # plans may set the delay
     measures: int = 0  # how many numbers `measure` returns

@@ -51,7 +51,7 @@ from policies.base import (
 from policies.lateness import Lateness
 from policies.state import require, saved
 from policies.step_time import StepTime
-from policies.words import bytes_in_words, joined, named, percent, progress, seconds_in_words
+from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
 
 SOON = 0.1
 """Seconds that an exchange may take by the link at the CF of the first steps. A few steps there are
@@ -96,6 +96,7 @@ class Goodput(DeclaredPolicy):
 
     name = "goodput"
     gain = "error_fed"  # is recorded, and decides nothing
+    needs_sparsifier = True
     chooses_local_steps = True
 
     goal: Goal = setting("quality", checks.one_of, accepted=get_args(Goal))
@@ -247,7 +248,7 @@ class Goodput(DeclaredPolicy):
             why += progress(promised[goal] / promised[here], f"an exchange every {often}")
         else:
             why += self._too_late()
-        self._reason = joined(why, self._reason)
+        self._reason = why
         self._least = self._send if here == 1 else DENSE if goal == 1 else self._least
         self._local_steps, self._since, self._new = goal, 0, False
 
@@ -318,7 +319,7 @@ class Goodput(DeclaredPolicy):
         goal = self._time.within_reach(best, self._send, (DENSE, *self._candidates))
         if goal != best:
             why = f"on the way to {self._named(best)}: {why}"
-        self._reason = joined(why, self._reason)
+        self._reason = why
         self._new = goal not in self._time.timed()
         self._send, self._since = goal, 0
 

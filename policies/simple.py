@@ -151,6 +151,7 @@ class Warmup(DeclaredPolicy):
         super().__post_init__()
         then = self.then or Fixed()
         self.layerwise, self.measures = then.layerwise, then.measures
+        self.needs_sparsifier = then.needs_sparsifier
         self.chooses_local_steps, self.chooses_delay = then.chooses_local_steps, then.chooses_delay
 
     @classmethod

@@ -43,7 +43,7 @@ class MeansPolicy(Stateful, Policy):
     _planned: list[float] = saved([])  # CFs of means, of steps that are not observed yet
 
     def __post_init__(self) -> None:
-        names = ("name", "gain", "layerwise", "measures")
+        names = ("name", "gain", "layerwise", "measures", "needs_sparsifier")
         for name in (*names, "chooses_local_steps", "chooses_delay"):
             setattr(self, name, getattr(self.own, name))
         self._recorded: Mapping[str, float] = {}

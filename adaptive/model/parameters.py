@@ -164,7 +164,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether the gradients of this bucket are exchanged as by DDP without a hook: sparse and
     complex ones. DDP puts a parameter with a sparse gradient into a bucket of its own. It puts
-    complex gradients, as pairs of real numbers, into buckets without real ones."""
+    complex gradients, as pairs of real numbers, into buckets without real ones: the first parameter
+    tells of all."""
     return buffer.is_sparse or any(p.is_complex() for p in parameters[:1])
 
 

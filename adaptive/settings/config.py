@@ -174,7 +174,7 @@ class Settings:
                 f"precision; got {self.dense_below}"
             )
         compresses = _compresses(base)  # if not, a dense policy takes its place
-        if isinstance(policy, Goodput) and compresses and not isinstance(base.at(inf), Sparsifier):
+        if policy.needs_sparsifier and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
                 f"redsync, sidco, threshold, adacomp), whose progress by CF it assumes; got "

@@ -18,6 +18,7 @@ from adaptive import (
     AdaptiveCompressor,
     Compressor,
     Delayed,
+    Goodput,
     GraVAC,
     LocalSteps,
     Momentum,
@@ -75,6 +76,7 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
             ["exchange", "down_cf='auto'", "'goodput'", "down_cf=None", "got policy 'accordion'"],
         ),
         ({"base": "qsgd", "policy": "goodput"}, ["policy", "'goodput'", "topk", "base='qsgd'"]),
+        ({"base": "qsgd", "policy": Warmup(Goodput())}, ["'warmup'", "topk", "base='qsgd'"]),
         (
             {"policy": "accordion-paper", "base": "fp16"},
             ["policy", "'accordion'", "base='fp16'"],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import DENSE
-from policies.averages import Averages
+from policies.candidates import Averages
 
 
 def test_averages_by_cf_begin_when_they_are_fed():
