@@ -47,12 +47,20 @@ CALL = 1e-5
 """Seconds of host time for one torch operation or kernel launch (measured: 5 to 15 microseconds). A
 constant, so that all ranks make the same choice."""
 
-PROBE_NUMEL, LARGEST_NUMEL = 1 << 16, 1 << 18
-"""Elements of the all-reduces that measure a link: of the first one, and of a larger one for a fast
-link, on which the first takes less than SHORT."""
+PROBE_NUMEL, LARGER = 1 << 16, 4
+"""Elements of the first all-reduce that measures a link, and the factor to the next larger one."""
+
+LARGEST_NUMEL = 1 << 20
 
 SHORT = 0.01
 """Seconds. A shorter transfer fits the link's buffers, which makes the link look too fast."""
+
+EMPTY = 10.0
+"""Where an empty message takes longer than SHORT, one that shows the link's rate takes this many
+times as long. Less is latency, and the start of TCP's windows."""
+
+SHOWS = 1.5
+"""Beside such latency LARGER times the bytes show the rate if they take this many times as long."""
 
 PROBES = 5
 
@@ -330,20 +338,23 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
             times.append(clock() - began)
         return min(times)
 
+    def agreed(numel: int) -> float:
+        measured = torch.tensor([seconds(numel)], dtype=torch.float64, device=device)
+        return float(exchange.sum_later(measured).wait()) / exchange.ranks
+
     seconds(1)  # the first all-reduce sets up connections
-
-    def agreed(numel: int) -> tuple[float, float]:
-        measured = torch.tensor([seconds(1), seconds(numel)], dtype=torch.float64, device=device)
-        small, large = (exchange.sum_later(measured).wait() / exchange.ranks).tolist()
-        return small, large
-
-    numel = PROBE_NUMEL
-    small, large = agreed(numel)
-    if large < SHORT:
-        numel = LARGEST_NUMEL
-        small, large = agreed(numel)
+    empty = agreed(1)
+    base, at_base = 1, empty
+    numel, time = PROBE_NUMEL, agreed(PROBE_NUMEL)
+    if time < SHORT:
+        numel *= LARGER
+        time = agreed(numel)
+    elif empty > SHORT and time < EMPTY * empty:
+        while numel < LARGEST_NUMEL and (base == 1 or time < SHOWS * at_base):
+            base, at_base = numel, time
+            numel *= LARGER
+            time = agreed(numel)
     exchange.take_traffic()  # these bytes belong to no step
-    world_size = exchange.world_size
-    nbytes = reduce_wire_bytes(4 * numel, world_size)
-    alpha = max(0.0, small / max(1, 2 * (world_size - 1)))
-    return LinkCost(alpha, nbytes / (large - small) if large > small else inf)
+    alpha = max(0.0, empty / max(1, 2 * (exchange.world_size - 1)))
+    nbytes = reduce_wire_bytes(4 * (numel - base), exchange.world_size)
+    return LinkCost(alpha, nbytes / (time - at_base) if time > at_base else inf)
