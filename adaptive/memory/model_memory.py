@@ -35,6 +35,9 @@ from policies.state import Stateful, require
 
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
+BESIDE_RESIDUAL = 0.5
+"""Of the momentum share of momentum correction, that of an SGD beside plain error feedback."""
+
 
 class MemoryChoice:
     """What the user asked for, to be settled once the optimizer is known. ValueError, naming the
@@ -121,6 +124,13 @@ class MemoryChoice:
             return self._share
         return min(1.0, base.momentum_factor / cf ** (1 / 3))
 
+    def share_beside_residual(self, cf: float) -> float:
+        """The momentum share of an SGD that applies its momentum itself, beside plain error
+        feedback: for scripts that clip `p.grad`. A shorter momentum makes single steps larger, and
+        clipping bounds these (docs/research/defaults.md)."""
+        share = self.share_at(cf)
+        return share if share == 1 or self._share is not None else BESIDE_RESIDUAL * share
+
     def _update_share_at(self, cf: float) -> float:
         """The same in the stead of an optimizer that divides by a second moment: what waits makes
         momentum superfluous from CF 10 on (docs/research/defaults.md)."""
@@ -185,7 +195,8 @@ class ModelMemory:
         before = self.now.handover
         self.release()
         if isinstance(before, SGDHandover) and not before.other_optimizer:
-            by = ShorterMomentum(before.optimizer, self._choice.share_at, self._parameters)
+            share_at = self._choice.share_beside_residual
+            by = ShorterMomentum(before.optimizer, share_at, self._parameters)
             self.now = Residual(self._parameters.maybe_unused, by)
 
     def falls_back_to(self, kind: Any) -> bool:

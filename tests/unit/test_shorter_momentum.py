@@ -14,8 +14,11 @@ from torch.optim import SGD
 
 from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import stand_in_for
+from adaptive.memory.model_memory import MemoryChoice
 from adaptive.memory.momentum import ShorterMomentum
+from adaptive.memory.options import NAMED, Momentum
 from adaptive.model.parameters import ModelParameter
+from compressors import make_compressor
 from tests.unit.model_parameters import Parameters
 
 EXCHANGE: Any = None
@@ -108,3 +111,11 @@ def test_a_state_that_is_damaged_is_refused() -> None:
     assert steps.handover.state_dict() == {"share": 0.3}
     with pytest.raises(ValueError, match="share"):
         steps.handover.load_state_dict({"share": 0.0})
+
+
+def test_beside_a_plain_residual_the_momentum_share_is_half_of_momentum_corrections() -> None:
+    topk = make_compressor("topk")
+    choice = MemoryChoice(topk, NAMED["auto"])
+    assert choice.share_beside_residual(10.0) == pytest.approx(0.5 * 1.2 / 10 ** (1 / 3))
+    assert choice.share_beside_residual(1.0) == 1.0  # a dense step
+    assert MemoryChoice(topk, Momentum(share=0.7)).share_beside_residual(10.0) == 0.7
