@@ -26,8 +26,8 @@ class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
     The lookup is remembered until an optimizer's groups change. known: the optimizers that were
-    learned. rate_scales: of parameters whose updates are told in another learning rate than their
-    group's, that rate as a multiple of the group's."""
+    learned. rate_scales: for parameters whose updates are in units of another learning rate than
+    their group's, that rate as a multiple of the group's."""
 
     def __init__(self, parameters: ModelParameters, optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
