@@ -144,7 +144,7 @@ def unmeasured(optimizers: Iterable[Optimizer]) -> str:
     if not others:
         return ""
     return (
-        f"optimizer {', '.join(others)}: each rank's updates are compressed with their momentum "
+        f"optimizer {', '.join(others)}: each rank's steps are compressed with their momentum "
         f"and decay, uncorrected. The quality of such training was measured for torch's SGD, Muon, "
         f"Adam and others that divide by a second moment; compare with a dense run before a long "
         f"one"
