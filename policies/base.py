@@ -260,7 +260,7 @@ def _known(seconds: float) -> float:
 class Policy(ABC):
     """A rule that decides which CF is sent in each step.
 
-    The controller calls, on every rank alike, `start(context)` once, then `plan()` before and
+    On every rank the controller calls `start(context)` once, then `plan()` before and
     `observe(report)` after each step. A user's own policy overrides at least the abstract methods.
     """
 

@@ -173,7 +173,7 @@ class BucketMemory:
         return runs
 
     def _runs_of(self, unit: Unit) -> Sequence[_Run]:
-        """The runs that a unit lies in."""
+        """The runs of a unit's parts."""
         first = self._runs[unit.parts[0].parameter]
         if unit.stop <= first.stop:
             return [first]

@@ -102,7 +102,7 @@ class ParameterServer:
 
 
 SAME = ParameterServer()
-"""Means travel back at the CF of the gradients."""
+"""The default: means are sent back at the CF of the gradients."""
 
 
 def strategies(base: Compressor) -> list[Strategy]:

@@ -68,7 +68,7 @@ class Owners(dict[Tensor, Owner]):
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
+        """The chunks of all parameters that some optimizer steps. The same on all ranks."""
         if self._chunked != len(self):
             self._chunked = len(self)
             ours = [parameter for p, parameter in self._parameters.items() if p in self]

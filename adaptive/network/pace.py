@@ -77,7 +77,7 @@ class Pace(Stateful):
     doubt: float = field(default=0.0, metadata=SAVED)
 
     def add(self, seconds: float, steps: int = 1, dense: DenseStep = NOT_TIMED) -> None:
-        """Count so many steps that took `seconds` together (nan: unknown), and a dense step in
+        """Count `steps` steps that took `seconds` together (nan: unknown), and a dense step in
         place of each."""
         if not isfinite(seconds):
             self.untimed += steps

@@ -51,7 +51,7 @@ class Synchronisation:
     takes_optimizer: ClassVar[bool] = False
     """The memory may do a part of the optimizer's work."""
     keeps_unsent: ClassVar[bool] = False
-    """The rank's own parameters hold what it has not sent, so there is no residual."""
+    """The rank's own parameters hold the unsent part of updates, so there is no residual."""
     tied_to_ranks: ClassVar[str] = ""
     """Why a state cannot be loaded with another number of ranks; "" if it can."""
     caveat: ClassVar[str] = ""

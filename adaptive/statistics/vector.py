@@ -48,7 +48,7 @@ class Tally:
     updates of the ranks' optimizers are exchanged. norms: the norms for gain "raw" are measured.
     samples: the gain before error feedback is measured. energies: what the CF that is sent keeps is
     measured, and in a dense step the norm of gradients; False: only what the plan probes.
-    ranks: number of ranks that decide alike. rank: this rank. shards: number of shards of each
+    ranks: number of ranks that sum statistics. rank: this rank. shards: number of shards of each
     replica of the model. known: by name, the numbers that the host knows.
     """
 

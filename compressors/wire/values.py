@@ -119,7 +119,7 @@ class Pieces:
         return len(self.lengths)
 
     def within(self, start: int, stop: int) -> Cut:
-        """The pieces that elements [start, stop) lie in."""
+        """The pieces of elements [start, stop)."""
         first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
         if first == last:
             return Cut(slice(first, first + 1), np.array([stop - start]))

@@ -152,8 +152,8 @@ def write_values(
 ) -> None:
     """out = scale * (sum over the ranks of their values), in the ranks' order; zeros if `as_zeros`.
 
-    out: flat, float32, as many elements as a rank has values. add: on top of what is there.
-    side_by_side: the rows of values lie one behind the other in `out`."""
+    out: flat, float32, as many elements as a rank has values. add: `out` += instead of `out` =.
+    side_by_side: the rows of values are consecutive in `out`, and not summed."""
     rows, ranks = (len(values.numbers), 1) if side_by_side else (1, len(values.numbers))
     launch(
         _dense_mean, (-(-values.size // ELEMENTS), rows), out, out, *decoding(values),
