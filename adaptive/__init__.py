@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from adaptive import contrib as _contrib
-from adaptive import on_import as _on_import  # noqa: F401 - first: it refuses what is in the way
+from adaptive import on_import as _on_import  # noqa: F401 - first: it checks the import path
 from adaptive.compressor import AdaptiveCompressor
 from adaptive.exchange.choice import ParameterServer, register_exchange
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
@@ -86,7 +86,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """What is imported when it is named."""
+    """Import the names of `adaptive.contrib` at their first use."""
     return _contrib.load(name)
 
 

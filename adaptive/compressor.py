@@ -1,4 +1,4 @@
-"""`AdaptiveCompressor`: what a training script imports, attaches to its DDP model, and forgets."""
+"""`AdaptiveCompressor`: the class that a training script imports and attaches to its DDP model."""
 
 from __future__ import annotations
 
@@ -57,68 +57,70 @@ log = logging.getLogger("adaptive")
 
 STAYS = (
     "sync='auto': a message takes {} ms on this network. The ranks exchange in every step all the "
-    "same, since they cannot step by themselves: that takes DDP, and optimizers of torch's other "
-    "than SGD, handed over to attach(). sync=Delayed(2) or LocalSteps(4) would hide the latency"
+    "same, because local steps of sync='auto' need DDP, and optimizers other than SGD, handed over "
+    "to attach(). sync=Delayed(2) or LocalSteps(4) would hide the latency"
 )
 
 
 class AdaptiveCompressor:
-    """Compresses the gradient exchange of a DDP model, by a factor that it chooses as it goes.
+    """Compresses the gradient exchange of a DDP model, and chooses the compression factor (CF)
+    during training.
 
-    All ranks must make it alike. Only `base` and `cf_range` are positional. docs/settings.md says
-    when to touch an argument.
+    All ranks must pass the same arguments. Only `base` and `cf_range` are positional.
+    docs/settings.md says when to change an argument.
 
     base: name of a compressor ("topk", "randomk", "none") or a `Compressor`. None: "topk". A
-        sparsifier's name may say how the kept values travel ("topk+fp32" as they are); if it does
-        not, and errors are fed back, they are rounded to 4 bits. "none" sends dense. With policy
-        "goodput" a sparsifier becomes `Ladder({2: "bf16", 4: "int8", 8: "int4"}, base)`: three more
-        CFs, below cf_range, for a network that is only a little too slow. Give a `Ladder` for
-        others, or for none: `Ladder({}, "topk+int4")`.
-    cf_range: smallest and largest compression factor (CF) besides dense, floats >= 1. None:
-        (10, 1000).
+        sparsifier's name may say how the kept values are coded ("topk+fp32": uncoded); if it does
+        not, and there is error feedback, values are rounded to 4 bits. "none" sends dense. With
+        policy "goodput" a sparsifier becomes `Ladder({2: "bf16", 4: "int8", 8: "int4"}, base)`:
+        three more CFs, below cf_range, for a network that is only a little too slow. Pass a
+        `Ladder` for other ones, or for none: `Ladder({}, "topk+int4")`.
+    cf_range: smallest and largest CF besides dense, floats >= 1. None: (10, 1000).
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
-        sparsifiers) without hooks, "gravac" otherwise; a model whose gradients are too few for the
-        statistics (more than 1% of dense's bytes) then stays dense, and nothing is measured.
-        A policy may bring base, cf_range, memory and granularity along, for where these are None:
-        `GraVAC.paper()` and `Accordion.paper()` (by name "gravac-paper" and "accordion-paper")
-        bring those of their papers.
-    sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 steps by
-        itself between two exchanges. `Delayed(2)`: the mean of a step comes two steps later.
-        `Gossip("ring")`: each rank exchanges with its neighbours only. None: in every step, of
-        gradients or of what the optimizers' steps have done (see `memory`). "auto": as
-        `LocalSteps("auto")` where a message takes 40 ms or more, and beside other optimizers than
-        SGD; else as None.
-    memory: what becomes of what is not sent. "residual": it is fed back. "momentum": momentum
-        correction (DGC), for SGD with momentum. "updates": what the step of each rank's optimizer
-        has done is fed back and sent, with any optimizers that `attach` is handed. "none": it is
-        lost. Or with settings a `Residual`, `Momentum` or `Updates`. A registered name, or a
-        `MemoryRule`: one of your own (docs/own_memory.md). None or "auto": "none" for an
-        unbiased compressor; else by what `attach` is handed "momentum" for torch's SGD with
-        momentum, "residual" for one without or nothing, and "updates" for others.
+        sparsifiers) without hooks, else "gravac"; a model so small that statistics would be more
+        than 1% of dense's bytes then stays dense, and nothing is measured. A policy may have its
+        own defaults of base, cf_range, memory and granularity, used where these are None:
+        `GraVAC.paper()` and `Accordion.paper()` (by name "gravac-paper" and "accordion-paper") have
+        those of their papers.
+    sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 local steps
+        between two exchanges. `Delayed(2)`: the mean of a step arrives two steps later.
+        `Gossip("ring")`: each rank exchanges with its neighbours only. None: the ranks exchange in
+        every step, gradients or the updates of the optimizers (see `memory`). "auto": as
+        `LocalSteps("auto")` if a message takes 40 ms or more and the optimizer is not SGD; else as
+        None.
+    memory: where the part that was not sent is kept. "residual": error feedback. "momentum":
+        momentum correction (DGC), for SGD with momentum. "updates": each rank's optimizer steps
+        with local gradients, and its updates are sent, with error feedback (for any optimizers
+        handed to `attach`). "none": the part is lost. Or with settings a `Residual`, `Momentum` or
+        `Updates`; or your own memory: a registered name, or a `MemoryRule` (docs/own_memory.md).
+        None or "auto": "none" for an unbiased compressor; else, by the optimizers handed to
+        `attach`: "momentum" for torch's SGD with momentum, "residual" for SGD without momentum or
+        no optimizer, "updates" for all others.
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
         with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
-        the indices for all). "auto": the fastest by a cost model of the network, which is measured
-        when there is a choice. A registered name, or a `Strategy`: one of your own
+        the indices for all). "auto": the fastest one by a cost model of the network, which is
+        measured if there is a choice. Or your own exchange: a registered name, or a `Strategy`
         (docs/own_exchange.md). `TwoLevel()`: dense inside a node, and one of these between nodes;
-        "auto" takes it where torchrun has started several nodes of several ranks each.
-    granularity: "layer" compresses tensor by tensor (the papers' way), "bucket" all tensors of a
-        DDP bucket as one, once DDP has cut its buckets for good. None or "auto": "bucket" for a
-        base that keeps the largest elements, unless the policy gives layers CFs of their own.
+        "auto" uses it if torchrun has started several nodes of several ranks each.
+    granularity: "layer" compresses tensor by tensor, as in the papers; "bucket" compresses all
+        tensors of a DDP bucket as one, once DDP no longer rebuilds its buckets. None or "auto":
+        "bucket" for a base that keeps the largest elements, unless the policy chooses a CF for each
+        layer.
     dense_below: tensors of fewer elements than this are sent uncompressed.
-    hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy finds
-        them. A hook's step is a dense one to all else: it takes what the residual holds along, and
-        what the hook loses is not fed back.
+    hooks: existing DDP communication hooks or `HookRung`s, by the CF at which the policy chooses
+        them. A step with a hook counts as dense: it sends the residuals along, and the hook's own
+        compression error is not fed back.
     timeline: a `Timeline`, a function `log(numbers, step)`, or several; rank 0 writes.
-    network: emulate a slow link, as "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
+    network: a slow link to emulate, "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
         with a clock of your own.
-    debug: compare the ranks' plans in every step (a small blocking collective), their parameters
-        in every so many (True: 100); RuntimeError on all ranks names the first parameter and rank
-        that differ. None: as the environment variable ADAPTIVE_DEBUG says.
+    debug: compare the ranks' plans in every step (a small blocking collective), and their
+        parameters in every this many steps (True: 100). RuntimeError on all ranks names the first
+        different parameter, and the rank. None: the environment variable ADAPTIVE_DEBUG decides.
 
-    A setting that nothing would look at, beside the others, is refused here, or by `attach` where
-    that depends on the optimizer. Only base="none" takes any: a run is switched to dense by it.
+    A setting that would have no effect beside the others is refused here, or by `attach` if that
+    depends on the optimizer. Only base="none" accepts any setting: it switches a run to dense.
     ValueError or TypeError names the argument, its value and what is accepted.
     """
 
@@ -183,7 +185,7 @@ class AdaptiveCompressor:
         self._settings = settings(usual_sync)
         self._if_late = settings(LocalSteps("auto")) if by_name else None
         self._session: Session | None = None
-        self._framework_form = "rank"  # of a state, as the script's framework needs it
+        self._framework_form = "rank"  # the form of saved states that the framework needs
 
     def attach(
         self,
@@ -196,19 +198,20 @@ class AdaptiveCompressor:
         """Register the hook on `model`, on every rank, before the first backward (a collective).
         Sparse gradients and complex parameters are exchanged as DDP does without a hook.
 
-        model: `DistributedDataParallel`, or what `torch.compile` or Fabric have made of it.
-        optimizer: the optimizer of the model, or all of them. In compressed steps each rank's
-            optimizer then steps by this rank's own gradients, and what the step has done is
-            compressed and averaged (see `memory`). Beside Adam, int8 and int4 send gradients all
-            the same. With an SGD's momentum, gradients are averaged, and `p.grad` holds velocity,
-            which clipping and logging must know. A wrapper that has the optimizer as its
-            `.optimizer` will do.
+        model: a `DistributedDataParallel` model, also inside a wrapper of `torch.compile` or
+            Fabric.
+        optimizer: the optimizer of the model, or all its optimizers. In compressed steps each
+            rank's optimizer then steps with local gradients, and the updates are compressed and
+            averaged (see `memory`). With Adam, int8 and int4 send gradients all the same. With
+            SGD's momentum, gradients are averaged, and `p.grad` holds velocities, which clipping
+            and logging must know. A wrapper with the optimizer as its `.optimizer` is accepted.
         scaler: the `GradScaler` in use; the residual is then kept in unscaled units. None: that of
             Accelerate's optimizer, if it has one.
-        samples_per_step: samples of all workers in a step; throughput is then told in samples/s,
-            not steps/s.
-        Returns self. TypeError if `model` is not DDP; RuntimeError if it is attached already, has
-        another hook, or the ranks disagree.
+        samples_per_step: samples of all workers in a step; throughput is then reported in
+            samples/s, not steps/s.
+        Returns self. TypeError if `model` is not DDP; RuntimeError if this compressor was attached
+        before, if the model has another hook or compressor, or if the ranks have different
+        settings.
         """
         inside = unwrap(model, optimizer)
         replica = DDPReplica.of(inside.model, inside.model is not model)
@@ -223,16 +226,18 @@ class AdaptiveCompressor:
         scaler: GradScaler | None = None,
         samples_per_step: float | None = None,
     ) -> AdaptiveCompressor:
-        """Compress what the replicas of a sharded model exchange, on every rank, before the first
-        backward (a collective): docs/fsdp.md.
+        """Compress the exchange between the replicas of a sharded model: docs/fsdp.md. Called on
+        every rank, before the first backward (a collective).
 
-        root: the outermost module that `torch.distributed.fsdp.fully_shard` was called on, as all
-            of them with `mesh[<the second dimension's name>]`: torch shards inside a replica.
+        root: the outermost module that `torch.distributed.fsdp.fully_shard` was called on. All
+            these calls must be with `mesh[<the second dimension's name>]`: torch shards inside a
+            replica.
         mesh: of two dimensions, (replicas, shards). Parameters and buffers of the first replica are
             broadcast to the others.
         optimizer, scaler, samples_per_step: see `attach`.
-        Returns self. TypeError if `root` is not such a module; ValueError for another mesh, or
-        settings that do not go with it; RuntimeError if it is attached already or the ranks differ.
+        Returns self. TypeError if `root` is not such a module; ValueError for another mesh, or for
+        settings that do not go with FSDP; RuntimeError if this compressor was attached before, if
+        the model has another one, or if the ranks have different settings.
         """
         from adaptive.fsdp import ShardedReplica
 
@@ -247,7 +252,7 @@ class AdaptiveCompressor:
         scaler: GradScaler | None,
         samples_per_step: float | None,
     ) -> AdaptiveCompressor:
-        """inside: with the optimizer. Returns self."""
+        """Start a session on a replica. inside: its model and optimizers. Returns self."""
         optimizers = inside.optimizers
         scaler = inside.scaler if scaler is None else scaler
 
@@ -267,7 +272,7 @@ class AdaptiveCompressor:
                     "the compressor has been attached to a model already: make a new "
                     "AdaptiveCompressor for each model, and after detach()"
                 )
-            # Which collectives follow depends on these two.
+            # The following collectives depend on these two settings.
             by_latency = "sync='auto'" if self._if_late is not None else "sync not 'auto'"
             return f"{by_latency}, {self._settings.network.describe()}"
 
@@ -289,8 +294,8 @@ class AdaptiveCompressor:
         return self
 
     def _is_late(self, replica: Replica, optimizers: Sequence[Optimizer]) -> bool:
-        """A message takes so long that ranks should step by themselves, if their optimizers can (a
-        collective)."""
+        """Whether the network's latency is so high that ranks should make local steps, and their
+        optimizers can (a collective)."""
         network, exchange, measured = self._settings.network, Exchange(replica.group), LinkCost()
         if network.is_real:
             devices = (p.device for _, p in replica.parameters())
@@ -307,15 +312,16 @@ class AdaptiveCompressor:
         return False
 
     def detach(self) -> None:
-        """Take the compressor off for good, on every rank (a collective with an optimizer).
+        """Detach the compressor for good, on every rank (a collective with an optimizer).
 
         The exchange is dense from now on, unless another compressor is attached. The next step
-        sends what the residual holds (updates are taken off the parameters now); of a model that
-        takes no further step, or has another compressor by then, it is lost. Velocities and moments
-        go back into the optimizer. With local steps or gossip all ranks go on from their mean.
+        sends the residuals of gradients; residuals of updates move the parameters now. Residuals of
+        gradients are lost if the model takes no further step, or has another compressor by then.
+        Velocities and moments go back into the optimizer. With local steps or gossip all ranks go
+        on from the mean of their parameters.
 
-        After a failed exchange, or an exception in a backward, it is no collective, and drops what
-        waits: load model and optimizer on all ranks before training goes on."""
+        After a failed exchange, or an exception in a backward, this is no collective, and residuals
+        are dropped: load model and optimizer on all ranks before training goes on."""
         if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         with on_device(self._session.device):
@@ -323,12 +329,12 @@ class AdaptiveCompressor:
 
     @property
     def detached(self) -> bool:
-        """True unless it is attached to a model."""
+        """True unless the compressor is attached to a model."""
         return self._session is None or self._session.detached
 
     @property
     def base(self) -> Compressor:
-        """The compressor that is wrapped."""
+        """The base compressor."""
         return self._settings.base
 
     @property
@@ -343,17 +349,17 @@ class AdaptiveCompressor:
 
     @property
     def memory(self) -> str:
-        """What becomes of what is not sent: "residual", "momentum", "updates" or "none", as it is
-        now; "auto" while that is not settled."""
+        """The name of the memory in use: "residual", "momentum", "updates", "none" or a user's;
+        before `attach` the name that was asked for, perhaps "auto"."""
         return self._session.memory_kind if self._session else self._settings.memory.kind
 
     @property
     def layer_cfs(self) -> dict[str, float]:
-        """The CFs in use of the layers (by parameter name) that have another than `cf`."""
+        """The CFs of the layers (by parameter name) that send at another CF than `cf`."""
         return dict(self._session.controller.cfs.layers) if self._session else {}
 
     def __repr__(self) -> str:
-        """What was chosen, and how far it is."""
+        """The settings, the present CF, and the number of steps."""
         chosen, now = self._settings, "not attached"
         if self._session is not None:
             controller, ranks = self._session.controller, self._session.exchange.ranks
@@ -368,39 +374,39 @@ class AdaptiveCompressor:
         )
 
     def summary(self) -> Summary:
-        """What was sent so far; prints as a headline and a table."""
+        """Totals so far, such as bytes sent; prints as a headline and a table."""
         return self.running().summary()
 
     def explain(self, detail: bool = False) -> str:
-        """The present state in words: whether compression is worth it here, the CF and why, and
-        candidates below cf_range. detail: and the numbers of the policy's rule."""
-        told, rungs = self.running().explain(detail), below_range(self._settings.base)
+        """The present state in words: whether compression pays, the CF and why, and candidates
+        below cf_range. detail: also the numbers of the policy's rule."""
+        text, rungs = self.running().explain(detail), below_range(self._settings.base)
         low, high = self._settings.cf_range
         below = f"\ncandidates: dense, {rungs}, and CF {low:g} to {high:g}" if rungs else ""
-        return told + below
+        return text + below
 
     def flush(self) -> None:
-        """Take in the last step's statistics, which otherwise come with the next step's start. On
-        every rank."""
+        """Read the last step's statistics now; otherwise the next step's start reads them. Called
+        on every rank."""
         self.running().controller.flush()
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters, for evaluation and
-        for saving. With local steps and gossip they differ, and it is a collective, as large as a
-        dense step; else the model holds it anyway."""
+        for saving. With local steps, a delay or gossip it is a collective, as large as a dense
+        step. Otherwise all ranks have the same parameters anyway."""
         return self.running().averaged()
 
     def discard(self) -> None:
-        """Call this instead of `optimizer.step()` where the gradients of a backward are thrown
-        away (a loss spike). The memory forgets all that it holds, what was left of steps before
-        and an SGD's momentum included. In parameter space, at CF 10 and above, nothing of such a
-        backward waits: there it is enough to leave the step out. On every rank; no collective."""
+        """Called in place of `optimizer.step()` if the script drops the gradients of a backward (a
+        loss spike). Empties the memory, residuals of earlier steps and an SGD's momentum included.
+        In parameter space, at CF 10 and above, such a backward leaves nothing in the memory: there
+        it is enough to leave the step out. Called on every rank; no collective."""
         self.running().discard()
 
     def close(self) -> None:
-        """At the end of training, on every rank: make up for a last step that this rank has left
-        out, wait for what is under way, take in the last step, and close the timeline. Steps after
-        this are no longer recorded."""
+        """Called at the end of training, on every rank: does the exchange of a last backward whose
+        step this rank has left out, waits for exchanges under way, records the last step, and
+        closes the timeline. Later steps are not recorded."""
         if self._session is not None:
             with on_device(self._session.device):
                 self._session.close()
@@ -408,53 +414,53 @@ class AdaptiveCompressor:
             self._settings.timeline.close()
 
     def state_dict(self, checkpoint: forms.FormName = "auto") -> dict[str, Any]:
-        """What is to be saved, on every rank, between steps: policy, statistics, residuals, totals,
-        by parameter name.
+        """The state to save, on every rank, between steps: policy, statistics, residuals (by
+        parameter name), totals.
 
-        checkpoint: "rank": each rank its own state, to save and load by itself. "gathered": rank 0
-        the states of all ranks, for frameworks that write what rank 0 has, and hand it to every
-        rank; a collective. "auto": "gathered" where `attach` was handed what Accelerate or Fabric
-        have wrapped, else "rank". ValueError for another one.
+        checkpoint: "rank": each rank gets its own state, which it saves and loads itself.
+        "gathered": rank 0 gets the states of all ranks (a collective), for frameworks that save
+        only rank 0's state, and load it on every rank. "auto": "gathered" if `attach` got a model
+        or optimizer wrapped by Accelerate or Fabric, else "rank". ValueError for another value.
 
-        The optimizer's moments are each rank's own while updates are exchanged.
-        With local steps, a delay and gossip the parameters are, too. With "rank" each rank has to
-        save its own model and optimizer. With "gathered" the ranks agree on both first, by dense
-        exchanges, and rank 0's are enough: all ranks train on from there, and so does a run that
-        resumes.
+        While updates are exchanged, ranks have different moments in their optimizers; with local
+        steps, a delay or gossip also different parameters. With "rank" each rank must then save its
+        own model and optimizer. With "gathered" the ranks first agree on model and optimizer, by
+        dense exchanges, so that rank 0's are enough: all ranks train on from them, and so does a
+        resumed run.
 
-        A run that resumes does so to rounding: DDP orders its buckets anew after the first backward
-        (with `static_graph` after the second), which changes the order of summation, and what is
-        compressed as one. To the bit it does so if as many throwaway backwards come before
-        `load_state_dict` (as `runs train --resume` does)."""
+        A resumed run equals an uninterrupted one up to rounding: DDP rebuilds its buckets after the
+        first backward (with `static_graph` after the second), which changes the order of summation,
+        and the tensors that are compressed as one. The run is the same bit by bit if as many
+        discarded backwards come before `load_state_dict` (as in `runs train --resume`)."""
         form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         session = self.running()
         with on_device(session.device):
             return forms.save(session, self._framework_form if form == "auto" else form)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` of any form, on every rank (a collective): from this rank's
-        own, or from what rank 0 has gathered, which may be of another number of ranks
-        (`reshard_states` makes states of the other form for another number). Same model and
-        settings. Load the model and the optimizer first: what the ranks had agreed on of both when
-        all their states were gathered is in the state, and takes their place.
+        """Load a `state_dict()` of any form, on every rank (a collective): this rank's own state,
+        or the gathered state of rank 0, which may be of another number of ranks. (`reshard_states`
+        converts states of form "rank" to another number of ranks.) Model and settings must be the
+        same as in the saved run. Load the model and the optimizer first: a gathered state contains
+        the agreed parameters and moments, which replace them.
 
-        ValueError on all ranks, with nothing changed, if some rank's does not fit or is damaged: a
-        key or a parameter is missing or unknown, a value has another type or shape, a number is not
-        finite. An injected clock must go on from where it stood; the real one does not, and the
-        interval is not timed."""
+        ValueError on all ranks, with nothing changed, if some rank's state does not fit or is
+        damaged: a key or a parameter is missing or unknown, a value has another type or shape, a
+        number is not finite. An injected clock must go on from its saved time. With the real clock,
+        the time since saving counts for no step."""
         same_clock = self._settings.network.clock is not time.perf_counter
         session = self.running()
         with on_device(session.device):
             forms.load(session, state, same_clock)
 
     def running(self) -> Session:
-        """The session at work. RuntimeError before `attach`."""
+        """The session. RuntimeError before `attach`."""
         if self._session is None:
             raise RuntimeError("the compressor knows no model: attach(model) first")
         return self._session
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a CUDA device is the current one, from where torch sends objects among
-    ranks. A script that gives DDP its `device_ids` may have left the first device current."""
+    """A context in which a CUDA device is the current one, which torch uses to gather objects. In a
+    script that passes `device_ids` to DDP, the current device may still be the first one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,21 +1,21 @@
-"""Replicas of a model that torch's FSDP2 (`fully_shard`) shards: what they exchange is compressed.
+"""The compressed exchange between replicas of a model that torch's FSDP2 (`fully_shard`) shards.
 
-A mesh has two dimensions, (replicas, shards). `fully_shard` is called with the second: inside a
-replica, over the fast network, torch gathers parameters and reduce-scatters gradients as ever. Of
-each module it then hands the flat, reduced shard to its all-reduce hook
-(`FSDPModule.set_all_reduce_hook`, public since torch 2.7), which is the place for the exchange
-between replicas, over the slow network: among the ranks that hold the same shard.
+A mesh has two dimensions, (replicas, shards). `fully_shard` is called with the second dimension:
+inside a replica, over the fast network, torch gathers parameters and reduce-scatters gradients as
+usual. For each module it then calls the all-reduce hook (`FSDPModule.set_all_reduce_hook`, public
+since torch 2.7) with the flat, reduced shard. The hook makes the exchange between replicas, over
+the slow network, among the ranks that hold the same shard.
 
-Below the hook nothing is new. A module is what a bucket is under DDP; the parameters are shards; a
-residual is one shard, too. All ranks of the mesh decide alike, by the sum of everyone's statistics.
+The rest is as with DDP. A module takes the place of DDP's bucket; parameters and residuals are
+shards. All ranks of the mesh make the same decisions, by the sum of everyone's statistics.
 
-What differs from DDP:
+The differences from DDP:
 
-- The hook must have written the mean when it returns: on a CPU backward waits for each exchange, on
-  a device its stream does.
-- No module says that it is the last. A step ends when backward does; a module without a gradient
-  takes no part in it, and of one in which some parameters have none, FSDP leaves those out.
-- FSDP pads shards to equal size in what it reduces. Padding is not exchanged.
+- The hook must have written the mean when it returns. On a CPU backward waits for each exchange; on
+  a device backward's stream waits.
+- No module is marked as the last one. A step ends when backward ends. Modules without a gradient
+  are not reduced, and FSDP leaves parameters without a gradient out of the others.
+- FSDP pads shards to equal size before it reduces them. Padding is not exchanged.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ from adaptive.step.reducer import SendsItself
 
 @dataclass(frozen=True)
 class ShardBucket:
-    """What the session knows of `dist.GradBucket`, of one module in one backward."""
+    """The gradients of one module in one backward, with the methods of `dist.GradBucket` that the
+    session uses."""
 
     number: int
     flat: Tensor
     of: Sequence[Tensor]
 
     def index(self) -> int:
-        """The how many-th of this backward."""
+        """The number of this bucket in its backward, from 0 on."""
         return self.number
 
     def is_last(self) -> bool:
-        """FSDP waits for each before it makes the next: none waits for another."""
+        """True: FSDP waits for each bucket, so no bucket may wait for a later one."""
         return True
 
     def buffer(self) -> Tensor:
@@ -71,8 +72,8 @@ class ShardBucket:
 class _Unit:
     """The parameters that FSDP reduces together.
 
-    name: of their module. group: FSDP's own object. arrived: those that have a gradient since they
-    were reduced last.
+    name: of their module. group: FSDP's object for them. arrived: the parameters that have got a
+    gradient since the unit was last reduced.
     """
 
     name: str
@@ -81,16 +82,16 @@ class _Unit:
     arrived: set[DTensor] = field(default_factory=set)
 
     def reduced(self, numel: int) -> list[DTensor]:
-        """Whose gradients a flat tensor of so many elements holds: FSDP leaves parameters out that
-        have none (unless `set_reduce_scatter_unused_params` is on)."""
+        """The parameters whose gradients are in a flat tensor of `numel` elements. FSDP leaves out
+        parameters without a gradient (unless `set_reduce_scatter_unused_params` is on)."""
         trained = [p for p in self.parameters if p.requires_grad]
         arrived, self.arrived = self.arrived, set()
         for found in (trained, [p for p in trained if p in arrived]):
             if sum(largest_shard(p).numel() for p in found) == numel:
                 return found
         raise RuntimeError(
-            f"FSDP has reduced {numel} elements of {self.name or 'the root module'}, and which of "
-            f"its parameters they are of is not known: its gradients must come from its forward()"
+            f"FSDP has reduced {numel} elements of {self.name or 'the root module'}, and it is not "
+            f"known of which of its parameters: its gradients must come from its forward()"
         )
 
 
@@ -102,16 +103,16 @@ class ShardedReplica(Replica):
         super().__init__(root)
         self.mesh = mesh
         self.group, self.everyone = mesh.get_group(0), _group_of(mesh)
-        self._unused = False  # a backward has left a parameter out
+        self._unused = False  # some backward has left a parameter out
         self._units = list(_units(root))
-        self._reduced: set[Tensor] = set()  # in this backward
-        self._buckets = 0  # of this backward, so far
+        self._reduced: set[Tensor] = set()  # parameters reduced in this backward
+        self._buckets = 0  # number of buckets so far in this backward
         self._kept: list[Tensor] = []
 
     @classmethod
     def of(cls, root: Any, mesh: Any, settings: Settings) -> ShardedReplica:
-        """The one of this model, made if there is none. TypeError or ValueError unless it can be
-        compressed."""
+        """The replica of this model, made if there is none. TypeError or ValueError if the model
+        cannot be compressed."""
         root = getattr(root, "_orig_mod", root)  # of torch.compile
         _check(root, mesh, settings)
         found = cls._found(root)
@@ -131,8 +132,9 @@ class ShardedReplica(Replica):
         return {name for name, p in self.module.named_parameters() if p not in managed}
 
     def start(self, exchanging: Exchanging) -> None:
-        """All replicas begin with the parameters and buffers of the first. RuntimeError on all
-        ranks if torch cannot reduce gradients inside a replica."""
+        """Broadcast parameters and buffers of the first replica to all others, and start handing
+        over buckets. RuntimeError on all ranks if torch cannot average gradients inside a replica.
+        """
         _check_mean(self.mesh)
         with torch.no_grad():
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
@@ -147,7 +149,7 @@ class ShardedReplica(Replica):
                 module.register_forward_pre_hook(_ArrivalMarks(unit))
 
     def _forward_begins(self, *_: Any) -> None:
-        self._buckets = 0  # a backward that raised has not ended
+        self._buckets = 0  # an earlier backward may have raised before its end
 
     def _reduce(self, unit: _Unit, flat: Tensor) -> None:
         """Write the mean over the replicas to `flat`, the padded shards of a unit's gradients."""
@@ -164,20 +166,20 @@ class ShardedReplica(Replica):
         shards = [part[:numel] for part, numel in zip(parts, numels, strict=True)]
         buffer = flat if sum(numels) == flat.numel() else torch.cat(shards)
         dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        if buffer.dtype.itemsize >= 4:  # the memory is of that precision
+        if buffer.dtype.itemsize >= 4:  # the memory has this precision
             buffer = buffer.to(dtype)
-        bucket: Any = ShardBucket(self._buckets, buffer, parameters)  # in a GradBucket's stead
+        bucket: Any = ShardBucket(self._buckets, buffer, parameters)  # replaces a GradBucket
         mean = self.exchanging.reduce(bucket, at_once=True).value()
         self._buckets += 1
         if mean.data_ptr() != flat.data_ptr():
             for shard, of_mean in zip(shards, mean.split(numels), strict=True):
                 shard.copy_(of_mean)
         if flat.device.type != "cpu":
-            # FSDP may let go of it while the stream of the hook is still at work on it.
+            # FSDP may free `flat` while the hook's stream still uses it.
             self._kept.append(flat)
 
     def _check_scale(self, unit: _Unit, flat: Tensor) -> None:
-        """RuntimeError if torch changes what the hook has written, or will add to it."""
+        """RuntimeError if torch would scale the hook's result, or add to it."""
         shards, exact = self.mesh.size(1), flat.dtype in (torch.float32, torch.bfloat16)
         if not getattr(unit.group, "all_reduce_grads", True):
             raise RuntimeError(
@@ -200,7 +202,7 @@ class ShardedReplica(Replica):
             )
 
     def _end_backward(self) -> None:
-        """All modules with gradients have been reduced."""
+        """Called once all modules with gradients have been reduced."""
         self._buckets = 0
         self._kept.clear()
         if not self._unused:
@@ -212,8 +214,8 @@ class ShardedReplica(Replica):
 
 
 class _ArrivalMarks:
-    """A forward pre-hook that has autograd tell of which parameters of a unit gradients arrive.
-    Autograd sees unsharded parameters, which exist from the first forward on."""
+    """A forward pre-hook that registers autograd hooks, which record the parameters of a unit that
+    get gradients. (Autograd sees unsharded parameters, which exist from the first forward on.)"""
 
     def __init__(self, unit: _Unit) -> None:
         self._unit = unit
@@ -230,8 +232,8 @@ class _ArrivalMarks:
 
 
 def _units(root: Any) -> Iterator[_Unit]:
-    """All that FSDP reduces together, in the order of modules. RuntimeError if torch has changed
-    what is no public interface: which parameters a module reduces, and in which order."""
+    """The units of FSDP, in the order of modules. RuntimeError if this version of torch has changed
+    the private attributes that tell a module's parameters and their order."""
     seen = set()
     for name, module in root.named_modules():
         if not isinstance(module, FSDPModule):
@@ -250,8 +252,8 @@ def _units(root: Any) -> Iterator[_Unit]:
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """What the first rank of the group has, to all. Process groups do not know all dtypes, and take
-    for one row of elements whatever they are given, so they get a copy's bytes where need be."""
+    """Broadcast a tensor from the first rank of the group. Process groups do not support all
+    dtypes, and ignore strides. So the bytes of a contiguous tensor are sent, a copy if needed."""
     if not tensor.numel():
         return
     expanded = [slice(None) if stride else slice(1) for stride in tensor.stride()]
@@ -263,7 +265,7 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of the mesh."""
+    """A process group of all ranks of the mesh."""
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -277,13 +279,13 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _check_mean(mesh: DeviceMesh) -> None:
-    """RuntimeError if gradients inside a replica, of which FSDP asks for the mean, are summed. A
-    collective on CPUs; NCCL has always divided."""
+    """RuntimeError if torch sums gradients inside a replica, although FSDP asks for the mean. A
+    collective on CPUs. (NCCL always makes the mean.)"""
     shards = mesh.size(1)
     if mesh.device_type != "cpu":
         return
     mean = torch.empty(1)
-    # Renamed, as all_gather_into_tensor was.
+    # New versions of torch call it reduce_scatter_single.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(mean, torch.ones(shards), op=dist.ReduceOp.AVG, group=mesh.get_group(1))
     if float(mean) != 1:
@@ -297,8 +299,8 @@ def _check_mean(mesh: DeviceMesh) -> None:
 def _check(root: Any, mesh: Any, settings: Settings) -> None:
     if not hasattr(FSDPModule, "set_all_reduce_hook"):
         raise RuntimeError(
-            f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on, and "
-            f"not {torch.__version__}"
+            f"attach_fsdp needs FSDPModule.set_all_reduce_hook, which torch has from 2.7 on; this "
+            f"is torch {torch.__version__}"
         )
     if not isinstance(root, FSDPModule):
         raise TypeError(
@@ -320,8 +322,8 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
         raise ValueError(f"hooks must be empty with attach_fsdp, got {hooks!r}")
     if settings.exchange.levels is not None:
         raise ValueError(
-            f"exchange must have one level with attach_fsdp, whose shards are the other, got "
-            f"{settings.exchange.levels!r}"
+            f"exchange must have one level with attach_fsdp, because shards are the other level; "
+            f"got {settings.exchange.levels!r}"
         )
     own = mesh.mesh[mesh.get_local_rank(0)].tolist()
     for unit in _units(root):
@@ -330,7 +332,7 @@ def _check(root: Any, mesh: Any, settings: Settings) -> None:
 
 
 def _check_parameter(unit: _Unit, p: Any, ranks: list[int]) -> None:
-    """ranks: of the replica."""
+    """ValueError or TypeError if a parameter cannot be compressed. ranks: those of this replica."""
     where = unit.name or "the root module"
     if not isinstance(p, DTensor) or p.device_mesh.ndim != 1:
         raise ValueError(

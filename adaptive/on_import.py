@@ -1,6 +1,6 @@
-"""What importing the library does first: it refuses folders of a project that take the place of
-its packages, says where its packages hide a project's, and puts the library's name before the lines
-of its log."""
+"""The first actions when the library is imported: it refuses a project's folders that Python would
+import instead of its packages, explains errors for a project's folders that its packages hide, and
+puts the library's name before the lines of its log."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAMES = ("compressors", "policies")
-"""The packages beside this one: Python finds folders of the same names that lie beside a script
-first."""
+"""The library's other packages. Python would import a folder of the same name beside the script
+instead."""
 
 
 def _check() -> None:
-    """ImportError, which says what to do, if an import of them would find somebody else's."""
+    """ImportError, with advice, if importing one of NAMES would import another project's folder."""
     for name in NAMES:
-        ours = Path(__file__).parents[1] / name / "__init__.py"
+        expected = Path(__file__).parents[1] / name / "__init__.py"
         module = sys.modules.get(name)
         spec = find_spec(name) if module is None else module.__spec__
-        if spec is None or not ours.exists():
+        if spec is None or not expected.exists():
             continue
-        # A folder without an __init__.py has no origin; one beside a script comes before an
+        # A folder without an __init__.py has no origin. A folder beside a script comes before an
         # editable install.
         origin = spec.origin or next(iter(spec.submodule_search_locations or ()), None)
-        if origin is not None and not Path(origin).samefile(ours):
+        if origin is not None and not Path(origin).samefile(expected):
             raise ImportError(
                 f"{origin} is in the way: adaptive imports a package {name!r} of its own, "
-                f"{ours.parent}; give yours another name, or put it into a package"
+                f"{expected.parent}; give yours another name, or put it into a package"
             )
 
 
 class Hidden(MetaPathFinder):
-    """A finder that Python asks last, when nobody has found a module. It finds none: it says which
-    package of this library hides a project's folder that has the module, and no `__init__.py`."""
+    """The last finder that Python asks for a module. It never finds one. It raises an error if a
+    project's folder without `__init__.py` has the module, but a package of this library hides it.
+    """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
         package, _, module = fullname.partition(".")
@@ -52,7 +53,7 @@ class Hidden(MetaPathFinder):
 
 
 def name_first(record: logging.LogRecord) -> bool:
-    """A filter: every line of this logger begins with its name, whatever the script's format."""
+    """A log filter that puts the library's name before each line, whatever the script's format."""
     record.msg = f"adaptive: {record.msg}"
     return True
 

@@ -1,4 +1,4 @@
-"""How to compress one flat gradient tensor, and back. Knows nothing of processes or policies."""
+"""Compressors of one flat gradient tensor. They do not depend on process groups or policies."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -78,5 +78,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """What is imported when it is named."""
+    """Import the classes of `compressors.contrib` at their first use."""
     return _load(name)

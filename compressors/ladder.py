@@ -15,8 +15,8 @@ from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 
 GAIN, GAIN_AS_DENSE = 0.95, 0.99
-"""The gain that policies assume at the CF of a rung, and of one that is sent as dense. The true
-gains are larger. The assumed ones make a policy send dense where a rung saves hardly any time."""
+"""The gains that policies assume at a rung, and at a rung that is sent as dense. The true gains are
+larger. With these gains a policy sends dense if a rung saves hardly any time."""
 
 
 class Ladder(Compressor):
@@ -25,14 +25,14 @@ class Ladder(Compressor):
     Ladder({2: "bf16", 4: "int8", 8: "int4"}, above="topk+int4") sends every element in 16 bits at
     CF 2, in 8 bits at CF 4 and in 4 bits at CF 8. At any other CF it keeps the largest elements.
 
-    rungs: compressors, or names, by CF. Each feeds its error back, works on its own tensors alone
-        (no `RoundsCompressor`), and can do exactly this CF, which is above 1.
-    above: the compressor at all other CFs, under the same conditions.
+    rungs: compressors, or names, by CF. Each has error feedback, needs no other ranks (no
+        `RoundsCompressor`), and can reach exactly this CF, which is above 1.
+    above: the compressor at all other CFs, with error feedback and without rounds.
 
     A step at a rung "bf16" is a dense step that is summed in bfloat16 (`sent_as_dense`), as by
-    PyTorch's bf16_compress_hook: 8 significant bits, and what they lose is in no rank's residual.
-    The payloads of the other rungs are gathered or go through the sharded exchange, and what they
-    lose is fed back.
+    PyTorch's bf16_compress_hook: it has 8 significant bits, and the rounding error is in no rank's
+    residual. The payloads of other rungs are all-gathered or use the sharded exchange, with error
+    feedback.
 
     TypeError for a `rungs` that is no mapping; ValueError for compressors that do not fit.
     """
@@ -74,7 +74,7 @@ class Ladder(Compressor):
         assert isinstance(self.above, Sparsifier)
         return Ladder(self.rungs, self.above.uncoded())
 
-    # By the CF that is asked for
+    # By the CF of a spec
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         return self.at(spec.cf).compress(x, spec, add)
@@ -91,7 +91,7 @@ class Ladder(Compressor):
     def floats(self, spec: Spec) -> float:
         return self.at(spec.cf).floats(spec)
 
-    # By the CF that a payload was compressed with
+    # By the CF of a payload
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
         return self.at(payload.cf).smaller(payload, factor)
@@ -122,11 +122,11 @@ class Ladder(Compressor):
 
 
 class _NarrowDense(BF16):
-    """This is the rung "bf16": its step is a dense one, summed in bfloat16."""
+    """The rung "bf16": a dense step, summed in bfloat16."""
 
     sent_as_dense = True
 
 
 def _feeds_back_alone(compressor: Compressor) -> bool:
-    """Whether its error is fed back, and it needs nothing of other ranks."""
+    """Whether the compressor has error feedback, and needs no sums over other ranks."""
     return compressor.feeds_back and not isinstance(compressor, RoundsCompressor)

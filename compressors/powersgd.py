@@ -5,9 +5,9 @@ Optimization" (NeurIPS 2019), Algorithm 1. A gradient M (n x m) on each rank, Q 
 
     P = orthonormal(sum(M Q));  Q = mean(M^T P);  every rank decodes P Q^T.
 
-P Q^T is the exact mean of the projections P P^T M of each rank's own M, and the residual is against
-a rank's own projection (the paper's Algorithm 2). Against the mean, as in PyTorch's hook, the same
-would be decoded, but differences between the ranks would never be subtracted and pile up.
+P Q^T is the exact mean of the projections P P^T M of each rank's own M. A rank's residual is M less
+its own projection (the paper's Algorithm 2). With M less the mean, as in PyTorch's hook, the same
+would be decoded, but differences between ranks would never be subtracted, and would accumulate.
 
 P and Q are stored transposed (r x n, r x m): products then run at the speed of memory at any rank
 (else 6 to 20 times slower for ranks 2 to 4, measured), and a lower rank is a prefix.
@@ -39,10 +39,10 @@ from compressors.rounds import (
 
 
 class Layout(NamedTuple):
-    """A layout says how a flat tensor is seen as a matrix of low rank.
+    """The layout of a flat tensor as a matrix of low rank.
 
-    The first rows x cols elements are a matrix, approximated with `rank` columns of P and Q; the
-    last `rest` elements travel as they are. If rank is 0, the whole tensor does."""
+    The first rows x cols elements are a matrix, approximated with `rank` columns of P and Q. The
+    last `rest` elements are sent uncompressed; if rank is 0, the whole tensor."""
 
     rows: int
     cols: int
@@ -51,12 +51,12 @@ class Layout(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Elements of P, of Q, and those that travel as they are."""
+        """Elements of P, of Q, and uncompressed elements."""
         return self.rows * self.rank, self.cols * self.rank, self.rest
 
     @property
     def cf(self) -> float:
-        """The compression factor that this really is."""
+        """The actual compression factor."""
         return max(1.0, (self.rows * self.cols + self.rest) / max(1, sum(self.sizes)))
 
     def matrix(self, flat: Tensor) -> Tensor:
@@ -64,17 +64,17 @@ class Layout(NamedTuple):
         return flat[: self.rows * self.cols].view(self.rows, self.cols)
 
     def tail(self, flat: Tensor) -> Tensor:
-        """What travels as it is, as a view of `flat`."""
+        """The uncompressed elements, as a view of `flat`."""
         return flat[self.rows * self.cols :]
 
 
 @lru_cache(maxsize=1 << 14)
 def layout(cf: float, numel: int, shape: tuple[int, ...] = (), rank: int | None = None) -> Layout:
-    """How a tensor of `numel` elements and a parameter's `shape` is sent at `cf`, or at a `rank`.
+    """The layout of a tensor of `numel` elements, with a parameter's `shape`, at `cf`.
 
     The matrix is n = shape[0] by m = all the other dimensions (Vogels and others 2019, section 3),
-    nearly square if `shape` is () (not known). None: max(1, floor(n m / (cf (n + m)))). CF 1,
-    and what would not become smaller, travels uncompressed."""
+    nearly square if `shape` is () (not known). rank: None: max(1, floor(n m / (cf (n + m)))). A
+    tensor at CF 1, or one that would not become smaller, is sent uncompressed."""
     cf = check_cf(cf)
     if shape and prod(shape) != numel:
         raise ValueError(f"key.shape must have the tensor's {numel} elements, got {shape}")
@@ -90,7 +90,7 @@ def layout(cf: float, numel: int, shape: tuple[int, ...] = (), rank: int | None 
 
 
 class _Part(NamedTuple):
-    """This is one tensor of a bucket, with Q^T to begin with (rank x columns)."""
+    """One tensor of a bucket. start: the Q^T from which the iteration starts (rank x columns)."""
 
     spec: Spec
     plan: Layout
@@ -108,13 +108,13 @@ class PowerSGD(RoundsCompressor):
     """PowerSGD sends P and Q of rank floor(n m / (cf (n + m))), or of the given one, in two
     all-reduces for a bucket.
 
-    The first all-reduce carries the P of all tensors and what travels uncompressed (see `layout`),
-    the second one all Q. Each parameter's Q of the last step is where the next step starts ("warm
-    start", Vogels and others 2019, section 4.2): a lower rank uses its first columns, and beyond
-    the highest rank so far random columns are added.
+    The first all-reduce sums the P of all tensors and the uncompressed elements (see `layout`), the
+    second one all Q. Each step starts from the parameter's Q of the last step ("warm start", Vogels
+    and others 2019, section 4.2). A lower rank uses the first columns of this Q; a rank above the
+    highest one so far adds random columns.
 
     rank: of every matrix, at any CF above 1; None: by the CF.
-    seed: the same on all ranks; of the random columns.
+    seed: of the random columns; the same on all ranks.
 
     parts: P^T (r x n, orthonormal rows), Q^T (r x m), uncompressed elements; all flat.
     """
@@ -141,11 +141,11 @@ class PowerSGD(RoundsCompressor):
         ps = [part.start @ part.matrix.t() for part in parts]
         mixed = zip(ps, parts, strict=True)
         first = torch.cat([each for p, part in mixed for each in (p.view(-1), part.rest)])
-        fill_if(not_finite(totals), first, nan)  # products may hide it
+        fill_if(not_finite(totals), first, nan)  # products may hide nonfinite elements
         first = yield first
 
         bad = not_finite(first)
-        fill_if(bad, first, 0.0)  # so that all that is computed from it is finite
+        fill_if(bad, first, 0.0)  # so that all following results are finite
         sizes = [part.plan.sizes for part in parts]
         sums = first.split([size for p, _, rest in sizes for size in (p, rest)])
         ps = [orthonormal_rows(s.view_as(p)) for s, p in zip(sums[::2], ps, strict=True)]
@@ -166,8 +166,8 @@ class PowerSGD(RoundsCompressor):
         return [part.payload(p, q, rest) for part, p, q, rest in decoded]
 
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
-        """If the last step's Q has too few columns, there is one more step of iteration: a random
-        start would show far less than what PowerSGD keeps once it has run for a few steps."""
+        """If the last step's Q has too few columns, makes one more iteration: from a random start,
+        one iteration keeps far less energy than PowerSGD does after a few steps."""
         base.check_flat(x, spec, add)
         x = x.detach()
         if add is not None:
@@ -181,7 +181,7 @@ class PowerSGD(RoundsCompressor):
         return _own([part], [p], [q], squared_norms([x]), False)[0]
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
-        """P and Q truncated to their first columns: what the rounds give at that rank."""
+        """P and Q truncated to their first columns, the result of the rounds at the lower rank."""
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         then, now = self._layout(payload.spec), self._layout(spec)
         p, q, rest = payload.parts
@@ -237,7 +237,7 @@ class PowerSGD(RoundsCompressor):
         self._last = {name: rows.clone() for name, rows in last.items()}
 
     def _layout(self, spec: Spec) -> Layout:
-        """How a tensor is sent."""
+        """The layout of a tensor with this spec."""
         return layout(spec.cf, spec.numel, spec.key.shape, self.rank)
 
     def _part(self, tensor: Tensor, spec: Spec) -> _Part:
@@ -246,7 +246,7 @@ class PowerSGD(RoundsCompressor):
         return _Part(spec, plan, start, plan.matrix(flat), plan.tail(flat))
 
     def _known(self, name: str, cols: int) -> int:
-        """How many rows of this length are known of the last step."""
+        """The number of rows of Q^T, of this length, that the last step has left."""
         rows = self._last.get(name)
         return 0 if rows is None or rows.shape[1] != cols else len(rows)
 
@@ -256,20 +256,20 @@ class PowerSGD(RoundsCompressor):
         A random row is a function of (seed, name, row, cols) alone."""
         known = min(self._known(name, cols), rank)
         rows = self._last[name][:known].to(like) if known else like.new_empty(0, cols)
-        fresh = []
+        random = []
         for row in range(known, rank):
             digest = blake2b(repr((self.seed, name, row)).encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            fresh.append(torch.randn(cols, generator=generator, dtype=torch.float64))
-        if fresh:
-            new = torch.stack(fresh).to(like.device, like.dtype, non_blocking=True)
+            random.append(torch.randn(cols, generator=generator, dtype=torch.float64))
+        if random:
+            new = torch.stack(random).to(like.device, like.dtype, non_blocking=True)
             rows = torch.cat([orthonormal_rows(rows), new])
         return orthonormal_rows(rows)
 
     def _keep(self, name: str, start: Tensor, rows: Tensor, bad: Flag) -> None:
-        """Start from `rows` the next time, or from those of `start` where they are zero, as those
-        of a zero gradient are. If they are `bad`, nothing changes, except that on a device those
-        rows of `start` are kept that were not known before."""
+        """Keep `rows` as the start of the next step. Zero rows (of a zero gradient) are replaced by
+        those of `start`. If `bad`, nothing changes, except that on a device the new rows of `start`
+        are kept."""
         if bad is True:
             return
         rank, known = len(rows), self._known(name, rows.shape[1])
@@ -282,8 +282,8 @@ class PowerSGD(RoundsCompressor):
         if not isinstance(bad, Tensor):
             self._last[name] = new
         elif known == rank and old is self._last[name]:
-            # In place: other memory would be given back to the CUDA stream of an earlier callback,
-            # while this one's is yet to read it.
+            # In place: new memory would free the old one to the CUDA stream of an earlier callback,
+            # while this callback's stream has not yet read it.
             torch.where(bad, old, new, out=old)
         else:
             self._last[name] = torch.where(bad, old, new)
@@ -292,9 +292,9 @@ class PowerSGD(RoundsCompressor):
 def _own(
     parts: Sequence[_Part], ps: Sequence[Tensor], qs: Sequence[Tensor], totals: Tensor, bad: Flag
 ) -> list[Payload]:
-    """The payloads of what is kept of this rank's own tensors: P P^T M, and the rest.
+    """The payloads of this rank's own projections P P^T M, with the uncompressed elements.
 
-    totals: ||a||^2 of each. bad: some rank's tensors are not finite, so nothing is kept."""
+    totals: ||a||^2 of each tensor. bad: some rank's tensors are not finite, so payloads are 0."""
     rests = [zeros_if(bad, part.rest) for part in parts]
     beside = [r if part.plan.rank else r[:0] for part, r in zip(parts, rests, strict=True)]
     kept = squared_norms([*(q.view(-1) for q in qs), *beside]).view(2, -1).sum(0)

@@ -4,7 +4,7 @@
     Int8, Int4  even levels, rounded to the nearest, with a scale for each bucket of values
     QSGD        a few even levels, rounded at random
 
-Those that send hardly more than the signs are in `compressors.signs`.
+Quantizers that send hardly more than signs are in `compressors.signs`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compressors.wire import values
 from compressors.wire.values import BlockFormat, Half, Layout, Levels, TensorLevels
 
 AT_ONCE = 1 << 26
-"""Elements that all ranks' payloads may be decoded to at once: 256 MB in float32."""
+"""The largest number of elements of all ranks that are decoded at once: 256 MB in float32."""
 
 
 class Quantizer(Compressor):
@@ -36,12 +36,12 @@ class Quantizer(Compressor):
 
     The CF is fp32 bits / bits of an element; scales are not counted in it.
 
-    forms: the value format of each CF that can be done. Any other CF means the nearest of these
-        (the smaller of two equally near), and that is the CF of the payload.
+    forms: the value format at each possible CF. Any other CF means the nearest possible CF (the
+        smaller of two equally near ones), which is then the CF of the payload.
 
     Not multilevel: quantizing quantized values would add a second error, and be no cheaper.
 
-    one_by_one: it asks for the shape of each tensor, and so for tensors one by one.
+    one_by_one: the quantizer needs the shape of each tensor, so tensors are compressed one by one.
     """
 
     multilevel = False
@@ -121,8 +121,9 @@ class Quantizer(Compressor):
     def _decode_at_once(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag
     ) -> bool:
-        """`mean_of` by as many of torch's operations for any number of payloads; False on the host,
-        where it cannot, and where that would take too much memory; nothing is done then."""
+        """`mean_of` by a number of torch's operations that does not grow with the number of
+        payloads. False, and nothing is done, on the host, if it is impossible, or if it would take
+        too much memory."""
         count, first = len(payloads), payloads[0] if payloads else None
         if kernels_for(out).may_read or first is None or not 0 < count * out.numel() <= AT_ONCE:
             return False
@@ -159,7 +160,7 @@ class Quantizer(Compressor):
         return self._nearest(spec.cf)
 
     def floats(self, spec: Spec) -> float:
-        """The fp32 numbers that have as many bits."""
+        """The number of fp32 numbers with the same number of bits."""
         return spec.numel / self._nearest(spec.cf)
 
     def _nearest(self, cf: float) -> float:
@@ -174,8 +175,8 @@ class Quantizer(Compressor):
         add: bool,
         as_zeros: Flag = False,
     ) -> bool:
-        """Decode payloads of the same CF into `out`, or onto what is there, by one of Triton's
-        kernels; False where it cannot, and nothing is done."""
+        """Decode payloads of the same CF into `out` (add: add them to `out`), by one of Triton's
+        kernels. False, and nothing is done, if there is no such kernel."""
         coding = self.form(payloads[0].cf).coding if payloads else None
         fused = kernels_for(out).fused(out)
         if coding is None or as_zeros is True or fused is None:
@@ -192,7 +193,7 @@ class Quantizer(Compressor):
 
 
 class OneFormat(Quantizer, BlockFormat):
-    """This is the base of quantizers that can do one CF and are their own value format."""
+    """The base of quantizers with a single CF, which are their own value format."""
 
     only_cf: ClassVar[float]
 
@@ -204,10 +205,10 @@ class HalfPrecision(Quantizer):
     """Half precision (CF 2) sends values of 16 bits, which an all-reduce can sum.
 
     Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and PyTorch's `fp16_compress_hook`
-    and `bf16_compress_hook`. What the sum on the wire rounds away is in no rank's residual.
+    and `bf16_compress_hook`. Rounding errors of the sum on the wire are in no rank's residual.
 
-    peers: number of ranks whose values can be summed without overflow. Values beyond the largest
-        number / peers (fp16: 1023 for 64) are cut there, and the rest is sent in later steps.
+    peers: number of ranks whose values can be summed without overflow. Values are clipped to the
+        largest number / peers (fp16: 1023 for 64), and the rest is sent in later steps.
     """
 
     sums = True
@@ -221,7 +222,7 @@ class HalfPrecision(Quantizer):
 
 
 class FP16(HalfPrecision):
-    """This sends IEEE half precision: 10 bits of mantissa and magnitudes from 6e-8 to 65504.
+    """FP16 sends IEEE half precision: 10 bits of mantissa and magnitudes from 6e-8 to 65504.
 
     Smaller magnitudes stay in the residual."""
 
@@ -230,16 +231,16 @@ class FP16(HalfPrecision):
 
 
 class BF16(HalfPrecision):
-    """This sends bfloat16: 7 bits of mantissa (2 to 3 decimal digits), the range of fp32."""
+    """BF16 sends bfloat16: 7 bits of mantissa (2 to 3 decimal digits), the range of fp32."""
 
     name = "bf16"
     sum_dtype = torch.bfloat16
 
 
 class Int8(Quantizer):
-    """This sends 8 bits a value (CF 4): x / scale rounded, with scale = max|x| / 127 over a bucket.
+    """Int8 sends 8 bits a value (CF 4): x / scale rounded, scale = max|x| / 127 over a bucket.
 
-    As block-wise quantization of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+    Block-wise quantization as by Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
     (ICLR 2022), with even levels. A contraction, used with error feedback.
 
     bucket: number of consecutive values that share a scale, a power of two.
@@ -254,9 +255,9 @@ class Int8(Quantizer):
 
 
 class Int4(Int8):
-    """This sends 4 bits a value (CF 8), with scale = max|x| / 7 over a bucket.
+    """Int4 sends 4 bits a value (CF 8), with scale = max|x| / 7 over a bucket.
 
-    With error feedback it trains as fp32 does: Jia et al., "SDP4Bit" (NeurIPS 2024); Xie et al.,
+    With error feedback it trains as well as fp32: Jia et al., "SDP4Bit" (NeurIPS 2024); Xie et al.,
     "LoCo" (2024)."""
 
     name = "int4"
@@ -270,19 +271,19 @@ class QSGD(Quantizer):
     """QSGD (CF 16, 32/3, 8, ..., 4) rounds to a few levels at random.
 
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding"
-    (NeurIPS 2017), with codes of a fixed length: those of Elias would depend on the data. A value
-    takes b = 2 to 8 bits: a sign and 2**(b - 1) - 1 levels.
+    (NeurIPS 2017), with codes of a fixed length: the length of the paper's Elias codes depends on
+    the data. A value takes b = 2 to 8 bits: a sign and 2**(b - 1) - 1 levels.
 
     norm: a bucket is scaled by "max", its largest magnitude (section 4, used in all experiments
         there), or "l2", its norm (section 3.1; larger steps, for the theory).
     bucket: number of consecutive values that share a scale, a power of two. None: all values of a
-        tensor do, as in QSGD(norm="l2", bucket=None), its section 3.1 to the letter, with
-        2**(b - 1) levels. Its errors are far larger: an element is small beside the norm of a whole
-        tensor.
+        tensor share one; QSGD(norm="l2", bucket=None) is exactly the paper's section 3.1, with
+        2**(b - 1) levels. Its errors are far larger, because an element is small compared with the
+        norm of a whole tensor.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
-    feeds_back: the mean error is zero, so by default it is not fed back. With True,
-        only the bit counts for which feeding it back converges are used: 5 and more for buckets of
-        512, 3 and more for 64.
+    feeds_back: error feedback. The mean error is zero, so the default is False. True: only numbers
+        of bits are used for which error feedback converges: 5 and more for buckets of 512, 3 and
+        more for 64.
     """
 
     name = "qsgd"
@@ -313,9 +314,9 @@ class QSGD(Quantizer):
 def contracts(form: Levels) -> bool:
     """Whether C with this format is a contraction: E||x - C(x)||^2 < ||x||^2 for every x.
 
-    In units of the scale, a value e < 1 has energy e^2 and loses e - e^2 on average, at worst (at
-    1/4) 1/8 more than it has; the largest of a bucket has energy levels^2 and loses nothing. For
-    "l2" this is Lemma 3.1.
+    In units of the scale, a value e < 1 has energy e^2 and the mean squared error e - e^2. At worst
+    (e = 1/4) the error is 1/8 larger than the energy. The largest value of a bucket has energy
+    levels^2 and no error. For "l2" this is Lemma 3.1.
     """
     worst = form.bucket if form.norm == "l2" else (form.bucket - 1) / 8
     return form.levels**2 > worst

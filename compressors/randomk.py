@@ -2,8 +2,8 @@
 
 Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization"
 (NeurIPS 2018), with uniform probabilities; Stich et al., "Sparsified SGD with Memory" (NeurIPS
-2018) for the error-fed variant. The indices are the same on all ranks, so only values travel and
-they can be summed by an all-reduce.
+2018) for the error-fed variant. The indices are the same on all ranks, so only values are sent, and
+an all-reduce can sum them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RandomK(Compressor):
     ) -> Payload:
         """The payload of the kept elements of a.
 
-        values: those elements, times `scaled`. total: ||a||^2."""
+        values: these elements, times `scaled`. total: ||a||^2."""
         k, numel = values.numel(), spec.numel
         scale = self._scale(numel, k)
         inner = squared_norm(values) / scaled**2  # ||a||^2 over the kept elements
@@ -99,8 +99,9 @@ class RandomK(Compressor):
 def seeded_indices(seed: int, key: Key, numel: int, k: int, device: torch.device) -> Tensor:
     """The first `k` of a permutation of range(numel) that depends on (seed, key, numel) alone.
 
-    index[i] = (stride * i + start) mod numel, with a stride coprime to numel: all differ, those for
-    a smaller k come first, and each is equally likely. No product reaches 2**62.
+    index[i] = (stride * i + start) mod numel, with a stride coprime to numel: no index occurs
+    twice, a smaller k has the first of these indices, and each index is equally likely. No product
+    reaches 2**62.
     """
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The compressors by name."""
+"""The registry of compressors by name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _classes = (NoCompression, PowerSGD, *_sparsifiers, *_quantizers)
 _registry: dict[str, Callable[..., Compressor]] = {each.name: each for each in _classes}
 
 CONTRIB = {"adacomp": "AdaComp", "natural": "Natural", "sidco": "SIDCo", "sketch": "Sketch"}
-"""Compressors that are imported when they are named: the class, by the name, which is also that of
-its module in `compressors.contrib`."""
+"""Compressors that are imported at their first use: by name, the class. The name is also the name
+of the module in `compressors.contrib`."""
 
 
 def load(kind: str) -> Any:

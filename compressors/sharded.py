@@ -1,8 +1,9 @@
-"""A tensor that is cut into shards, one for each rank, each of which is compressed by itself.
+"""A compressor that cuts a tensor into shards, one for each rank, and compresses each separately.
 
-The shards of equal length are the rows of a matrix. On a device they are compressed, written, read
-and decoded all at once where the compressor can (`Compressor.compress_rows`), so that a step takes
-as many operations for 32 ranks as for 2. On the host shard follows shard, each in the cache.
+The shards of equal length are the rows of a matrix. On a device all rows are compressed, written,
+read and decoded at once if the compressor can (`Compressor.compress_rows`), so that the number of
+operations does not grow with the number of ranks. On the host shards are compressed one after the
+other, each in the cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from compressors.kernels.blocks import Flag, either
 
 
 def shard_borders(numel: int, shards: int) -> list[int]:
-    """Where each shard begins, and the end: `shards` + 1 positions. Shards are as even as can be,
-    the longer ones last."""
+    """The start of each shard, and the end: `shards` + 1 positions. Lengths of shards are equal up
+    to one element; the longer shards come last."""
     length, longer = divmod(numel, shards)
     return [length * i + max(0, i - (shards - longer)) for i in range(shards + 1)]
 
@@ -31,7 +32,7 @@ def shard_borders(numel: int, shards: int) -> list[int]:
 class Joined(Payload):
     """A joined payload consists of the payloads of neighbouring pieces of a tensor.
 
-    each: in order. Its own `parts` are empty."""
+    each: these payloads, in order. `parts` is empty."""
 
     each: tuple[Payload, ...] = ()
 
@@ -66,7 +67,7 @@ class Joined(Payload):
             kept = payload.positions()
             if kept is None:
                 return None
-            # On a device an index past the end of its piece stands for an empty slot.
+            # On a device an index past the end of its piece means an empty slot.
             found.append(torch.where(kept < payload.numel, kept + starts, self.numel))
             starts += payload.numel
         return torch.cat(found)
@@ -80,8 +81,8 @@ class Joined(Payload):
 
 
 class Sharded(Compressor):
-    """A sharded compressor cuts a tensor into so many shards, and compresses each by `inner`. Its
-    payloads are those of the shards, one after the other."""
+    """A sharded compressor cuts a tensor into `shards` shards, and compresses each by `inner`. Its
+    payload consists of the shards' payloads, one after the other."""
 
     def __init__(self, inner: Compressor, shards: int) -> None:
         self.inner, self.shards = inner, shards
@@ -151,8 +152,8 @@ class Sharded(Compressor):
         return [self.read_shards(row.split(self.sizes(spec)), spec) for row in data]
 
     def read_means(self, rows: Tensor, spec: Spec) -> Payload:
-        """The payload of a tensor. rows: (shards, bytes; uint8), each of which begins with the
-        payload of its shard."""
+        """The payload of a tensor. rows: (shards, bytes; uint8); each row begins with the payload
+        of its shard."""
         each, sizes = list[Payload](), self.sizes(spec)
         first = 0
         for group in self._groups(spec, rows):
@@ -167,14 +168,14 @@ class Sharded(Compressor):
         return Joined.of(each, spec)
 
     def read_shards(self, shards: Sequence[Tensor], spec: Spec) -> Payload:
-        """The payload of which these are the shards (flat; uint8)."""
+        """The payload of a tensor from the bytes of its shards' payloads (each flat; uint8)."""
         of = each_shard(spec, self.shards)
         each = [self.inner.read(data[None], own)[0] for data, own in zip(shards, of, strict=True)]
         return Joined.of(each, spec)
 
     def _groups(self, spec: Spec, where: Tensor) -> list[tuple[Spec, ...]]:
-        """Neighbouring shards that are treated at once: those of equal length, on the host each by
-        itself."""
+        """Groups of neighbouring shards that are compressed at once: shards of equal length; on the
+        host each shard is a group."""
         shards = each_shard(spec, self.shards)
         if kernels_for(where).may_read:
             return [(shard,) for shard in shards]
@@ -187,14 +188,14 @@ def _numel(group: Sequence[Spec]) -> int:
 
 
 def _slots(out: Tensor, payload: Joined) -> Sequence[Tensor]:
-    """The piece of `out` for each of the payload's."""
+    """The piece of `out` for each piece of the payload."""
     check_out(out, payload)
     return out.split([piece.numel for piece in payload.each])
 
 
 @lru_cache(maxsize=256)
 def in_shards(inner: Compressor, shards: int) -> Sharded:
-    """`Sharded`, made once: whoever compresses at several CFs compares compressors."""
+    """`Sharded`, made once, so that callers can compare compressors with `is`."""
     return Sharded(inner, shards)
 
 
@@ -209,7 +210,7 @@ def each_shard(spec: Spec, shards: int) -> tuple[Spec, ...]:
 
 @lru_cache(maxsize=256)
 def cut_segments(segments: tuple[int, ...], shards: int) -> tuple[tuple[int, ...], ...]:
-    """The segments of each shard of a tensor: those of the tensor, cut where a shard ends."""
+    """The segments of each shard of a tensor: the tensor's segments, cut at the ends of shards."""
     borders = shard_borders(sum(segments), shards)
     found: list[tuple[int, ...]] = []
     lengths = iter(segments)

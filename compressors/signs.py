@@ -3,10 +3,10 @@
 OneBit    1-bit SGD: for each column of elements the mean of each sign
 SignSGD   EF-signSGD: one mean magnitude
 TwoBit    -t, 0 or +t for a threshold t
-TernGrad  -s, 0 or +s at random, right on average
+TernGrad  -s, 0 or +s at random, unbiased
 
-The papers scale tensor by tensor. Here the tensors are the segments of a `Spec`, one behind the
-other in one flat tensor. Their scales lie side by side, and all segments are coded at once.
+The papers scale tensor by tensor. Here the tensors are the segments of a `Spec`, consecutive in one
+flat tensor. Their scales are consecutive, too, and all segments are coded at once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class OneBit(OneFormat):
     Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
     Distributed Training of Speech DNNs" (Interspeech 2014), section 3. A contraction.
 
-    column: consecutive elements that make up a column, a power of two; each column costs 64 bits
-        more. The last column of a segment may be shorter. None: the columns of the paper, whose
-        layers compute W^T v: the weights of one output, so a row of PyTorch's matrices (and of
-        kernels of convolutions), and the whole of a tensor of one dimension. It works tensor by
-        tensor.
+    column: number of consecutive elements of a column, a power of two. Each column costs 64 more
+        bits. The last column of a segment may be shorter. None: the columns of the paper, whose
+        layers compute W^T v: the weights of one output, that is a row of PyTorch's matrices (and of
+        kernels of convolutions), or a whole tensor of one dimension. Then tensors are compressed
+        one by one.
 
-    parts: for each column the mean of the negative values; by how much the other mean exceeds it;
-    packed signs.
+    parts: for each column the mean of the negative values, and the difference of the other mean
+    from it; packed signs.
     """
 
     name = "onebit"
@@ -65,7 +65,7 @@ class OneBit(OneFormat):
         return super().read(data, self._by_columns(spec))
 
     def _by_columns(self, spec: Spec) -> Spec:
-        """The spec, where `column` is None with a segment for each column."""
+        """The spec; if `column` is None, with a segment for each column."""
         shape = spec.key.shape
         if self.column is not None or len(shape) < 2 or not 0 < prod(shape) == spec.numel:
             return spec
@@ -110,7 +110,7 @@ def _code_signs(form: OneBit | SignSGD, x: Tensor, parts: Parts, cut: Cut) -> Te
 
 
 def _drop_tiny(means: Tensor, dtype: torch.dtype) -> Tensor:
-    """`means`, with 0 for what is below the smallest normal number: too coarse for a mean."""
+    """`means`, with 0 for denormal numbers, which are too coarse for a mean."""
     return means.masked_fill_(means.abs() < torch.finfo(dtype).tiny, 0)
 
 
@@ -163,9 +163,9 @@ class TwoBit(OneFormat, ScaledCodes):
     every element in two bits. An element moves by at most t in a step; the rest is fed back.
 
     threshold: t > 0, the same for all tensors and steps (MXNet's default is 0.5), or None: 0.9
-        times the root mean square of the segment, which loses least of normally distributed values
-        (34% of their energy). C is a contraction only with None, but error feedback sends
-        everything in the end with either.
+        times the root mean square of the segment, with the smallest error for normally distributed
+        values (34% of their energy). C is a contraction only with None, but with either error
+        feedback sends all of a gradient in the end.
 
     parts: t (one for each segment), -1, 0 or 1 for each element (two bits each).
     """
@@ -201,8 +201,8 @@ class TernGrad(OneFormat, ScaledCodes):
     (NeurIPS 2017): equation 3 (the rounding), section 3.3 (a scale for each tensor, clipping). Not
     a contraction (the error is several times the gradient), so the error is not fed back.
 
-    clip: s is max|x| over the segment, but at most so many standard deviations, taken about zero:
-        less variance, at the price of a bias. None: no clipping; then C is unbiased.
+    clip: s is max|x| over the segment, but at most this many standard deviations (about zero): less
+        variance, with a bias. None: no clipping; then C is unbiased.
     seed: of the random numbers, which also depend on the tensor's name, the step and the rank.
 
     parts: s (one for each segment), -1, 0 or 1 for each element (five to a byte).

@@ -156,7 +156,7 @@ class Sparsifier(Compressor):
         return self._payload(self.select(x.detach(), spec.num_kept, add, spec.key), spec)
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
-        """Keeps the largest elements of `payload`, by whatever rule the payload was selected."""
+        """Keeps the largest elements of `payload`, whatever rule has selected these elements."""
         assert isinstance(payload, SparsePayload)
         if isinstance(payload, SparseRows):
             return self._smaller_rows(payload, factor)
@@ -210,7 +210,7 @@ class Sparsifier(Compressor):
         rows = spec.numel // row.numel
         spec = spec.at(row.cf)
         fused = self.values.fused(values, None, spec.key, True, rows)
-        assert fused is not None  # else `select_rows` has returned None
+        assert fused is not None  # if it is None, so is the result of `select_rows`
         coded, decoded, norms = fused
         kernels = kernels_for(values).fused(values)
         of = kernels.sum_energies(total, norms, values.numel() < spec.numel)

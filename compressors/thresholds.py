@@ -1,12 +1,12 @@
-"""Sparsifiers that keep the elements at or above a threshold, and the ways to find one.
+"""Sparsifiers that keep the elements at or above a threshold, and ways to find the threshold.
 
     DGC        the top-k threshold of a sample
     Threshold  a fixed number, or the top-k threshold of a sample
     RedSync    a number between the mean and the maximum of the magnitudes, found by bisection
 
-The first two find their threshold in a sample, and one pass over the tensor does the rest. At least
-one element is kept, and at most k = max(1, floor(numel / cf)): if more reach the threshold, the k
-largest are (Deep Gradient Compression calls this hierarchical selection).
+The first two find their threshold in a sample, and then need one pass over the tensor. At least one
+element is kept, and at most k = max(1, floor(numel / cf)): if more reach the threshold, the k
+largest are kept (Deep Gradient Compression calls this hierarchical selection).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compressors.wire.values import ValueFormat
 
 
 class ThresholdSparsifier(Sparsifier):
-    """This is the base of the sparsifiers that estimate their threshold beforehand."""
+    """The base of sparsifiers that estimate the threshold before they select."""
 
     def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
         threshold = self.estimate(tensor, k, add, key) if k < tensor.numel() else 0.0
@@ -38,21 +38,22 @@ class ThresholdSparsifier(Sparsifier):
 
 
 def sample_size(numel: int, k: int, rank: int) -> int:
-    """How many of `numel` magnitudes to look at for a threshold that `k` of them reach: one in 32,
-    but 4,096 to 65,536, and so many that about `rank` of the sample reach it."""
+    """The size of a sample of `numel` magnitudes, to estimate the threshold that `k` of them reach:
+    one in 32, but 4,096 to 65,536, and enough that about `rank` of the sample reach it."""
     return min(numel, max(4096, min(65_536, numel // 32), ceil(rank * numel / k)))
 
 
 def sample_magnitudes(tensor: Tensor, add: Tensor | None, size: int, start: int = 0) -> Tensor:
     """Magnitudes of `size` or somewhat more evenly spread elements of `tensor` + `add`, from
-    position `start` on. The stride is odd, so as not to fall in step with usual layer widths."""
+    position `start` on. The stride is odd, because usual layer widths are even: an even stride
+    would sample the same columns again and again."""
     stride = (max(1, tensor.numel() // size) - 1) | 1
     part = slice(start % stride, None, stride)
     return (tensor[part] if add is None else tensor[part] + add[part]).abs()
 
 
 def sample_threshold(sample: Tensor, share: float) -> Scalar:
-    """The magnitude that a `share` of the sample reaches, and at least one of its elements."""
+    """The magnitude that a `share` of the sample reaches, at least one element."""
     rank = min(sample.numel(), max(1, round(share * sample.numel())))
     return kernels_for(sample).kth_largest(sample, rank)
 
@@ -62,10 +63,10 @@ class DGC(ThresholdSparsifier):
 
     Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth
     for Distributed Training" (ICLR 2018), sections 3 and 5. Momentum correction, momentum factor
-    masking, clipping and warm-up are the business of the memory and the policy.
+    masking, clipping and warm-up belong to the memory and the policy.
 
-    The sample is evenly spread and starts at another element in each step, where the paper samples
-    at random. A small tensor is sampled whole, and then this is top-k."""
+    The paper samples at random. Here the sample is evenly spread, and starts at another element in
+    each step. A small tensor is sampled whole: then DGC is exact top-k."""
 
     name = "dgc"
     masking = 1.0
@@ -76,7 +77,8 @@ class DGC(ThresholdSparsifier):
         return sample_threshold(sample, k / tensor.numel())
 
     def sample_size(self, numel: int, k: int) -> int:
-        """0.1% to 1%, and so many that 32 reach the threshold (18% standard error of the count)."""
+        """0.1% to 1% of the elements, and enough that 32 of the sample reach the threshold (18%
+        standard error of the count)."""
         return min(numel, int(max(0.001 * numel, min(0.01 * numel, 65_536), 32 * numel / k)))
 
 
@@ -87,8 +89,9 @@ class Threshold(ThresholdSparsifier):
     2015), with a fixed threshold; Aji and Heafield, "Sparse Communication for Distributed Gradient
     Descent" (EMNLP 2017), with one that is estimated from a sample.
 
-    threshold: a number > 0, the same for every tensor, in the unit of the gradients (at CF 1
-        everything is kept all the same); None: what k elements reach, estimated in each step.
+    threshold: a number > 0, the same for every tensor, in units of the gradients (at CF 1 all
+        elements are kept all the same); None: the threshold that k elements reach, estimated in
+        each step.
     """
 
     name = "threshold"
@@ -117,12 +120,13 @@ class RedSync(Sparsifier):
 
     Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep
     Learning Training System" (JPDC 2019; arXiv 1808.04357, 2018), its threshold binary search:
-    threshold = mean + ratio (max - mean), the ratio bisected until the count of elements above
-    fits. The paper accepts k to 2k elements; what is sent here has k slots, so 0.9k to k are.
+    threshold = mean + ratio (max - mean), where the ratio is bisected until the number of elements
+    above fits. The paper accepts k to 2k elements. Payloads here have k slots, so 0.9k to k are
+    accepted.
 
-    If 30 bisections do not lead there, the count nearest below k that was seen is taken. If fewer
-    than k elements reach the mean (CF below 2.4 for a normal distribution), the threshold is sought
-    between 0 and the mean. At CF 1 all elements are kept.
+    If 30 bisections do not reach this, the threshold with the largest number up to k is taken. If
+    fewer than k elements reach the mean (CF below 2.4 for a normal distribution), the threshold is
+    searched between 0 and the mean. At CF 1 all elements are kept.
     """
 
     name = "redsync"
@@ -144,7 +148,7 @@ def bisect(magnitudes: Array, mean: float, k: int) -> float:
     most = float(magnitudes.max())
     if not isfinite(mean) or not isfinite(most):
         return 0.0
-    mean = min(mean, most)  # which rounding may have changed
+    mean = min(mean, most)  # by rounding the mean may be above the maximum
     low, best = (0.0, mean) if count(mean) <= k else (mean, most)
     reached = count(best)
     for _ in range(_ROUNDS):
@@ -160,17 +164,18 @@ def bisect(magnitudes: Array, mean: float, k: int) -> float:
 
 
 def bisect_at_once(largest: Tensor, mean: Tensor, k: int) -> Tensor:
-    """What `bisect` finds, in tensor arithmetic. largest: the k + 1 largest magnitudes, descending.
+    """The result of `bisect`, in tensor arithmetic. largest: the k + 1 largest magnitudes,
+    descending.
 
     Round j ends at the lowest of 2**j + 1 evenly spaced thresholds that at most `k` magnitudes
-    reach, so the lowest above the last of `largest`: there all rounds are computed at once."""
+    reach: the lowest one above the last of `largest`. So all rounds are computed at once."""
     most, beyond = largest[0].double(), largest[-1]
     mean = torch.minimum(mean, most)
     few = mean.to(largest.dtype) > beyond
     low, high = mean.masked_fill(few, 0.0), torch.where(few, mean, most)
     parts = 2.0 ** torch.arange(_ROUNDS + 1, dtype=torch.float64, device=mean.device)
     below = ((beyond - low) / (high - low) * parts).floor()
-    near = below[:, None] + torch.arange(3, device=mean.device)  # rounding may move it by one
+    near = below[:, None] + torch.arange(3, device=mean.device)  # rounding may change it by one
     grid = torch.minimum(low + near / parts[:, None] * (high - low), high).to(largest.dtype)
     lowest = torch.where(grid > beyond, grid, most.to(grid.dtype)).amin(1).cummin(0).values
     count = k + 1 - torch.searchsorted(largest.flip(0), lowest)

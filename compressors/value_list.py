@@ -1,4 +1,4 @@
-"""A list of values that all travel, as a value format says."""
+"""A compressor that sends all values of a tensor, coded by a value format."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from compressors.wire.values import Layout, ValueFormat
 
 
 class ValueList(Compressor):
-    """A value list sends every element of a tensor, coded by `form`. The tensor becomes what its
-    payload stands for, and may be one of its parts. Energies are unknown; of no element there is no
-    part."""
+    """A value list sends every element of a tensor, coded by `form`. `compress` sets the tensor to
+    the decoded payload; the tensor itself may be a part of the payload. Energies are unknown. The
+    payload of an empty tensor has no parts."""
 
     def __init__(self, form: ValueFormat) -> None:
         self.name, self.form = form.name, form
@@ -70,7 +70,7 @@ class ValueList(Compressor):
         add: bool,
         as_zeros: Flag = False,
     ) -> bool:
-        """By one of Triton's kernels, for any number of payloads; False where it cannot."""
+        """Decode any number of payloads by one of Triton's kernels; False if there is none."""
         fused, coding = kernels_for(out).fused(out), self.form.coding
         if fused is None or coding is None or as_zeros is True:
             return False

@@ -1,4 +1,4 @@
-"""Triton's kernels are compiled before the first step that needs them."""
+"""The compilation of Triton's kernels before the first step that needs them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from compressors.sharded import Sharded
 log = logging.getLogger("adaptive")
 
 SIZES = (4_096, 65_537)
-"""Elements of the tensors that are compressed: one that a single program selects from, and one for
-several; the kernels for other sizes are the same."""
+"""Elements of the tensors that are compressed: one for a single program, and one for several
+programs. The kernels for other sizes are the same."""
 
 
 def warm_up(
     base: Compressor, cfs: Iterable[float], ranks: int, device: torch.device, shards: bool = False
 ) -> None:
-    """Take a tensor through all that a step does with it, once at each of the CFs. Then Triton has
-    compiled the kernels, or has found them in its cache. On a host nothing is done.
+    """Compress and decode a tensor as a step does, once at each of the CFs. Triton then compiles
+    the kernels, or finds them in its cache. On a host nothing is done.
 
-    shards: also as the sharded exchange does it, in a shard for each of the ranks.
+    shards: also compress in shards, one for each rank, as the sharded exchange does.
 
-    Nothing comes of it: the compressors are copies, no random number is drawn, and a compressor
-    that wants tensors of its model only is left alone."""
+    There are no other effects: the compressors are copies, no random number is drawn, and errors of
+    a compressor that accepts tensors of its model only are ignored."""
     if not takes_triton(torch.empty(1, device=device)):
         return
     log.info(
@@ -44,7 +44,7 @@ def warm_up(
         scale_if(flag, x, 1.0)
         for cf in sorted(cfs):
             compressor = base.at(cf)
-            if isinstance(compressor, RoundsCompressor):  # theirs are torch's operations
+            if isinstance(compressor, RoundsCompressor):  # uses torch's operations only
                 continue
             try:
                 _take(deepcopy(compressor), x.clone(), cf, ranks, flag)
@@ -70,7 +70,7 @@ def _take(
 def _take_in_shards(
     compressor: Compressor, x: torch.Tensor, cf: float, ranks: int, flag: torch.Tensor
 ) -> None:
-    """`x` becomes shards of equal length, which are treated at once."""
+    """As `_take`, with `x` cut into shards of equal length, which are compressed at once."""
     x = x[: len(x) // ranks * ranks]
     by = Sharded(compressor, ranks)
     spec = Spec.of(x, compressor.nearest(Spec((x.numel(),), cf)), Key("warm-up"))

@@ -51,7 +51,7 @@ PolicyName = Literal[
     "schedule",
     "warmup",
 ]
-"""Names of the library's own policies. One that was registered is made by `make_policy`."""
+"""Names of the library's own policies. `make_policy` also knows registered names."""
 
 LIBRARY: Mapping[str, Callable[..., Policy]] = {
     "accordion": Accordion,
@@ -64,7 +64,7 @@ LIBRARY: Mapping[str, Callable[..., Policy]] = {
     "schedule": Schedule,
     "warmup": Warmup,
 }
-"""What makes the library's own policies, by name."""
+"""The factories of the library's own policies, by name."""
 
 _registry = dict(LIBRARY)
 

@@ -1,4 +1,4 @@
-"""Accordion (Agarwal and others, 2021): little compression in critical regimes, else much."""
+"""Accordion (Agarwal and others, 2021): a small CF in critical regimes, else a large CF."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEPT = 1 / 0.99, 10.0
 """The authors' CFs for top-k: 99% and 10% of the elements are kept."""
 
 LATE = 3
-"""Reports arrive late, by fewer steps than this. When a state is saved, all of them are taken in at
-once. So the step in which a sum is read may be passed over, or planned twice."""
+"""Reports lag by fewer steps than this. When a state is saved, all missing reports are observed at
+once. So the step in which a sum is read may be left out, or planned twice."""
 
 ALWAYS = 3
-"""Detection intervals in a row with a drop of the learning rate, after which the policy says that
-its schedule falls all the time."""
+"""Number of detection intervals in a row with a drop of the learning rate after which the policy
+warns of a schedule that falls all the time."""
 
 FALLS = (
     "the learning rate keeps dropping, so every regime stays critical and the low CF is sent: "
@@ -30,7 +30,7 @@ FALLS = (
 )
 
 NAMED = 3
-"""Layers that a reason names; further ones are only counted."""
+"""The largest number of layers that a reason names. Further layers are only counted."""
 
 
 @dataclass(eq=False)
@@ -41,13 +41,13 @@ class Regime(Stateful):
     | ||G_old|| - ||G_new|| | / ||G_old|| >= eta (Algorithm 1), and if ||G_old|| is 0."""
 
     critical: bool = saved(True)
-    norm: float | None = saved(None)  # of the gradient summed over the last interval that had one
+    norm: float | None = saved(None)  # of the summed gradient, in the last interval with a norm
 
     def detect(self, norm: float, eta: float, stays: bool) -> str:
-        """Take in the norm of an interval. Returns the numbers if the regime changes, else "".
+        """Compare the norm of an interval. Returns the numbers if the regime changes, else "".
 
         stays: the regime must not change now."""
-        if not isfinite(norm) or norm < 0:  # not read, or a gradient was not finite
+        if not isfinite(norm) or norm < 0:  # the norm was not read, or is not finite
             return ""
         old, self.norm = self.norm, norm
         if old is None or stays:
@@ -57,8 +57,8 @@ class Regime(Stateful):
         if self.critical == was:
             return ""
         sign = "at least" if self.critical else "less than"
-        told = f"norm of its accumulated gradient {old:.4g} to {norm:.4g}, a change of"
-        return f"{told} {percent(relative)}, {sign} eta {percent(eta)}"
+        change = f"{old:.4g} to {norm:.4g}, a change of {percent(relative)}"
+        return f"norm of its accumulated gradient {change}, {sign} eta {percent(eta)}"
 
 
 @dataclass(eq=False)
@@ -79,8 +79,8 @@ class Accordion(DeclaredPolicy):
     per_layer: each layer has its own regime, and so its own CF, as in the paper.
     compress_vectors: False sends tensors of one dimension (norms, biases) dense. They then have no
         regime. It needs per_layer.
-    epoch: the rule of the paper (see `paper`) sums so many steps, fewer than `interval`. None: our
-        rule, which compares the mean gradients of whole intervals.
+    epoch: number of steps, fewer than `interval`, that the rule of the paper sums (see `paper`).
+        None: this library's rule, which compares the mean gradients of whole intervals.
     ValueError or TypeError names the setting that is wrong.
     """
 
@@ -98,10 +98,10 @@ class Accordion(DeclaredPolicy):
     epoch: int | None = setting(None, checks.whole, or_none=True, least=1)
 
     _step: int = saved(0)  # of the interval
-    _unread: int = saved(LATE)  # steps since the last sum
-    _dropped: bool = saved(False)  # whether the learning rate has, in this interval
-    _fell: bool = saved(False)  # the same, whatever `_dropped` is for
-    _falling: int = saved(0)  # intervals in a row, before this one, in which it has
+    _unread: int = saved(LATE)  # steps since the last sum was read
+    _dropped: bool = saved(False)  # the learning rate has dropped: regimes stay critical for now
+    _fell: bool = saved(False)  # the learning rate has dropped in this interval
+    _falling: int = saved(0)  # intervals in a row, before this one, with a drop
     _lr: float | None = saved(None)
     _reason: str = saved("")
     _regimes: dict[str, Regime] = saved()  # by layer; "" is the whole model
@@ -125,8 +125,8 @@ class Accordion(DeclaredPolicy):
         code asks rank 0 alone. Here the mean of the ranks' norms decides.) Any drop of the
         learning rate makes all regimes critical until the next detection. Tensors of one dimension
         are sent dense. `low` and `high` keep 99% and 10% of the elements, as the authors do with
-        top-k. With PowerSGD they have ranks: paper(4, 1, as_ranks=True), or (2, 1). How gradients
-        are compressed comes along, see `compression`."""
+        top-k. With PowerSGD the authors use ranks: paper(4, 1, as_ranks=True), or (2, 1). The
+        compression is that of the paper, too (`compression`)."""
         tenth = max(1, checks.whole("interval", interval, least=2) // 10)
         epoch = tenth if epoch is None else epoch
         published = {"per_layer": True, "compress_vectors": False, "rate_drop": 1.0}
@@ -134,8 +134,8 @@ class Accordion(DeclaredPolicy):
 
     @property
     def compression(self) -> Mapping[str, Any]:
-        """As published: the policy's own two CFs (or ranks of PowerSGD) by layers, values of 32
-        bits, plain error feedback."""
+        """With the rule of the paper: the policy's two CFs (or ranks of PowerSGD) by layers, values
+        of 32 bits, plain error feedback."""
         if self.epoch is None:
             return {}
         published = {"granularity": "layer", "memory": "residual"}
@@ -188,7 +188,7 @@ class Accordion(DeclaredPolicy):
         return cfs
 
     def _send(self) -> tuple[float, Mapping[str, float]]:
-        """The CF, and those of the layers if these do not all have the same."""
+        """(CF of the plan, CFs of the layers; none if all layers have the same)."""
         cfs = dict.fromkeys(self._vectors, DENSE)
         for name, regime in self._regimes.items():
             cfs[name] = self._low[name] if regime.critical else self._high[name]
@@ -200,8 +200,8 @@ class Accordion(DeclaredPolicy):
 
     @property
     def critical(self) -> bool:
-        """Whether the model, or a layer of it, is in a critical regime. The same on every rank, so
-        that a script may take larger batches where it is not (docs/recipes.md)."""
+        """Whether the model, or a layer of it, is in a critical regime. The same on every rank. A
+        script may use larger batches outside critical regimes (docs/recipes.md)."""
         return any(regime.critical for regime in self._regimes.values())
 
     def plan(self) -> Plan:
@@ -221,12 +221,12 @@ class Accordion(DeclaredPolicy):
         dropped = self._watch_learning_rate(report.lr)
         read = isfinite(report.sum_norm) or bool(report.layer_norms)
         twice = self._unread < min(LATE, self.interval - 1)
-        # After a drop, too: the next sum is compared with this one.
+        # Also after a drop, because the next sum is compared with this one.
         detected = "" if twice else self._detect(report)
         self._unread = 0 if read else self._unread + 1
         self._step = (self._step + 1) % self.interval
         falls = self._step == 0 and self._end_interval()
-        if self._step == 0 or self.epoch is not None:  # as published the next detection judges
+        if self._step == 0 or self.epoch is not None:  # by the paper the next detection decides
             self._dropped = False
         self._reason = joined(dropped or detected, FALLS if falls else "")
 
@@ -245,7 +245,8 @@ class Accordion(DeclaredPolicy):
         return f"critical regime: learning rate {before:.4g} -> {lr:.4g}" if quiet else ""
 
     def _end_interval(self) -> bool:
-        """Whether the learning rate is seen to fall all the time, for the first time."""
+        """End an interval. Returns whether now, for the first time, the learning rate has dropped
+        in ALWAYS intervals in a row."""
         self._falling = min(self._falling + 1, ALWAYS + 1) if self._fell else 0
         self._fell = False
         return self._falling == ALWAYS
@@ -254,15 +255,15 @@ class Accordion(DeclaredPolicy):
         return FALLS if self._falling >= ALWAYS else ""
 
     def _detect(self, report: StepReport) -> str:
-        """Compare two intervals if one has just ended; returns why if a regime changes."""
-        begun: list[str] = []
+        """Compare two intervals if one has just ended. Returns why a regime changes, else ""."""
+        critical: list[str] = []
         over: list[str] = []
         for name, regime in self._regimes.items():
             norm = report.layer_norms.get(name, nan) if self.per_layer else report.sum_norm
             if numbers := regime.detect(norm, self.eta, stays=self._dropped):
-                told = f"{name}: {numbers}" if self.per_layer else numbers
-                (begun if regime.critical else over).append(told)
-        changes = {"critical regime": begun, "critical regime over": over}
+                reason = f"{name}: {numbers}" if self.per_layer else numbers
+                (critical if regime.critical else over).append(reason)
+        changes = {"critical regime": critical, "critical regime over": over}
         return joined(*(f"{what}\n{_listed(which)}" for what, which in changes.items() if which))
 
     def candidates(self) -> tuple[float, ...]:
@@ -270,7 +271,8 @@ class Accordion(DeclaredPolicy):
         return tuple(sorted({*self._low.values(), *self._high.values(), *dense}))
 
     def status(self) -> Mapping[str, float]:
-        """critical: part of the regimes that are. sum_norm: of the whole model, last interval."""
+        """critical: share of regimes that are critical. sum_norm: of the whole model, in the last
+        interval."""
         regimes = self._regimes.values()
         whole = None if self.per_layer else self._regimes[""].norm
         return {
@@ -279,7 +281,8 @@ class Accordion(DeclaredPolicy):
         }
 
     def rescale(self) -> None:
-        """Regimes stay until two sums can be compared: means over more ranks have less noise."""
+        """Forget the norms, because means over more ranks have less noise. Regimes do not change
+        until two new sums can be compared."""
         for regime in self._regimes.values():
             regime.norm = None
         self._step, self._unread = 0, LATE
@@ -293,6 +296,6 @@ def _rank(name: str, value: float | None) -> int:
     return checks.whole(name, int(value or 0) if whole else value, least=1)
 
 
-def _listed(told: list[str]) -> str:
-    more = f" and {len(told) - NAMED} more" if len(told) > NAMED else ""
-    return ", ".join(told[:NAMED]) + more
+def _listed(reasons: list[str]) -> str:
+    more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+    return ", ".join(reasons[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""The contract between a policy and the controller, and what all policies have in common.
+"""The contract between a policy and the controller, and the base class of declared policies.
 
 A policy is a pure state machine over agreed statistics. The same reports lead to the same plans.
 So a policy can be replayed from a record, and never makes two ranks disagree.
@@ -19,30 +19,30 @@ from policies.ladder import make_ladder
 from policies.state import Stateful, read
 
 DENSE = 1.0
-"""The CF that means that nothing is compressed."""
+"""The CF of an uncompressed step."""
 
 GainKind = Literal["gradient", "error_fed", "raw"]
 """The definitions of the gain of a CF.
 
-"gradient": the energy that compression keeps of the gradient before error feedback.
-"error_fed": the energy that it keeps of the error-fed gradient (GraVAC's paper).
-"raw": norms kept over norms of the gradients, both summed over what is compressed as one (GraVAC's
-    released code). A ratio of norms, so 0.7 is about 0.49 of the others."""
+"gradient": the share of energy that compression keeps of the gradient before error feedback.
+"error_fed": the share of energy that it keeps of the error-fed gradient (GraVAC's paper).
+"raw": kept norms / norms of the gradients, both summed over the tensors that are compressed as one
+    (GraVAC's released code). A ratio of norms: 0.7 is about 0.49 by the other definitions."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The facts of a run that a policy is told once, before its first plan. CFs are floats >= 1."""
+    """The facts of a run that a policy gets once, before its first plan. CFs are floats >= 1."""
 
     cf_range: tuple[float, float]  # smallest and largest CF that may be sent besides dense
     world_size: int
-    supported: Callable[[float], float] = float  # the nearest CF that the compressor can do
+    supported: Callable[[float], float] = float  # the nearest CF that the compressor can reach
     # Names of the compressors at CFs whose gains are assumed: {8: "int4"}.
     rungs: Mapping[float, str] = field(default_factory=dict)
     # Assumed gains by CF, of hooks of other libraries and of quantizers below the range. The CFs
     # are candidates as well.
     assumed: Mapping[float, float] = field(default_factory=dict)
-    # CFs at which a step is a dense one in fewer bits: there is nothing to compress or to decode.
+    # CFs at which a step is dense in fewer bits, without compressing or decoding.
     uncoded: frozenset[float] = frozenset()
     # CFs of hooks without an assumed gain. They are sent only if the user names them.
     unknown: frozenset[float] = frozenset()
@@ -51,18 +51,19 @@ class Context:
     local_steps: tuple[int, ...] = (1,)
     # Local steps that may pass while an exchange is under way (policies/step_time.py).
     overlap: int | None = 0
-    # Steps after which the mean of a step may take its place, ascending. With one number the policy
-    # has no choice. 0: before the next step begins.
+    # Steps after which the mean of a step may replace it, ascending. With one number the policy has
+    # no choice. 0: before the next step begins.
     delays: tuple[int, ...] = (0,)
-    # Exponent of the gain in T_comp that suits what is sent: how fast progress falls with the gain.
+    # Exponent of the gain in T_comp for the tensors that are sent (gradients or updates): how fast
+    # progress falls with the gain.
     power: float = 0.5
     # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
-    # The link as it was when the run began: its latency in seconds, and seconds for each byte of
-    # wire_bytes. 0: not known.
+    # The link when the run began: (latency in seconds, seconds for each byte of wire_bytes). 0: not
+    # known.
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
-    # Seconds that a message takes besides its bytes, as it was when the run began. It is measured
-    # too long on a busy machine. 0: not known.
+    # Latency of a message in seconds, when the run began. On a busy machine the measured latency is
+    # too long. 0: not known.
     latency: Callable[[], float] = lambda: 0.0
     # Shape, by name and in the model's order, of each layer (parameter) that may have its own CF.
     # Empty if the layers are not known or must all have the same CF.
@@ -82,7 +83,7 @@ class Context:
         return cf
 
     def ladder(self, step_size: float, scaling: str = "geometric") -> tuple[float, ...]:
-        """The ascending CFs to choose from (`make_ladder`) that the compressor can do."""
+        """The ascending CFs to choose from (`make_ladder`), as the compressor can reach them."""
         rungs = make_ladder(self.cf_range, scaling, step_size)
         return tuple(sorted({self.supported(cf) for cf in rungs}))
 
@@ -93,28 +94,27 @@ class Plan:
 
     send: float  # the CF. 1 is dense
     probe: tuple[float, ...] = ()  # CFs to measure without sending them, also while dense is sent
-    # Why it differs from the plan before: a first line to be read, and in further lines the
-    # arithmetic behind it. "": no difference.
+    # Why the plan changes: a first line in words, and further lines with the numbers behind it. "":
+    # no change.
     reason: str = ""
     accumulate: bool = False  # keep the sum of the decoded mean gradients (as large as the model)
     local_sum: bool = False  # keep the sum of each rank's local gradients instead
-    # Put the norm of that sum into this step's report, and start a new sum. With `layerwise = True`
+    # Put the norm of the sum into this step's report, and start a new sum. With `layerwise = True`
     # the report also has the norm of each layer's part.
     read_sum: bool = False
     # CFs of single layers, by name. All other layers are sent at `send`. Only policies with
     # `layerwise = True` may fill it.
     layers: Mapping[str, float] = field(default_factory=dict)
-    # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: as many as
-    # before.
+    # Local steps of each rank until the next exchange, one of `Context.local_steps`. 0: unchanged.
     local_steps: int = 0
-    # Steps after which the mean of what is sent takes its place, one of `Context.delays`. What is
-    # under way comes no sooner than it would have. None: as many as before.
+    # Steps after which the mean of this step replaces it, one of `Context.delays`. Means under way
+    # arrive no sooner than planned before. None: unchanged.
     delay: int | None = None
-    # No decision needs to know what `send` keeps, or in a dense step the norm of gradients: both
-    # are measured in a few steps only, for the record.
+    # No decision needs the gain of `send`, or in a dense step the norm of gradients: both are
+    # measured in a few steps only, for the record.
     skip_gains: bool = False
-    # Measure what `send` and `probe` keep of each layer, too (`StepReport.layer_measurements`).
-    # Only policies with `layerwise = True` may ask for it.
+    # Measure the energies kept at `send` and `probe` for each layer, too
+    # (`StepReport.layer_measurements`). Only policies with `layerwise = True` may ask for it.
     by_layer: bool = False
     # Call `Policy.measure` in this step.
     measure: bool = False
@@ -122,7 +122,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What compression at one CF kept and lost in one step.
+    """The energies that compression at one CF kept and lost in one step.
 
     Energies are squared norms, summed over tensors and ranks. nan: not measured. g is the local
     gradient, a the error-fed gradient, c = C(a), and s a fixed strided sample of g."""
@@ -133,8 +133,8 @@ class Measurement:
     grad: float = nan  # ||g||^2
     sample_error: float = nan  # ||s - C(s)||^2
     sample_total: float = nan  # ||s||^2
-    # Norms for the gain "raw", summed over ranks and over what is compressed as one: a tensor, or
-    # several. A second compression does not lower `kept_norms`.
+    # Norms for the gain "raw", summed over ranks and over the units that are compressed as one
+    # tensor. A second compression does not lower `kept_norms`.
     kept_norms: float = nan  # ||c||
     grad_norms: float = nan  # ||g||
 
@@ -142,7 +142,7 @@ class Measurement:
         """Numerator and denominator of a gain, to be averaged separately."""
         if kind == "error_fed":
             return _surviving(self.total, self.error), self.total
-        if kind == "raw" and isnan(self.grad_norms):  # the same where all is compressed as one
+        if kind == "raw" and isnan(self.grad_norms):  # the same if there is only one unit
             return _root(self.kept), _root(self.grad)
         if kind == "raw":
             return self.kept_norms, self.grad_norms
@@ -154,8 +154,8 @@ class Measurement:
 
     @property
     def energy_over_gradient(self) -> float:
-        """||c||^2 / ||g||^2, with the gradient before error feedback below the bar. Above 1 where
-        what has waited is sent. nan: not known."""
+        """||c||^2 / ||g||^2, with the gradient before error feedback in the denominator. Above 1 if
+        much of the residual is sent. nan: not known."""
         known = isfinite(self.kept) and isfinite(self.grad) and self.grad > 0
         return self.kept / self.grad if known else nan
 
@@ -163,8 +163,8 @@ class Measurement:
     def energy_ratio(self) -> float:
         """||c||^2 / ||a||^2, the ratio that GraVAC's paper names gain. nan: not known.
 
-        It equals the gain "error_fed" where the base keeps elements as they are. A base that rounds
-        or scales them may have any ratio, above 1 too, so no policy decides by it."""
+        It equals the gain "error_fed" if the base sends elements unchanged. A base that rounds or
+        scales elements may have any ratio, also above 1, so no policy decides by it."""
         known = isfinite(self.kept) and isfinite(self.total) and self.total > 0
         return self.kept / self.total if known else nan
 
@@ -191,7 +191,7 @@ class StepReport:
     step: int  # index, from 0
     cf: float  # the CF sent in this step
     measurements: Mapping[float, Measurement] = field(default_factory=dict)  # CF sent and probed
-    # All times are of the step before this one: a step's time is known when the next one begins.
+    # All times are those of the step before, because a step's time is known when the next begins.
     # timed_cf and timed_bytes: CF and wire bytes of that step.
     timed_cf: float = nan
     timed_steps: int = 1  # steps of each rank in that time, more than one with local steps
@@ -200,33 +200,33 @@ class StepReport:
     compress_seconds: float = nan  # compression, mean over ranks
     exchange_seconds: float = nan  # wait after backward for network and slower ranks, mean
     wire_bytes: float = nan  # bytes that a rank put on the wire in this step
-    dense_wire_bytes: float = nan  # bytes that dense all-reduce would have put there
+    dense_wire_bytes: float = nan  # bytes that a dense all-reduce would have put on the wire
     timed_bytes: float = nan
     grad_norm: float = nan  # root of the mean over ranks of ||g||^2
-    # Norm of the sum of the mean gradients since the last reading, where the plan read it. With
+    # Norm of the sum of the mean gradients since the last reading, if the plan reads it. With
     # `local_sum`: mean of the ranks' norms.
     sum_norm: float = nan
     lr: float = nan  # of the first parameter group, if an optimizer was handed over
-    # `sum_norm` of each layer, by name, where the policy is `layerwise` and the plan read the sum.
+    # `sum_norm` of each layer, by name, if the policy is `layerwise` and the plan reads the sum.
     layer_norms: Mapping[str, float] = field(default_factory=dict)
-    # `kept`, `error` and `total` by layer and by the CF at which that layer was sent or probed,
-    # where the plan asks for them (`by_layer`); without what a second compression, of means, loses.
+    # `kept`, `error` and `total` by layer and by the CF at which the layer was sent or probed, if
+    # the plan asks for them (`by_layer`). The error of a second compression, of means, is left out.
     # Empty if a gradient was not finite.
     layer_measurements: Mapping[str, Mapping[float, Measurement]] = field(default_factory=dict)
-    # The sums of what the policy's own `measure` has returned, where the plan asks for it. Empty if
-    # a gradient was not finite.
+    # The sums of the results of the policy's `measure`, if the plan asks for them. Empty if a
+    # gradient was not finite.
     measured: Sequence[float] = field(default_factory=list)
     decode_seconds: float = nan  # decoding what was received, mean over ranks
     compute_seconds: float = nan  # forward and backward, mean over ranks. nan without a model
     statistics_bytes: float = 0.0  # the part of wire_bytes that does not depend on the model's size
     down_bytes: float = 0.0  # the part of wire_bytes that brings means back. nan with shards
-    # What compression keeps of the means of the sharded exchange, by the CF at which they travel
-    # back; where that is chosen.
+    # Energies of the means of the sharded exchange, by the CF at which they are sent back, if a
+    # policy chooses that CF.
     means: Mapping[float, Measurement] = field(default_factory=dict)
-    hops: int = 1  # messages that waited for one another. dense_hops: those of a dense step
+    hops: int = 1  # messages that waited for one another. dense_hops: of a dense step
     dense_hops: int = 1
-    # exchange_seconds of the rank that waited least. That rank was ready last and waited for
-    # nobody, so this is the time of the network alone.
+    # exchange_seconds of the rank that waited least. That rank was ready last and waited for no
+    # other rank, so this is the time of the network alone.
     network_seconds: float = nan
 
     def gain(self, cf: float, kind: GainKind) -> float:
@@ -260,18 +260,18 @@ def _known(seconds: float) -> float:
 class Policy(ABC):
     """A rule that decides which CF is sent in each step.
 
-    The controller calls, on every rank alike, `start(context)` once, then `plan()` before and
+    On every rank the controller calls `start(context)` once, then `plan()` before and
     `observe(report)` after each step. A user's own policy overrides at least the abstract methods.
     """
 
     name: str = ""
     gain: GainKind = "gradient"  # the gain that decides. T_comp in the timeline uses it too
     layerwise: bool = False  # plans may give single layers their own CFs
-    needs_sparsifier: bool = False  # its rule holds for bases that keep the largest elements
+    needs_sparsifier: bool = False  # the rule holds only for bases that keep the largest elements
     chooses_local_steps: bool = False  # plans may set the number of local steps
     chooses_delay: bool = False  # plans may set the delay
     measures: int = 0  # how many numbers `measure` returns
-    promise: str = "with no promise of dense's quality"  # of a run's quality, ends the headline
+    promise: str = "with no promise of dense's quality"  # the end of the headline, about quality
 
     @abstractmethod
     def start(self, context: Context) -> None:
@@ -281,17 +281,17 @@ class Policy(ABC):
     def plan(self) -> Plan:
         """The plan for the next step."""
 
-    def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule need not look
-        """Take in the statistics of the step just planned."""
+    def observe(self, report: StepReport) -> None:  # noqa: B027 - a fixed rule needs no report
+        """Learn from the statistics of a step that was planned."""
 
     def measure(self, gradients: Any) -> Any:
-        """A statistic of the policy's own. It is called in steps whose plan says `measure=True`.
-        What it returns is added up over all gradients and ranks (`StepReport.measured`): counts,
-        sums, sums of squares.
+        """The policy's own statistics: counts, sums or sums of squares. Called in steps whose plan
+        has `measure=True`. The results are summed over all gradients and ranks
+        (`StepReport.measured`).
 
-        gradients: some of this rank's, a flat tensor; updates in a step that sends these. Returns a
-        tensor of `measures` numbers, where `gradients` are. It changes nothing, and reads no value
-        of a tensor (`if`, `float`): a device would have to wait for it."""
+        gradients: some of this rank's gradients (flat); updates in a step that sends updates.
+        Returns a tensor of `measures` numbers, on the device of `gradients`. Must change no tensor,
+        and read no value of a tensor (`if`, `float`): the host would wait for the device."""
         raise NotImplementedError(f"policy {self.name!r} must define measure()")
 
     def candidates(self) -> Sequence[float]:
@@ -316,23 +316,23 @@ class Policy(ABC):
 
     @property
     def compression(self) -> Mapping[str, Any]:
-        """Arguments of `AdaptiveCompressor` that belong to the policy, as those of its paper. Each
-        counts where the user leaves that argument out."""
+        """The policy's own defaults for arguments of `AdaptiveCompressor`, such as those of its
+        paper, used for arguments that the user leaves out."""
         return {}
 
-    def rescale(self) -> None:  # noqa: B027 - a fixed rule knows nothing of ranks
-        """Forget what depends on the number of ranks: step times, bytes on the wire, norms of mean
-        gradients. Called after a state of another number of ranks was loaded."""
+    def rescale(self) -> None:  # noqa: B027 - a fixed rule does not depend on ranks
+        """Forget all that depends on the number of ranks: step times, bytes on the wire, norms of
+        mean gradients. Called after a state of another number of ranks was loaded."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly from here, in plain JSON-like values."""
+        """The whole state, from which a policy goes on exactly, in plain JSON-like values."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. It is
-        called on a copy (`policies.state.twin`): what the policy holds must be replaced, and not
-        changed in place."""
+        called on a copy (`policies.state.twin`), so it must replace the policy's objects, and not
+        change them in place."""
 
 
 def setting(
@@ -349,15 +349,15 @@ def setting(
 class DeclaredPolicy(Stateful, Policy):
     """A policy that is a dataclass. Its state is its `saved` fields, settings and candidates.
 
-    A state of other settings or candidates is refused: the run would go on as something else."""
+    A state of other settings or candidates is refused, because the run would go on differently."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """TypeError for settings that it has not, which says what it has."""
-        taken = signature(cls.__init__)
+        """TypeError, naming the accepted settings, for a setting that the policy does not have."""
+        known = signature(cls.__init__)
         try:
-            taken.bind_partial(None, *args, **settings)
+            known.bind_partial(None, *args, **settings)
         except TypeError as error:
-            accepted = ", ".join([*taken.parameters][1:])
+            accepted = ", ".join([*known.parameters][1:])
             raise TypeError(f"{cls.__name__}: {error}; accepted: {accepted}") from None
         return super().__new__(cls)
 
@@ -368,7 +368,7 @@ class DeclaredPolicy(Stateful, Policy):
                 setattr(self, each.name, each.metadata["check"](each.name, value))
 
     def _saved_settings(self) -> dict[str, Any]:
-        """What a saved state must agree with, in JSON-like values."""
+        """The settings that a saved state must have, too, in JSON-like values."""
         names = [each.name for each in fields(self) if "check" in each.metadata]
         settings = {name: getattr(self, name) for name in names}
         return {**settings, "candidates": list(self.candidates())}

@@ -1,4 +1,4 @@
-"""What GraVAC knows of its candidates, and what it concludes from their gains and throughputs."""
+"""The statistics of GraVAC's candidates, and the conclusions from their gains and throughputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from policies.words import costs, named, percent, progress, seconds_in_words
 class Averages(Stateful):
     """Exponentially weighted ratios of means by CF, E[top] / E[bottom]. With bottom 1: plain means.
 
-    Both means start from zero and need the same bias correction, 1 / (1 - (1 - weight)^n). It
-    cancels in the ratio, so the first values count fully.
+    Both means start from zero and need the same bias correction, 1 / (1 - (1 - weight)^n). The
+    correction cancels in the ratio, so the first values count fully.
 
     weight: weight of a new value, in (0, 1].
     """
@@ -26,7 +26,7 @@ class Averages(Stateful):
     _means: dict[float, tuple[int, float, float]] = saved({})  # steps, top, bottom
 
     def add(self, cf: float, top: float, bottom: float = 1.0) -> None:
-        """Take in one step. A step that is not finite, or has bottom <= 0, is skipped."""
+        """Add one step. A step that is not finite, or has bottom <= 0, is skipped."""
         known = isfinite(top) and isfinite(bottom)
         if not known or self.weight * bottom <= 0:
             return
@@ -36,7 +36,7 @@ class Averages(Stateful):
         self._means[cf] = steps + 1, mean_top, mean_bottom
 
     def steps(self, cf: float) -> int:
-        """Steps of a CF that were taken in."""
+        """The number of steps that were added for a CF."""
         return self._means[cf][0] if cf in self._means else 0
 
     def __getitem__(self, cf: float) -> float:
@@ -56,9 +56,9 @@ class CandidateStatistics(Stateful):
 
     kind: GainKind
     weight: float  # of a new value in the average of a gain
-    believed_after: int  # measurements that an average needs before it counts
+    believed_after: int  # number of measurements that an average needs before it counts
     nbytes: Callable[[float], float]  # bytes on the wire at a CF
-    assumed: Mapping[float, float]  # gains, by CF, of hooks whose gain cannot be measured
+    assumed: Mapping[float, float]  # gains, by CF, of hooks and rungs, which are not measured
     overlap: int | None = 0  # see `Context`
 
     _averages: Averages = saved()
@@ -69,13 +69,13 @@ class CandidateStatistics(Stateful):
         self.time = StepTime(self.nbytes, self.overlap, rungs=self.assumed.keys())
 
     def observe(self, report: StepReport) -> None:
-        """Take in one step."""
+        """Add the times and gains of one step."""
         self.time.observe(report)
         for cf, measurement in report.measurements.items():
             self._averages.add(cf, *measurement.terms(self.kind))
 
     def gain(self, cf: float | None) -> float | None:
-        """The gain of a CF in [0, 1]. Dense has 1. None: not known."""
+        """The gain of a CF, in [0, 1]; 1 for dense. None: not known."""
         if cf is None:
             return None
         if cf == DENSE:
@@ -91,7 +91,7 @@ class CandidateStatistics(Stateful):
         self._averages.keep_only(cfs)
 
     def forget_times(self) -> None:
-        """Step times have changed, gains have not."""
+        """Forget all step times, and keep the gains."""
         self.time = StepTime(self.nbytes, self.overlap, rungs=self.assumed.keys())
 
     def t_sys(self, cf: float) -> float | None:
@@ -109,26 +109,26 @@ class CandidateStatistics(Stateful):
         }
 
     def times_of(self, chosen: float, other: float) -> str:
-        """The step time of the chosen CF beside that of dense, in words. Where dense was chosen,
-        beside that of `other`. "": not known."""
-        beside = DENSE if chosen != DENSE else other
-        now, then = self.time.measured(chosen), self.time.measured(beside)
+        """The step times of the chosen CF and of dense, in words; if dense was chosen, of dense and
+        `other`. "": not known."""
+        compared = DENSE if chosen != DENSE else other
+        now, then = self.time.measured(chosen), self.time.measured(compared)
         if now is None:
             return ""
-        told = f"{seconds_in_words(now)} a step"
-        return told if then is None else f"{told}, {named(beside)} {seconds_in_words(then)}"
+        text = f"{seconds_in_words(now)} a step"
+        return text if then is None else f"{text}, {named(compared)} {seconds_in_words(then)}"
 
     def costs_of(self, cf: float, here: float) -> str:
-        """What a switch from `here` to a CF changes, in words: the bytes, and the step time where
-        both were sent."""
+        """The effect of a switch from `here` to a CF, in words: on the bytes, and on the step time
+        if both CFs were sent."""
         saved = 1 - self.nbytes(cf) / (self.nbytes(here) or nan)
         return costs(self.time.measured(cf), self.time.measured(here), saved)
 
     def why_dense_wins(self, cfs: Iterable[float]) -> str:
-        """Why none of the CFs can beat dense, in words. "": one may, or too little is known.
+        """Why none of the CFs can beat dense, in words. "": some CF may, or too little is known.
 
-        The bound is a step with nothing on the wire, the compression that takes least and the best
-        gain. It needs the step times of dense and of two of the CFs."""
+        The bound for all CFs is a step with nothing on the wire, the fastest compression and the
+        best gain. It needs the step times of dense and of two CFs."""
         dense = self.t_sys(DENSE)
         gains = {cf: gain for cf in cfs if (gain := self.gain(cf)) is not None}
         sent = [t_sys for cf in gains if (t_sys := self.t_sys(cf)) is not None]
@@ -147,23 +147,23 @@ class CandidateStatistics(Stateful):
 
 
 def loses_no_gain(floor: float | None, gain: float | None, omega: float) -> tuple[bool, str]:
-    """Whether a candidate's gain differs from the floor's by no more than omega, relative to the
-    floor's (section 3.2), and the numbers in words."""
+    """(yes or no, the numbers in words): whether a candidate's gain is within omega of the floor's
+    gain, relative to the floor's gain (section 3.2)."""
     if floor is None or gain is None:
         return False, "gains not known"
     lost = abs(floor - gain) / floor if floor > 0 else inf
     rises, sign = lost <= omega, "no more" if lost <= omega else "more"
     moves = "falls" if gain < floor else "rises"
-    told = f"gain {moves} by {percent(lost)} ({floor:.4g} to {gain:.4g}), {sign} than omega"
-    return rises, f"{told} {percent(omega)}"
+    change = f"gain {moves} by {percent(lost)} ({floor:.4g} to {gain:.4g})"
+    return rises, f"{change}, {sign} than omega {percent(omega)}"
 
 
 def choose(t_comp: Mapping[float, float], dense: float | None, omega: float) -> tuple[float, str]:
     """The CF to keep, and why: dense (1) if no CF beats it, else the CF where T_comp saturates.
 
-    CFs are compared from the smallest up, the kept one with the next. If their T_comp differ by no
-    more than omega, relative to the smaller CF's, the smaller CF stays. Else the CF with the larger
-    T_comp is kept (section 3.2).
+    CFs are compared in ascending order, the kept CF with the next one. If their values of T_comp
+    are within omega of each other, relative to the smaller CF's, the smaller CF is kept. Else the
+    CF with the larger T_comp is kept (section 3.2).
 
     t_comp: compression throughput (steps/s x gain) by CF, at least one.
     dense: T_comp of dense, whose gain is 1. None: dense is not a choice.

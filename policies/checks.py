@@ -75,8 +75,8 @@ def cf_range(value: Any) -> tuple[float, float]:
 
 
 def new_class(name: Any, cls: Any, parent: type, taken: Iterable[str]) -> None:
-    """What a user registers: a `name` that is not in `taken`, and a class `cls` that inherits from
-    `parent`, lacks no method and can be made without arguments. TypeError or ValueError if not."""
+    """TypeError or ValueError unless a user may register `cls` under `name`: the name is not in
+    `taken`, and the class inherits from `parent`, lacks no method and needs no arguments."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a text, got {name!r}")
     if name in taken:
@@ -93,8 +93,8 @@ def new_class(name: Any, cls: Any, parent: type, taken: Iterable[str]) -> None:
 
 
 def settings_of(made: object) -> str:
-    """An object of a user's class in words: the class and its settings. Attributes that begin with
-    "_" are no settings."""
+    """An object of a user's class in words: the class and its settings (all attributes whose names
+    do not begin with "_")."""
     known = sorted(vars(made).items())
     settings = ", ".join(f"{name}={value!r}" for name, value in known if name[:1] != "_")
     return f"{type(made).__name__}({settings})"

@@ -1,34 +1,34 @@
 """Goodput: go straight to the CF with the largest compression throughput, without trying others.
 
-The measure is GraVAC's (section 3.1), T_comp = T_sys x gain, with both factors known for every CF
-at any time: the step time from its model (step_time.py), the gain from a law. So nothing is sent
-only to be measured, and a changed network moves the CF as soon as it shows.
+The measure is GraVAC's (section 3.1), T_comp = T_sys x gain. Both factors are known for every CF at
+any time: the step time from a model (step_time.py), the gain from a law. So no CF is sent only to
+be measured, and the CF follows a change of the network at once.
 
-The law is gain = CF^-FALLS, about what runs have shown of the part of the true gradient that gets
-through at once. The remaining part is late, not lost, so progress falls more slowly: as the root of
-the gain, or for Adam's updates of two ranks, which go without momentum, as the fifth root. So the
-CF rises until the network takes an eighth of a step, or a twentieth. Gains that were measured in
-every step, in place of the law, made no run better (docs/research/defaults.md).
+The law is gain = CF^-FALLS: about the share of the true gradient that runs have sent without delay.
+The rest is delayed, not lost, so progress falls more slowly than the gain: as its square root, or
+as its fifth root for Adam's updates of two ranks, which have no momentum. So the CF rises until the
+network takes an eighth of a step (or a twentieth). Gains measured in every step, used instead of
+the law, made no run better (docs/research/defaults.md).
 
-Progress a second is not all: a run has a schedule, and must end at dense's quality in as many
-steps. So no CF is sent that is too large for the steps done so far (lateness.py). `goal="time"`
-has a bound twenty times as loose, for a schedule that is made longer.
+Progress a second is not the only goal: a run has a schedule, and must reach dense's quality in the
+same number of steps. So the steps done so far bound the CF (lateness.py). With `goal="time"` the
+bound is twenty times as loose, for a longer schedule.
 
-A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but at no
-larger CF than the smallest of the ladder; where the link is not known, at that one. Not at dense on
-a slow network: a dense step can take as long there as a hundred compressed steps. Nor at a large
-CF: the first gradients are the largest. They would wait in the residual until a later, smaller CF
-sends them all at once, which sets training back. Where the link is not known, or has changed, the
-policy comes down from a large CF in strides, and measures the network anew at each.
+A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
+the smallest CF of the ladder; if the link is not known, at the smallest CF of the ladder. It does
+not begin at dense on a slow network, where a dense step can take as long as a hundred compressed
+steps. It does not begin at a large CF, because the first gradients are the largest: they would stay
+in the residual until a smaller CF sends them all at once, which sets training back. If the link is
+not known, or has changed, the policy goes from a large CF to a smaller one in strides, and measures
+the network after each stride.
 
-A CF that was not sent on this network is measured by its first `opening` steps. Where these turn
-out to promise less than another CF, the policy moves on. What was measured stays known until the
-network changes, so the same promise is not believed twice.
+A CF that was not sent on this network is measured in its first `opening` steps. If it then promises
+less than another CF, the policy moves on. Measurements stay valid until the network changes, so the
+policy does not return to a CF because of the same wrong prediction.
 
-The assumed gains of int8 and int4 are alike, so the one with fewer bytes wins as soon as the
-network counts: CF 8 (int4), before CF 4 (int8). That is right, because 4 bits with error feedback
-lose no quality that runs have shown (docs/research/defaults.md). The assumed gain of bf16 is
-larger.
+The assumed gains of int8 and int4 are equal, so int4 (CF 8), with fewer bytes, wins against int8
+(CF 4) as soon as the network counts. That is right, because no run has shown a loss of quality by
+4 bits with error feedback (docs/research/defaults.md). The assumed gain of bf16 is larger.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from policies.step_time import StepTime
 from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
 
 SOON = 0.1
-"""Seconds that an exchange may take by the link at the CF of the first steps. A few steps there are
-over soon, whatever the seconds of a step's work turn out to be."""
+"""The largest number of seconds of an exchange, by the link, at the CF of the first steps: the
+first few steps are over soon, however long a step's work takes."""
 
 FALLS = 0.25
 """The gain of a CF is assumed to be CF^-FALLS: 0.56 at CF 10, 0.32 at CF 100, 0.18 at CF 1000."""
 
 HASTE = 8.0
-"""With goal="time", a CF may be as large as this many times the steps done."""
+"""With goal="time", the largest CF is this many times the steps done."""
 
 FEWER = 0.1
-"""The smallest number of local steps wins whose promise is less than the best by no more than
-this."""
+"""The policy takes the smallest number of local steps whose promise is at most this much below the
+best."""
 
 DOWN = 0.2
-"""The share of the margin that a smaller CF must be better by."""
+"""The share of the margin by which a smaller CF must be better."""
 
 
 Goal = Literal["quality", "time"]
@@ -79,23 +79,23 @@ class Goodput(DeclaredPolicy):
     """A policy that sends a small CF for `opening` steps, then the CF with the largest predicted
     compression throughput. ValueError or TypeError names a setting that is wrong.
 
-    goal: "quality" keeps dense's quality in as many steps: the steps done so far bound the CF.
-        "time" has next to no such bound: the most progress a second, for a schedule made longer.
-    step_size: the candidates are a geometric ladder in cf_range, this factor apart, > 1, and the
-        CFs whose gain is assumed (`Context.assumed`).
-    opening: steps at the first CF before another is considered, >= 1. So are those at any CF that
-        was not sent before on this network.
-    margin: relative margin in (0, 1] by which a larger CF must promise more than the one in use. A
-        smaller CF must by a fifth of it.
-    cooldown: steps between two switches, >= 1, but for `opening`.
+    goal: "quality" keeps dense's quality in the same number of steps: the steps done so far bound
+        the CF. "time" has a far looser bound: the most progress a second, for a longer schedule.
+    step_size: factor between neighbouring candidates, > 1. The candidates are a geometric ladder in
+        cf_range, and the CFs with an assumed gain (`Context.assumed`).
+    opening: steps at the first CF before another is considered, >= 1; also at each CF that was not
+        sent before on this network.
+    margin: relative margin in (0, 1] by which a larger CF must promise more than the CF in use. A
+        smaller CF needs a fifth of it.
+    cooldown: steps between two switches, >= 1, except after an `opening`.
     power: exponent of the gain in T_comp, > 0. A larger one prefers smaller CFs, which cost time
-        and give more quality in as many steps. None: what suits what is sent (`Context.power`),
-        0.2 for Adam's updates of two ranks, 1 beside an optimizer that keeps its momentum, else
-        0.5.
+        and give more quality in the same number of steps. None: the exponent for the tensors that
+        are sent (`Context.power`): 0.2 for Adam's updates of two ranks, 1 with an optimizer that
+        keeps its momentum, else 0.5.
     """
 
     name = "goodput"
-    gain = "error_fed"  # is recorded, and decides nothing
+    gain = "error_fed"  # only recorded: no decision depends on it
     needs_sparsifier = True
     chooses_local_steps = True
 
@@ -110,7 +110,7 @@ class Goodput(DeclaredPolicy):
     _local_steps: int = saved(1)
     _since: int = saved(0)  # steps at the present CF
     _steps: int = saved(0)  # steps in all
-    _least: float = saved(DENSE)  # CF, with local steps: that at which they began
+    _least: float = saved(DENSE)  # the smallest CF to consider: where local steps began
     _new: bool = saved(True)  # the CF in use was not sent before on this network
     _reason: str = saved("")
     _time: StepTime = saved()
@@ -144,7 +144,7 @@ class Goodput(DeclaredPolicy):
             self._consider()
 
     def _first(self) -> float:
-        """The CF to begin with."""
+        """The CF of the first steps."""
         latency, seconds_a_byte = self._context.link()
         small = sorted({DENSE, *self._assumed})
         seconds = (latency + self._context.wire_bytes(cf) * seconds_a_byte for cf in small)
@@ -152,15 +152,15 @@ class Goodput(DeclaredPolicy):
         return min(self._smallest, next(soon, self._smallest))
 
     def _allowed(self, cf: float, steps: int) -> bool:
-        """Whether what is not sent waits short enough at a CF, with so many local steps."""
+        """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""
         if self.goal == "time":
             return cf <= self._longest_wait
-        wait = steps if cf in self._assumed else cf * steps  # those send every element
+        wait = steps if cf in self._assumed else cf * steps  # an assumed CF sends every element
         return wait <= self._longest_wait
 
     @property
     def _longest_wait(self) -> float:
-        """Steps that an element may wait."""
+        """The largest number of steps that an element may wait in the residual."""
         quality = self.goal == "quality"
         return max(self._smallest, self._lateness.largest if quality else HASTE * self._steps)
 
@@ -192,18 +192,18 @@ class Goodput(DeclaredPolicy):
         return {cf: value for cf, value in promised if self._allowed(cf, self._local_steps)}
 
     def _worth(self, steps: int) -> float:
-        """The gain of local steps: the worth of so many steps between two exchanges, beside as many
-        exchanged steps. One step in `steps` averages the noise of all ranks. The other steps, in
-        which a rank follows its local gradient alone, are worth 1 / sqrt(ranks) of that (measured:
-        docs/research/defaults.md)."""
+        """The gain of local steps: the progress of `steps` local steps and one exchange / that of
+        `steps` exchanged steps. One step in `steps` averages the noise of all ranks. In the other
+        steps a rank follows its local gradient alone, with 1 / sqrt(ranks) of the progress
+        (measured: docs/research/defaults.md)."""
         alone = self._ranks**-0.5
         return alone + (1 - alone) / steps
 
     def status(self) -> Mapping[str, float]:
-        """candidate: the CF with the largest T_comp. more, asked: by which share it promises more
-        than the CF sent, and by which it must, to be sent. t_sys, t_comp: of the CF sent, in
+        """candidate: the CF with the largest T_comp. more: the share by which it promises more than
+        the CF sent. asked: the share that it needs to be sent. t_sys, t_comp: of the CF sent, in
         steps/s. allowed: the largest CF that the steps done so far allow. exploring: 1 until
-        another CF is first considered. local_steps: where the policy chooses them."""
+        another CF is first considered. local_steps: their number, if the policy chooses it."""
         seconds, promised = self._time.seconds(self._send), self._promised()
         best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._send)
         here = self.t_comp().get(self._send) or nan
@@ -221,9 +221,9 @@ class Goodput(DeclaredPolicy):
     def _choose_local_steps(self) -> None:
         """Move to a better number of local steps, if there is one at the CF in use.
 
-        The next larger CF is considered first, because it costs less quality than the first local
-        steps. Seconds of compressing do not count here. Local steps save the network's time, and a
-        smaller CF is the remedy for slow compression."""
+        A larger CF is considered before local steps, because it costs less quality than the first
+        local steps. Seconds of compressing do not count here: local steps save the network's time,
+        and against slow compression a smaller CF helps."""
         if len(self._numbers) == 1 or self._since < self.cooldown:
             return
         here = self._local_steps
@@ -238,7 +238,7 @@ class Goodput(DeclaredPolicy):
             return
         enough = max(promised.values()) / (1 + FEWER)
         goal = next(steps for steps, value in promised.items() if value >= enough)
-        # More of them may do harm; fewer need only be about as good.
+        # More local steps may do harm, so they must be better; fewer need only be about as good.
         enough = promised.get(here, 0.0) * (1 + self.margin) ** (1 if goal > here else -1)
         if goal == here or promised[goal] <= enough:
             return
@@ -262,8 +262,8 @@ class Goodput(DeclaredPolicy):
         return "dense is right: no CF promises more progress a second" if sends_dense else ""
 
     def _beside(self, cf: float, promised: Mapping[float, float]) -> str:
-        """What another CF promises beside the CF in use, in words; then the numbers that make up
-        T_comp, the bytes, and by how much more it had to promise."""
+        """The promise of another CF compared with the CF in use, in words. Further lines: the
+        numbers in T_comp, the bytes, and the share by which it had to promise more."""
         here, steps = self._send, self._local_steps if len(self._numbers) > 1 else None
         now, then = self._time.seconds(here, steps), self._time.seconds(cf, steps)
         if here not in promised or now is None or then is None:
@@ -281,7 +281,7 @@ class Goodput(DeclaredPolicy):
         return named(cf, self._context.rungs)
 
     def _too_late(self) -> str:
-        """Why the CF in use may be sent no longer, in words."""
+        """Why the CF in use is no longer allowed, in words."""
         alike = counted_steps(self._lateness.alike)
         late = f"what {self._named(self._send)} does not send would wait too long"
         return f"{late} beside {alike} at about this learning rate"
@@ -291,7 +291,7 @@ class Goodput(DeclaredPolicy):
         require(known, f"'local_steps' must be one of {self._numbers}, got {self._local_steps}")
 
     def rescale(self) -> None:
-        """Stay at the CF in use for a cooldown, and measure the step times anew."""
+        """Stay at the CF in use for a cooldown, and measure step times again."""
         self._time, self._since, self._new = self._new_time(), 0, False
 
     def _new_time(self) -> StepTime:
@@ -300,14 +300,14 @@ class Goodput(DeclaredPolicy):
         return StepTime(known.wire_bytes, known.overlap, rungs, known.uncoded, known.link)
 
     def progress(self, cf: float) -> float:
-        """What is assumed of a step at a CF: its progress, of a dense step's."""
+        """The assumed progress of a step at a CF / the progress of a dense step."""
         return (self._assumed.get(cf) or cf**-FALLS) ** (self.power or self._context.power)
 
     def _consider(self) -> None:
-        """Move to the CF that promises most, if that is enough more than the CF in use. Else
-        consider other numbers of local steps."""
+        """Move to the CF that promises most, among those that promise enough more than the CF in
+        use. If there is none, consider other numbers of local steps."""
         promised = self._promised()
-        # A CF that promises most, and too little more, does not stand in the way of another.
+        # The best CF may promise too little more (a larger CF needs more), and another CF enough.
         others = (cf for cf in promised if cf != self._send)
         better = [cf for cf in others if promised[cf] > self._needed(cf, promised)]
         if not better:
@@ -324,7 +324,7 @@ class Goodput(DeclaredPolicy):
         self._send, self._since = goal, 0
 
     def _needed(self, cf: float, promised: Mapping[float, float]) -> float:
-        """T_comp that another CF must exceed. A larger CF may do harm: it must be better by the
-        margin. A smaller one costs only time: it must be better by a part of the margin."""
+        """The T_comp that another CF must exceed. A larger CF may do harm, so it must be better by
+        the whole margin. A smaller CF costs only time, so a part of the margin is enough."""
         asked = 1 + self.margin * (DOWN if cf < self._send else 1.0)
         return asked * promised.get(self._send, 0.0)

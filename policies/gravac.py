@@ -1,8 +1,8 @@
 """GraVAC (Tyagi, Swany, 2023): choose the CF by gain and compression throughput.
 
 A run explores the ladder, then settles on the CF where compression throughput saturates, or stays
-dense if no CF beats that. The *floor* is the CF that is sent where the candidate may not be: at
-first the smallest CF, later the largest one that loses no gain against it.
+dense if no CF beats dense. The *floor* is the CF that is sent when the candidate may not be sent:
+at first the smallest CF, later the largest CF that loses no gain compared with the smallest.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from policies.state import require, saved
 from policies.words import in_short
 
 MIN_OBSERVATIONS = 5
-"""Steps in which a gain must have been measured before it is believed."""
+"""Number of steps in which a gain must have been measured before it counts."""
 
 DENSE_WINDOW, FLOOR_WINDOW = 0, 1
-"""The first windows of an exploration; those of the candidates follow."""
+"""The first windows of an exploration. The candidates' windows follow."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,18 +41,19 @@ class GraVAC(DeclaredPolicy):
     throughput whose gain is large enough.
 
     epsilon: smallest gain worth sending, in (0, 1].
-    omega: relative change that counts as none, of gains (where the floor moves up) and of T_comp
-        (in the choice), in (0, 1].
-    window: steps that a candidate is judged on, >= 1, without those sent dense because of epsilon.
+    omega: relative change that counts as none, in (0, 1]: of gains, when the floor moves up, and of
+        T_comp, in the choice.
+    window: steps in which a candidate is judged, >= 1. Steps that are dense because of epsilon do
+        not count.
     scaling, step_size: how the candidates grow (`make_ladder`); step_size > 1.
     gain: the definition of gain that decides: "gradient", "error_fed" (the paper) or "raw" (its
         released code).
-    allow_dense: measure dense first, and keep it if no CF beats it. Else it is sent only while no
-        gain reaches epsilon.
+    allow_dense: measure dense first, and keep dense if no CF beats it. False: dense is sent only
+        while no gain reaches epsilon.
     dense_window: steps of that measurement; 0: dense is not measured.
     hysteresis, cooldown (steps): around epsilon, see `SendRule`.
-    as_published: the rule of the paper to the letter, see `paper`; then `allow_dense`,
-        `dense_window`, `hysteresis` and `cooldown` say nothing.
+    as_published: exactly the rule of the paper, see `paper`. Then `allow_dense`, `dense_window`,
+        `hysteresis` and `cooldown` have no effect.
     ValueError or TypeError names the setting that is wrong.
     """
 
@@ -71,7 +72,7 @@ class GraVAC(DeclaredPolicy):
     as_published: bool = setting(False, checks.flag)
 
     _ladder: tuple[float, ...] = field(init=False, repr=False, default=())
-    _judging: int = saved(DENSE_WINDOW)  # the window of an exploration
+    _judging: int = saved(DENSE_WINDOW)  # number of the present window of the exploration
     _window_step: int = saved(0)
     _floor: float = saved(DENSE)
     _chosen: float | None = saved(None)
@@ -85,15 +86,15 @@ class GraVAC(DeclaredPolicy):
         """GraVAC as in its paper (sections 3.1 and 3.2, Algorithm 1); `settings` are this class's.
 
         The first window sends the smallest CF, whatever its gain. Then every CF of the ladder is
-        the candidate for one window, whatever is sent in it: each step sends the candidate if its
-        gain is at least epsilon, else the floor if its gain is, else dense. At the end of a window
-        the floor moves up to the candidate if that loses no more gain than omega, and stays there.
-        When all have been candidates, the CF at which compression throughput saturates is the
-        candidate for good, under the same rule. There is no dense measurement, hysteresis or
-        cooldown. How gradients are compressed comes along, see `compression`. The paper has epsilon
-        0.7 and 0.9. Its released code compares it with a ratio of norms (gain="raw"), of which such
-        gains are about the square. That code takes the norm of a candidate from the gradients that
-        the floor has compressed already, here it is compressed from the whole gradient."""
+        the candidate for one window. Each step sends the candidate if its gain is at least epsilon,
+        else the floor if its gain is, else dense. At the end of a window the floor moves up to the
+        candidate if that loses no more gain than omega, and never moves down. When all CFs have
+        been candidates, the CF at which compression throughput saturates is the candidate for good,
+        under the same rule. There is no dense measurement, hysteresis or cooldown. The compression
+        is that of the paper, too (`compression`). The paper has epsilon 0.7 and 0.9. Its released
+        code compares epsilon with a ratio of norms (gain="raw"); the paper's gains are about the
+        square of this ratio. The released code measures a candidate on gradients that the floor has
+        compressed already; here the candidate is measured on the whole gradient."""
         published = {"epsilon": 0.7, "omega": 0.01, "window": 500, "gain": "error_fed"}
         return cls(**{**published, "as_published": True, **settings})
 
@@ -114,7 +115,7 @@ class GraVAC(DeclaredPolicy):
         believed_after = min(enough, max(1, self.window // 4))
         self._statistics = CandidateStatistics(
             self.gain,
-            min(0.5, context.world_size / 100),  # the paper's weight, which lets the past count too
+            min(0.5, context.world_size / 100),  # the paper's weight, at most 0.5
             believed_after,
             context.wire_bytes,
             context.assumed,
@@ -126,8 +127,8 @@ class GraVAC(DeclaredPolicy):
 
     @property
     def compression(self) -> Mapping[str, Any]:
-        """As published: top-k by layers, as in the released code, values of 32 bits, plain error
-        feedback. (Of the paper's tables some are over DGC: base="dgc+fp32".)"""
+        """With `as_published`: top-k by layers, as in the released code, values of 32 bits, plain
+        error feedback. (Some tables of the paper use DGC: base="dgc+fp32".)"""
         published = {"base": "topk+fp32", "granularity": "layer", "memory": "residual"}
         return published if self.as_published else {}
 
@@ -140,8 +141,9 @@ class GraVAC(DeclaredPolicy):
 
     @property
     def _candidate(self) -> float | None:
-        """The CF above the floor that the send rule may send. While exploring, it is the CF of this
-        window, or in the first windows of the next. Once settled, it is the chosen CF."""
+        """The CF above the floor that the send rule may send. While exploring: the CF of this
+        window (in the windows of dense and of the floor, the first candidate's). Once settled: the
+        chosen CF."""
         if self._chosen is not None:
             return None if self._chosen in (DENSE, self._floor) else self._chosen
         if self.as_published and self._judging == FLOOR_WINDOW:
@@ -157,7 +159,7 @@ class GraVAC(DeclaredPolicy):
 
     @property
     def _probe(self) -> tuple[float, ...]:
-        """The CFs whose gains are needed and not shown by what is sent."""
+        """The CFs whose gains are needed, except the CF that is sent."""
         if self._send == self._chosen and not self.as_published:
             return ()
         wanted = (self._floor, self._candidate)
@@ -170,7 +172,7 @@ class GraVAC(DeclaredPolicy):
         if not explores:  # the average of a CF that is no longer measured would become stale
             self._statistics.keep_only({sent, *probed})
         why = self._step_exploration() if explores else self._step_choice()
-        chooses = explores and self._chosen is not None  # and has told of its step time
+        chooses = explores and self._chosen is not None  # then `why` has the step times already
         switches = self._send != sent and not chooses
         costs = self._statistics.costs_of(self._send, sent) if switches else ""
         if not why and self._probe != probed:
@@ -181,7 +183,7 @@ class GraVAC(DeclaredPolicy):
     # Exploring: a window of steps for dense, for the floor, and for each candidate
 
     def _explore(self) -> None:
-        """Begin to explore from the smallest CF up."""
+        """Start an exploration, from the smallest CF on."""
         self._chosen = None
         self._verdict = ""
         self._floor = self._ladder[0]
@@ -192,7 +194,7 @@ class GraVAC(DeclaredPolicy):
         self._rule.enter(Level.DENSE if measures_dense else Level.FLOOR)
 
     def _step_exploration(self) -> str:
-        """Returns why the plan changes, "" if it does not."""
+        """One step of the exploration. Returns why the plan changes, "" if it does not."""
         judges_dense = self._judging == DENSE_WINDOW
         if judges_dense or self.as_published or self._rule.level != Level.DENSE:
             self._window_step += 1
@@ -204,7 +206,7 @@ class GraVAC(DeclaredPolicy):
         return "" if judges_dense or first else self._follow_rule()
 
     def _end_window(self) -> str:
-        """Go on with the next window, or choose; returns why."""
+        """Start the next window, or choose. Returns why."""
         judged = (DENSE, *self._ladder)[self._judging]
         self._judging, self._window_step = self._judging + 1, 0
         if self._judging == FLOOR_WINDOW:
@@ -221,12 +223,12 @@ class GraVAC(DeclaredPolicy):
             why = self._promote(judged)
         if self._candidate is None:
             return self._choose(*self._best())
-        self._rule.enter(Level.FLOOR)  # the rule moves up once the candidate's gain is believed
+        self._rule.enter(Level.FLOOR)  # the rule moves up once the candidate's gain counts
         return why and f"{why}, next candidate {self._candidate:g}"
 
     def _promote(self, candidate: float) -> str:
-        """Move the floor up to the candidate if that loses no gain and it can be sent (section
-        3.2); returns why or why not."""
+        """Move the floor up to the candidate if it loses no gain and may be sent (section 3.2).
+        Returns why, or why not."""
         floor, gain = self._statistics.gain(self._floor), self._statistics.gain(candidate)
         stays = f"floor stays {self._floor:g}"
         rises, why = loses_no_gain(floor, gain, self.omega)
@@ -239,14 +241,14 @@ class GraVAC(DeclaredPolicy):
         return f"{why}, {moves}"
 
     def _follow_rule(self) -> str:
-        """Move between dense, floor and candidate by their gains; returns why, "" if not moved."""
+        """Apply the send rule. Returns why it has moved, "" if it has not."""
         candidate = None if self._judging == FLOOR_WINDOW else self._candidate
         return self._rule.step(self._statistics.gain(self._floor), self._statistics.gain(candidate))
 
     # The choice
 
     def _best(self) -> tuple[float, str]:
-        """The CF to choose when all candidates were judged, and why."""
+        """(CF to choose when all candidates were judged, why)."""
         epsilon = 0.0 if self.as_published else self.epsilon
         t_comp = self._statistics.t_comp(self._ladder, epsilon)
         if not t_comp:
@@ -256,7 +258,7 @@ class GraVAC(DeclaredPolicy):
         return chosen, f"{why}\n{self._statistics.times_of(chosen, max(t_comp))}".rstrip()
 
     def _choose(self, chosen: float, why: str) -> str:
-        """Send this CF, as far as the send rule allows, or dense; returns why."""
+        """End the exploration with this CF, to be sent if the send rule allows it. Returns why."""
         self._chosen = chosen
         if not self.as_published:
             self._floor = self._ladder[0]
@@ -269,11 +271,11 @@ class GraVAC(DeclaredPolicy):
         return f"settled; {why}"
 
     def _step_choice(self) -> str:
-        """Returns why the plan changes, "" if it does not."""
+        """One step after the exploration. Returns why the plan changes, "" if it does not."""
         return "" if self._chosen == DENSE else self._follow_rule()
 
     def rescale(self) -> None:
-        """Forget the step times, and explore again. As published it explores only once."""
+        """Forget the step times, and explore again (with `as_published` only once in a run)."""
         self._statistics.forget_times()
         if self.as_published:
             return
@@ -281,7 +283,7 @@ class GraVAC(DeclaredPolicy):
         self._explore()
         self._reason = "explores again, the number of ranks has changed"
 
-    # What it says of itself
+    # Records
 
     def candidates(self) -> tuple[float, ...]:
         return self._ladder

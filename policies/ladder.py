@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 ScalingName = Literal["exponential", "geometric"]
 SCALINGS: tuple[ScalingName, ...] = get_args(ScalingName)
-"""GraVAC's scaling policies (section 3.2), from 10 to 1000 with step_size 2. "exponential": 10, 20,
-40, 160, 1000, the first CF x step_size^1, ^2, ^4, ^8. "geometric": 10, 20, 40, ..., 640, 1000, each
-CF step_size times the one before."""
+"""GraVAC's scaling policies (section 3.2). With step_size 2, from 10 to 1000: "exponential" is 10,
+20, 40, 160, 1000 (the first CF x step_size^1, ^2, ^4, ^8); "geometric" is 10, 20, 40, ..., 640,
+1000 (each CF is step_size times the CF before)."""
 
 MAX_RUNGS = 1000
-"""More rungs than this are a mistake in step_size, not a plan."""
+"""The largest number of rungs. More rungs are a mistake in step_size."""
 
 
 def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -> tuple[float, ...]:
@@ -24,7 +24,7 @@ def make_ladder(cf_range: tuple[float, float], scaling: str, step_size: float) -
             f"{MAX_RUNGS} candidates; take a larger step"
         )
     rungs, factor, rung = [low], step_size, low * step_size
-    while rung < top * (1 - 1e-9):  # a rung within rounding of the top is the top
+    while rung < top * (1 - 1e-9):  # up to rounding, a rung at the top is the top
         rungs.append(rung)
         factor *= factor  # squaring doubles the exponent
         rung = low * factor if scaling == "exponential" else rung * step_size

@@ -1,15 +1,15 @@
-"""Lateness: how large a CF may be so that what is not sent does not wait too long.
+"""Lateness: the largest CF at which elements do not wait in the residual too long.
 
-At CF c a step sends one element in c, so an element waits for some c steps. What waits at the end
-of a run is lost, and what waits while training moves on is stale. Beside the length of the training
-so far both are small if the wait is. So a CF may be as large as a share of the steps done.
+At CF c a step sends one element in c, so an element waits for about c steps. Residuals left at the
+end of a run are lost, and delayed elements are stale. Both do little harm if the wait is short
+compared with the training so far. So the largest CF is a share of the steps done.
 
-The learning rate tells how much of the training so far counts. What was learnt at another learning
-rate is another phase: after a drop, or late in a schedule that falls to 0, training averages noise
-out, and gradients that have waited bring the noise of the phase before. So steps count from when
-the learning rate was last more than four times, or less than a fourth of, what it is now. These
-phases are Accordion's critical regimes (Agarwal and others 2021, section 4: early, and after the
-learning rate falls), as a bound in place of a switch.
+Only steps at about the present learning rate count. Training at another learning rate was another
+phase: after a drop, or late in a schedule that falls to 0, training averages noise out, and delayed
+elements bring back the noise of the phase before. So steps count from the last time when the
+learning rate was more than four times the present one, or less than a fourth of it. These phases
+are Accordion's critical regimes (Agarwal and others 2021, section 4: early, and after the learning
+rate falls), used as a bound instead of a switch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import isfinite
 from policies.state import Stateful, require, saved
 
 SHARE = 0.4
-"""A CF may be as large as this share of the steps at about the present learning rate."""
+"""The largest CF / the number of steps at about the present learning rate."""
 
 ALIKE = 4.0
 """Learning rates within this factor are about the same."""
@@ -31,14 +31,14 @@ NOTED = 1.05
 
 @dataclass(eq=False)
 class Lateness(Stateful):
-    """The largest CF that the steps done allow."""
+    """A bound of the CF by the steps done."""
 
     steps: int = saved(0)
     # (step, learning rate) of every change by NOTED since the present phase began.
     _rates: list[tuple[int, float]] = saved([])
 
     def observe(self, lr: float, steps: int = 1) -> None:
-        """Take in so many steps. lr: their learning rate, nan if it is not known."""
+        """Count `steps` steps. lr: their learning rate, nan if it is not known."""
         if isfinite(lr) and lr > 0:
             last = self._rates[-1][1] if self._rates else 0.0
             if not last / NOTED < lr < last * NOTED:
@@ -57,12 +57,12 @@ class Lateness(Stateful):
 
     @property
     def alike(self) -> int:
-        """Steps at about the present learning rate."""
+        """Number of steps at about the present learning rate."""
         return self.steps - (self._rates[0][0] if self._rates else 0)
 
     @property
     def largest(self) -> float:
-        """The largest CF that they allow; below 1 in the first steps."""
+        """The largest CF that these steps allow; below 1 in the first steps."""
         return SHARE * self.alike
 
     def _check_loaded(self) -> None:

@@ -1,4 +1,4 @@
-"""GraVAC's send rule: which of dense, floor and candidate a step sends, by their gains."""
+"""GraVAC's send rule: the choice between dense, floor and candidate in a step, by their gains."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from enum import IntEnum
 from policies.state import Stateful, saved
 
 MAX_DOUBLINGS = 6
-"""The cooldown grows to 2^6 = 64 times the first."""
+"""The cooldown grows to at most 2^6 = 64 times the first one."""
 
 SOON = 4
-"""A move up that is undone within so many cooldowns was a mistake."""
+"""A move up that is undone within this many cooldowns was a mistake."""
 
 
 class Level(IntEnum):
@@ -27,19 +27,21 @@ class SendRule(Stateful):
     """A rule that sends the candidate if its gain reaches epsilon, else the floor if its gain does,
     else dense (GraVAC, Algorithm 1), with hysteresis and a cooldown around epsilon.
 
-    The bare rule flaps with the error-fed gain. A dense step empties the residual, and the gain
-    looks good until compressed steps have filled it. So moving down is easy and moving up is hard.
+    With the error-fed gain the bare rule switches all the time: a dense step empties the residual,
+    and the gain is large until compressed steps have filled it again. So moving down is easy and
+    moving up is hard.
     """
 
     epsilon: float  # gain below which the present level is left at once
     hysteresis: float  # moving up needs epsilon x (1 + hysteresis), at most 1
     cooldown: int  # steps between a move and a move up. They double with each mistake in a row.
-    bare: bool = False  # Algorithm 1 as published: neither of them. An unknown gain is too small.
+    # Algorithm 1 as published, without hysteresis and cooldown. An unknown gain is too small.
+    bare: bool = False
 
     level: Level = saved(Level.DENSE)
-    _wait: int = saved(0)  # the cooldown as it is now
-    _since_move: int | None = saved(None)  # steps
-    _on_trial: bool = saved(False)  # whether the last move was one up after a cooldown
+    _wait: int = saved(0)  # the present cooldown
+    _since_move: int | None = saved(None)  # number of steps
+    _on_trial: bool = saved(False)  # the last move was a move up after a cooldown
 
     def __post_init__(self) -> None:
         self._wait = self.cooldown
@@ -50,11 +52,11 @@ class SendRule(Stateful):
         return min(1.0, self.epsilon * (1 + self.hysteresis))
 
     def enter(self, level: Level) -> None:
-        """Go to a level for another reason. The next move up needs no cooldown."""
+        """Set the level for a reason outside this rule. The next move up needs no cooldown."""
         self.level, self._since_move, self._on_trial = level, None, False
 
     def step(self, floor: float | None, candidate: float | None) -> str:
-        """Take one step. Returns why the level changed, "" if it did not.
+        """Apply the rule in one step. Returns why the level has changed, "" if it has not.
 
         floor, candidate: averaged gains. None: not known, or a candidate that must not be sent.
         """
@@ -67,7 +69,7 @@ class SendRule(Stateful):
             if self._on_trial and waited is not None:
                 doubled = min(2 * self._wait, self.cooldown * 2**MAX_DOUBLINGS)
                 self._wait = doubled if waited <= SOON * self._wait else self.cooldown
-            # A floor whose gain is not known is sent, since that is how it gets measured.
+            # A floor of unknown gain is sent, so that its gain is measured.
             floor_serves = floor is None or floor >= self.epsilon
             self.level = Level.FLOOR if floor_serves else Level.DENSE
             self._since_move, self._on_trial = 0, False
@@ -89,5 +91,6 @@ class SendRule(Stateful):
                 break
         if self.level == before:
             return ""
-        told = ["not known" if gain is None else f"{gain:.4g}" for gain in (floor, candidate)]
-        return f"gains {told[0]} of the floor, {told[1]} of the candidate; epsilon {self.epsilon:g}"
+        gains = ["not known" if gain is None else f"{gain:.4g}" for gain in (floor, candidate)]
+        numbers = f"gains {gains[0]} of the floor, {gains[1]} of the candidate"
+        return f"{numbers}; epsilon {self.epsilon:g}"

@@ -1,4 +1,4 @@
-"""Policies that look at no statistics: one CF, a table of CFs, and a warm-up before another policy.
+"""Policies that use no statistics: one CF, a table of CFs, and a warm-up before another policy.
 
 They are the baselines that adaptive policies are compared with.
 """
@@ -66,9 +66,10 @@ class Fixed(DeclaredPolicy):
 class Schedule(DeclaredPolicy):
     """A policy that sends CFs by a table: in each step, the CF of the last piece that has begun.
 
-    pieces: {first step: CF}, e.g. {0: 10, 1000: 100}. Steps are counted from 0, from where this
-        policy begins (inside `Warmup`: after the warm-up). Before the first piece dense is sent.
-        CFs are 1 (dense) or inside cf_range, and the nearest that the compressor can do is sent.
+    pieces: {first step: CF}, e.g. {0: 10, 1000: 100}. Steps are counted from 0, from the first step
+        of this policy on (inside `Warmup`: after the warm-up). Before the first piece steps are
+        dense. CFs are 1 (dense) or inside cf_range; the nearest CF that the compressor can reach is
+        sent.
     gain: the definition of gain that is recorded, in one step of ten.
     ValueError or TypeError names the setting that is wrong.
     """
@@ -93,7 +94,7 @@ class Schedule(DeclaredPolicy):
     def start(self, context: Context) -> None:
         """Raises ValueError if a CF is neither 1 nor inside cf_range."""
         self._begin()
-        self._cfs = {}  # by step, that the compressor can do
+        self._cfs = {}  # by first step, CFs that the compressor can reach
         for step, cf in sorted({0: DENSE, **self.pieces}.items()):
             context.check(f"pieces[{step}]", cf)
             self._cfs[step] = DENSE if cf == DENSE else context.supported(cf)
@@ -121,11 +122,11 @@ class Warmup(DeclaredPolicy):
     """A policy whose CF grows exponentially at the start of a run. Then another policy takes over
     (Deep Gradient Compression, section 3.4).
 
-    Early gradients are large and change fast. Keeping only a few of their elements does lasting
-    harm. So the warm-up sends CF factor, factor^2, ... for `steps` steps each. The paper has an
+    Early gradients are large and change fast. Sending only a few of their elements does permanent
+    harm. So the warm-up sends CF factor, factor^2, ... for `steps` steps each, in the paper for an
     epoch each.
 
-    then: the `Policy` that follows. It sees no report of the warm-up. None: the largest CF of
+    then: the `Policy` that follows. It gets no report of the warm-up. None: the largest CF of
         cf_range for good.
     steps: steps of each stage, >= 1. stages: number of stages, >= 1. factor: > 1.
     as_published: see `paper`.
@@ -159,16 +160,16 @@ class Warmup(DeclaredPolicy):
         """Deep Gradient Compression as in its paper (sections 3 and 5). `settings` are this
         class's.
 
-        75, 93.75, 98.4375 and 99.6% of the elements stay behind for `steps` steps each, an epoch in
-        the paper, then 99.9%. DGC's selection by layers, values of 32 bits, momentum correction and
-        momentum factor masking come along, see `compression`. Clipping by the norm of the whole
-        local gradient and the warm-up of the learning rate belong to the script
+        75, 93.75, 98.4375 and 99.6% of the elements are not sent for `steps` steps each (an epoch
+        in the paper), then 99.9%. The policy's own defaults (`compression`) are DGC's: selection by
+        layers, values of 32 bits, momentum correction and momentum factor masking. Clipping by the
+        norm of the whole local gradient and the warm-up of the learning rate belong to the script
         (docs/recipes.md)."""
         return cls(steps=steps, **{"as_published": True, **settings})
 
     @property
     def compression(self) -> Mapping[str, Any]:
-        """As published: DGC's; else that of `then`."""
+        """With `as_published` DGC's defaults, else those of `then`."""
         if self.as_published:
             whole = {"base": "dgc+fp32", "granularity": "layer", "memory": "momentum"}
             return {**whole, "cf_range": (4.0, 1000.0)}
@@ -199,7 +200,7 @@ class Warmup(DeclaredPolicy):
         plan = self._then.plan()
         if self._stages.step > self.steps * self.stages:
             return plan
-        # The other policy's first plan gives no reason.
+        # The first plan of the policy that follows has no reason of its own.
         return replace(plan, reason="warm-up is over")
 
     def observe(self, report: StepReport) -> None:

@@ -1,9 +1,9 @@
 """Saved states: objects that declare what they save, and how a saved value is read back.
 
 A saved state holds plain values only (numbers, strings, lists, mappings with string keys), so that
-it can be written as JSON. A value is declared by its Python type and read back as that type: a
-field that is missing, of another type or not finite raises a ValueError that names it, so that a
-damaged state is refused before a run goes on from it.
+it can be written as JSON. Each value is declared by its Python type and read back as that type. A
+field that is missing, of another type or not finite raises a ValueError with its name. So a damaged
+state is refused before a run goes on from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read(state: Any, name: str, kind: Any) -> Any:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raises ValueError("state: " + what) if the condition, on fields that were read, is false."""
+    """ValueError("state: " + what) unless the condition, on fields that were read, is true."""
     if not condition:
         raise ValueError(f"state: {what}")
 
@@ -50,8 +50,8 @@ def require(condition: bool, what: str) -> None:
 def saved(first: Any = None) -> Any:
     """A field of a `Stateful` dataclass that is part of its state, and no argument of the
     constructor. Its first value is a copy of `first`."""
-    begin = partial(deepcopy, first)
-    return field(init=False, repr=False, default_factory=begin, metadata={"saved": True})
+    copy_first = partial(deepcopy, first)
+    return field(init=False, repr=False, default_factory=copy_first, metadata={"saved": True})
 
 
 def declare(**kinds: Any) -> Mapping[str, Any]:
@@ -60,9 +60,11 @@ def declare(**kinds: Any) -> Mapping[str, Any]:
 
 
 def twin(part: T) -> T:
-    """A copy of an object that has a state, and of such objects in it. A state is loaded into the
-    copy, which then gives all that it holds to the object (`become`): a state that cannot be loaded
-    has changed nothing. So `load_state_dict` must not change in place what its object holds."""
+    """A copy of an object with a state, and of all objects with a state inside it.
+
+    A state is loaded into the copy, and `become` then moves the copy's attributes to the object. So
+    a state that cannot be loaded changes nothing. Therefore `load_state_dict` must replace the
+    attributes of its object, and not change them in place."""
     return _twin(part, {})
 
 
@@ -79,18 +81,18 @@ def _twin(part: Any, made: dict[int, Any]) -> Any:
 
 
 def become(part: Any, new: Any) -> None:
-    """Let an object hold what its `twin` holds. It remains the object that others know, as do the
-    objects in it."""
+    """Move the attributes of a `twin` to its object. The object, and the objects with a state
+    inside it, stay the same objects, so that references to them remain valid."""
     pairs: dict[int, tuple[Any, Any]] = {}
     _pair(part, new, pairs)
-    for old, fresh in pairs.values():
-        held = {name: _same(value, pairs, old, name) for name, value in vars(fresh).items()}
+    for old, copied in pairs.values():
+        held = {name: _same(value, pairs, old, name) for name, value in vars(copied).items()}
         vars(old).clear()
         vars(old).update(held)
 
 
 def _same(value: Any, pairs: Mapping[int, tuple[Any, Any]], old: Any, name: str) -> Any:
-    """A value that a twin holds, with the objects that others know in place of their twins."""
+    """An attribute of a twin, in which twins are replaced by their objects."""
     before = vars(old).get(name)
     if isinstance(value, dict) and isinstance(before, dict):
         return {k: before[k] if _is_pair(before.get(k), v, pairs) else v for k, v in value.items()}
@@ -102,17 +104,17 @@ def _is_pair(old: Any, new: Any, pairs: Mapping[int, tuple[Any, Any]]) -> bool:
 
 
 def _pair(old: Any, new: Any, pairs: dict[int, tuple[Any, Any]]) -> None:
-    """Find all objects with a state in an object, and their twins."""
+    """Add all objects with a state inside an object, each with its twin, to `pairs`."""
     if not (_saves(old) and type(old) is type(new)) or id(old) in pairs:
         return
     pairs[id(old)] = old, new
     for name, value in vars(old).items():
-        there = vars(new).get(name)
-        if isinstance(value, dict) and isinstance(there, dict):
+        of_twin = vars(new).get(name)
+        if isinstance(value, dict) and isinstance(of_twin, dict):
             for key, each in value.items():
-                _pair(each, there.get(key), pairs)
+                _pair(each, of_twin.get(key), pairs)
         else:
-            _pair(value, there, pairs)
+            _pair(value, of_twin, pairs)
 
 
 def _saves(value: Any) -> bool:
@@ -127,8 +129,8 @@ class Stateful:
         _fields = declare(_before=float | None)
 
     An attribute `_name` is saved as "name". Attributes that are not declared are not saved. The
-    type is one that `read` knows, or that of an object with a state, which is loaded in place:
-    `Stateful`, `Stateful | None` (None where the settings need none) or `dict[str, Stateful]`.
+    type is one that `read` knows, or the type of an object with a state, which is loaded in place:
+    `Stateful`, `Stateful | None` (None if the settings need none) or `dict[str, Stateful]`.
     """
 
     _fields: ClassVar[Mapping[str, Any]] = {}
@@ -146,8 +148,8 @@ class Stateful:
         return {name.removeprefix("_"): _plain(getattr(self, name)) for name in self._kinds()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`. ValueError if a field is missing or wrong, or contradicts
-        another one; the object may then be half loaded."""
+        """Load a `state_dict()`. ValueError if a field is missing or wrong, or contradicts another
+        one; the object may then be half loaded."""
         for name, kind in self._kinds().items():
             key = name.removeprefix("_")
             if _has_state(kind):
@@ -157,7 +159,7 @@ class Stateful:
         self._check_loaded()
 
     def _check_loaded(self) -> None:
-        """Raises ValueError (see `require`) where fields that were loaded contradict another."""
+        """ValueError (see `require`) if loaded fields contradict each other."""
 
     def _begin(self) -> None:
         """Give all `saved` fields their first values again."""
@@ -167,7 +169,7 @@ class Stateful:
 
 
 def _has_state(kind: Any) -> bool:
-    """Whether a value of this type, or a value in it, has a state of its own."""
+    """Whether a value of this type, or a value inside it, is an object with a state."""
     return any(map(_has_state, get_args(kind))) or hasattr(kind, "load_state_dict")
 
 
@@ -182,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(value: Any, kind: Any) -> Any:
-    """`value`, as it was saved, as the type `kind`; TypeError or ValueError if it is none."""
+    """A saved value as the type `kind`. TypeError or ValueError if it is not of that type."""
     of, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, UnionType):
         return None if value is None else _restored(value, inner[0])
@@ -209,7 +211,8 @@ def _restored(value: Any, kind: Any) -> Any:
 
 
 def _load_in_place(child: Any, state: Mapping[str, Any], name: str) -> None:
-    """child: with a state of its own, a dict of such, or None."""
+    """Load the saved value of `name` into `child`: an object with a state, a dict of such objects,
+    or None."""
     if child is None:
         require(
             read(state, name, object) is None, f"{name!r} is of other settings, it must be None"

@@ -1,20 +1,20 @@
-"""What a step takes at any CF, whether that CF was run or not: the one model of the step time.
+"""The model of the step time at any CF, whether that CF was run or not.
 
-    seconds = work + compressing and decoding + exposed time that no local step hides
+    seconds = work + coding (compressing and decoding) + exposed time that no local step hides
 
 Work is forward, backward, the optimizer and waiting for slower ranks. It is done once for each
 local step, and is the same at every CF. The exposed time is the network wait of the rank that waits
-least, if nothing hid it. It grows with the bytes sent. A report gives all three, so one CF that was
-run is enough to predict the others.
+least, if no local step hid a part of it. It grows with the bytes sent. A report gives all three, so
+one CF that was run is enough to predict the others.
 
 Work and coding are those of a quiet machine. Other processes come and go, and make both longer, at
-whatever CF is in use then. So the work is that of the fastest of many steps. Coding
-counts in proportion to it: in a step whose work takes twice as long, coding does so too.
+any CF. So the work is that of the fastest of many steps. Coding counts in proportion to the work:
+in a step whose work takes twice as long, coding takes twice as long, too.
 
-A prediction promises no more than the link allows: a step cannot send its bytes faster than the
-link can, and backward hides at most its own time of that. What was measured at a CF replaces every
-prediction, until the network has changed. A change shows at the CF in use. Then the exposed times
-of the other CFs are forgotten.
+A prediction respects the link: a step cannot send its bytes faster than the link can, and backward
+hides at most its own time of that. At a CF that was run, the measured time replaces the prediction,
+until the network has changed. A change is noticed at the CF in use. Then the exposed times of the
+other CFs are forgotten.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ LAST = 32
 """`StepReport.median_seconds` is the median over at most this many last steps sent at a CF."""
 
 WORKS, QUIET = 128, 0.1
-"""Of so many last steps, at whatever CF, the work is that of the fastest but this share."""
+"""The work is the QUIET quantile of the work of the last WORKS steps, at any CF."""
 
 LOADED = 1.5
-"""In a step whose work takes so many times as long, backward may hide far more of an exchange. A
-wait that is shorter in such a step does not count."""
+"""A step whose work takes this many times as long is of a loaded machine. Backward may then hide
+far more of an exchange, so a shorter wait in such a step does not count."""
 
 CODINGS = 32
-"""Coding is the median of so many last steps of one kind."""
+"""Coding is the median of this many last steps of one kind."""
 
 ABOVE = 0.0
-"""Stands for all CFs above the rungs. They code in about the same time, and beside other processes
-this time is too noisy to be told apart by CF."""
+"""The key for all CFs above the rungs. Their coding takes about the same time, and because of other
+processes this time is too noisy to tell CFs apart."""
 
 RUNG_CODING = 0.5
-"""A rung (int4, int8) codes in about this share of the time of a CF above (docs/gpu.md)."""
+"""Seconds of coding at a rung (int4, int8) / those at a CF above the rungs, about (docs/gpu.md)."""
 
 PAUSE = 3.0
 """A step of more than this many medians is a pause (evaluation, checkpoint) and does not count.
 A second such step in a row counts, because the median lags behind a network that became slow."""
 
 SLOWER = 4.0
-"""More bytes are predicted to take no longer than on a link so many times slower than it was. What
-a small payload waits for is latency, and the delays of a busy machine, rather than its bytes."""
+"""A prediction for more bytes takes at most the time on a link this many times slower than when the
+run began. (The wait of a small payload is latency and delays of a busy machine, not its bytes, so
+it would predict too long a time for a large one.)"""
 
 BACKWARD = 2 / 3
-"""Backward's share of a step's work, at most. It hides no more than that of an exchange."""
+"""The largest share of backward in a step's work, and so the most that it hides of an exchange."""
 
 NOISE_SHARE = 0.1
 """Differences of exposed times below this share of the work are noise of the machine."""
@@ -69,10 +70,10 @@ RECENT = 5
 before. A single step is noisy on a busy machine."""
 
 MANY = 20
-"""The exposed time at a CF is that of its first so many steps: then a slow change shows as well."""
+"""The exposed time at a CF is that of its first steps, this many: so a slow change shows, too."""
 
 CHANGED = 1.25
-"""An exposed time is longer, or shorter, than before if it differs by this factor."""
+"""An exposed time counts as longer or shorter than before from this factor on."""
 
 
 def overlapped(overlap: int | None, steps: int) -> int:
@@ -85,8 +86,8 @@ def overlapped(overlap: int | None, steps: int) -> int:
 class StepTime(Stateful):
     """A model of the step time at any CF.
 
-    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. rungs: CFs whose coding says
-    nothing of other CFs. uncoded, link: see `Context`."""
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. rungs: CFs whose coding time does
+    not predict that of other CFs. uncoded, link: see `Context`."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
@@ -94,19 +95,19 @@ class StepTime(Stateful):
     uncoded: Collection[float] = ()
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
-    changed: bool = saved(False)  # the network has become another one
-    _faster: bool = saved(False)  # a change made it faster: `link` is no bound
+    changed: bool = saved(False)  # the network has changed since the run began
+    _faster: bool = saved(False)  # a change made it faster, so `link` is no bound
     _works: list[float] = saved([])  # of the last steps
     _codings: dict[float, list[tuple[float, float]]] = saved({})  # coding and work, by `_kind`
     _pauses: int = saved(0)  # steps in a row that took far longer than their median
     # Exposed times by CF, of the CFs that were run:
-    _last: dict[float, float] = saved({})  # the median, on whatever network that was
-    _typical: dict[float, float] = saved({})  # the median, on the network as it is now
+    _last: dict[float, float] = saved({})  # the last median, also from before a network's change
+    _typical: dict[float, float] = saved({})  # the median, on the present network
     _recent: list[float] = saved([])  # exposed times of the last steps, at the CF in use
-    _same: int = saved(0)  # steps at the CF in use on the network as it is now
-    _doubted: bool = saved(False)  # whether the other CFs were already forgotten on this network
-    _cf: float | None = saved(None)  # in use
-    _before: float | None = saved(None)  # exposed time of the CF in use, when it was in use before
+    _same: int = saved(0)  # steps at the CF in use on the present network
+    _doubted: bool = saved(False)  # the other CFs were forgotten once already on this network
+    _cf: float | None = saved(None)  # the CF in use
+    _before: float | None = saved(None)  # exposed time of the CF in use, in its previous use
     _steps: int = saved(1)  # of each rank, for each exchange
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class StepTime(Stateful):
         ] = {}  # medians of coding and work, by `_kind`
 
     def observe(self, report: StepReport) -> None:
-        """Take in the times of one step; a report without all of them is skipped."""
+        """Observe the times of one step. A report with an unknown time is skipped."""
         cf, seconds, exposed = report.timed_cf, report.seconds, report.wait_seconds
         coding = report.coding_seconds
         if not all(map(isfinite, (cf, seconds, exposed, coding))):
@@ -146,7 +147,7 @@ class StepTime(Stateful):
         return self._quiet if self._works else None
 
     def without_coding(self, cf: float, steps: int) -> float:
-        """Seconds of so many steps and one exchange, but for compressing and decoding; 0 before the
+        """Seconds of `steps` steps and one exchange, without compressing and decoding; 0 before the
         first step."""
         return self._step(self.exposed(cf), steps=steps) if self._works else 0.0
 
@@ -157,16 +158,16 @@ class StepTime(Stateful):
         return None if exposed is None else self._step(exposed, self.coding(cf))
 
     def bound(self) -> float | None:
-        """Seconds of a compressed step with nothing on the wire and the kind of compression that
-        takes least; None before the first step."""
+        """Seconds of a compressed step with nothing on the wire and the fastest kind of
+        compression; None before the first step."""
         if not self._works:
             return None
         fastest = min(map(self.coding, self._coding), default=0.0)
         return self._step(self._latency(), fastest)
 
     def coding(self, cf: float) -> float:
-        """Seconds of compressing, decoding and measuring gains at `cf`; 0 for dense and for what is
-        `uncoded`, and if nothing was coded yet."""
+        """Seconds of compressing, decoding and measuring gains at `cf`; 0 for dense and `uncoded`
+        CFs, and before the first compressed step."""
         kind = self._kind(cf)
         if kind is None or not self._coding:
             return 0.0
@@ -178,20 +179,20 @@ class StepTime(Stateful):
         return ratio * self._quiet_coding(nearest)
 
     def _kind(self, cf: float) -> float | None:
-        """What codes alike: a rung by itself, and all CFs above the rungs, `ABOVE`. None for what
-        codes nothing."""
+        """The key of CFs with equal coding times: a rung by itself; `ABOVE` for all CFs above the
+        rungs; None for CFs without coding."""
         if cf == DENSE or cf in self.uncoded:
             return None
         return cf if cf in self.rungs else ABOVE
 
     def _quiet_coding(self, kind: float) -> float:
-        """Seconds of coding, of a kind that was run, as on a quiet machine."""
+        """Seconds of coding on a quiet machine, for a kind that was run."""
         coding, work = self._coding[kind]
         return coding * min(1.0, self._quiet / work) if work else coding
 
     def exposed(self, cf: float) -> float:
-        """Seconds that a step at `cf` waits for the network, 0 before the first step. What is
-        predicted for a CF that was not run is within what the link allows."""
+        """Seconds that a step at `cf` waits for the network; 0 before the first step. For a CF that
+        was not run this is a prediction, within the bounds of the link."""
         known = self._typical.get(cf)
         if known is not None or not self._works:
             return known or 0.0
@@ -203,7 +204,7 @@ class StepTime(Stateful):
         if self._faster or not 0 < needed < inf:
             return predicted
         predicted = min(predicted, self._by_link(self._typical, wanted))
-        # Steps that were faster than the link is said to be show a faster one.
+        # Steps that were faster than the link's measured speed show that the link is faster.
         hidden, shown = BACKWARD * self._quiet, 1.0
         for other, time in self._typical.items():
             its = latency + self.nbytes(other) * seconds_a_byte
@@ -211,10 +212,10 @@ class StepTime(Stateful):
         return max(predicted, shown * needed - hidden)
 
     def _by_link(self, known: Mapping[float, float], wanted: float) -> float:
-        """Seconds that a step with `wanted` bytes waits at most, by the waits of other steps. Bytes
-        that it does not send save at least the link's time for them, as backward hides no less.
-        Bytes that it sends more take at most SLOWER times that, unless the network has changed.
-        inf: the link is not known, or faster by now, or no step tells."""
+        """The longest wait of a step with `wanted` bytes, by the waits of other steps. With fewer
+        bytes, a step saves at least the link's time for the difference, because backward hides no
+        less. With more bytes, it takes at most SLOWER times that time longer, unless the network
+        has changed. inf: the link is not known, or has become faster, or no step was run."""
         seconds_a_byte = self.link()[1]
         if self._faster or not 0 < seconds_a_byte < inf:
             return inf
@@ -228,14 +229,14 @@ class StepTime(Stateful):
         return max(0.0, min(bounds, default=inf))
 
     def timed(self) -> tuple[float, ...]:
-        """The CFs that were run on the network as it is now."""
+        """The CFs that were run on the present network."""
         return tuple(self._typical)
 
     def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
         """The CF to send next on the way down from `here` to `goal`.
 
-        It is the smallest of the ascending `cfs` that is no more than a stride away. It is `goal`
-        where no other CF lies between, and on a link that is known and has not changed."""
+        This is the smallest of the ascending `cfs` that is no more than a stride away; `goal` if
+        there is no other CF between, or on a link that is known and has not changed."""
         between = [cf for cf in cfs if goal <= cf < here]
         if not between or (0 < self.link()[1] < inf and not self.changed):
             return goal
@@ -253,8 +254,8 @@ class StepTime(Stateful):
         return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
 
     def _observe_own(self, cf: float, work: float, coding: float) -> None:
-        """Take in the work and the coding of a step. What a CF needs is made in its first step; the
-        median leaves that out from the second step on."""
+        """Add the work and the coding of a step. Coding in the first step at a CF contains one-time
+        work; the median leaves it out from the second step on."""
         self._works = [*self._works, work][-WORKS:]
         kind = self._kind(cf)
         if kind is not None:
@@ -262,7 +263,7 @@ class StepTime(Stateful):
         self._derive(() if kind is None else (kind,))
 
     def _derive(self, kinds: Iterable[float]) -> None:
-        """What follows from the last steps: the work on a quiet machine, and of these kinds the
+        """Compute, from the last steps, the work on a quiet machine, and for these kinds the
         medians of coding and work."""
         self._quiet = sorted(self._works)[int(QUIET * len(self._works))] if self._works else 0.0
         for kind in kinds:
@@ -285,8 +286,8 @@ class StepTime(Stateful):
         return sorted(cfs, key=lambda cf: (abs(self.nbytes(cf) - wanted), cf))[:2]
 
     def _predicted(self, known: Mapping[float, float], wanted: float) -> float:
-        """Seconds at `wanted` bytes: on the line through the two CFs with the nearest bytes, which
-        never falls; with one CF in proportion to its bytes, without any 0."""
+        """Seconds at `wanted` bytes: on the line through the two CFs with the nearest bytes, with a
+        slope of at least 0; with only one CF in proportion to its bytes; without any CF 0."""
         points = [(self.nbytes(cf), known[cf]) for cf in self._nearest(known, wanted)]
         if not points:
             return 0.0
@@ -303,7 +304,7 @@ class StepTime(Stateful):
         self._recent = [*self._recent, exposed][-MANY:]
         self._same += 1
         if moved := self._moved(cf):
-            # One or two of the last steps may still have been delayed by the network as it was.
+            # One or two of the last steps may still be of the network before the change.
             self._typical, self._same = {}, RECENT - 2
             self._doubted, self._before = False, None
             self._faster = self._faster or moved < 0
@@ -313,7 +314,8 @@ class StepTime(Stateful):
             self._doubted = True
         if self._same > MANY:
             return
-        # Of more than RECENT times the last do not count yet: they may be of another network.
+        # The last RECENT times do not count yet, except the first RECENT: the network may have
+        # changed in them.
         times = self._recent[-self._same :]
         times = sorted(times[: max(RECENT, len(times) - RECENT)])
         self._typical[cf] = self._last[cf] = median_low(times)
@@ -337,8 +339,8 @@ class StepTime(Stateful):
 
     def _is_doubtful(self, cf: float) -> bool:
         """Whether the CF in use, which was not run before, waits less than the other CFs predict.
-        Then the network was slow for a few steps when those were run, or backward hides this
-        exchange."""
+        Then the network was slow for a few steps when the other CFs were run, or backward hides
+        this exchange."""
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT or self._before is not None:
             return False

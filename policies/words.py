@@ -21,21 +21,22 @@ def rung_named(name: str, cf: float) -> str:
 
 
 def in_short(reason: str, verdict: str = "") -> str:
-    """The first line of a reason, without its arithmetic, and without what the verdict says."""
+    """The first line of a reason, without the numbers behind it, and without parts that the verdict
+    contains."""
     parts = reason.partition("\n")[0].split("; ")
     return "; ".join(part for part in parts if part not in verdict)
 
 
 def joined(*reasons: str) -> str:
-    """Several reasons as one: their first lines, then the arithmetic of each. Empty ones are left
-    out."""
+    """Several reasons as one: their first lines, then the numbers behind each. Empty reasons are
+    left out."""
     parts = [reason.partition("\n") for reason in reasons if reason]
     arithmetic = [detail for _, _, detail in parts if detail]
     return "\n".join(["; ".join(short for short, _, _ in parts), *arithmetic])
 
 
 def percent(share: float) -> str:
-    """The size of a share in two digits: "3.1%", "48%", "0.4%". The caller words the sign."""
+    """The size of a share in two digits, without sign: "3.1%", "48%", "0.4%"."""
     value = 100 * abs(share)
     if not isfinite(value):
         return "an unknown part"
@@ -65,8 +66,8 @@ def two_times_in_words(one: float, other: float) -> tuple[str, str] | None:
 
 
 def progress(ratio: float, other: str) -> str:
-    """A comparison of progress a second, in percent, from a ratio of 2 on in times. ratio: this
-    progress / the progress of `other`."""
+    """A comparison of progress a second: in percent, or for a ratio of at least 2 in times. ratio:
+    this progress / the progress of `other`."""
     if percent(ratio - 1) == "0%":
         return f"as much progress a second as {other}"
     if ratio >= 2:
@@ -75,7 +76,8 @@ def progress(ratio: float, other: str) -> str:
 
 
 def costs(then: float | None, now: float | None, saved: float, unit: str = "a step") -> str:
-    """The cost of a CF beside the CF in use: seconds, if both are known and differ, and bytes.
+    """The cost of a CF compared with the CF in use: seconds, if both are known and not the same,
+    and bytes.
 
     then, now: seconds at the CF, and at the CF in use. saved: see `bytes_in_words`."""
     sent = bytes_in_words(saved)
@@ -95,5 +97,5 @@ def bytes_in_words(saved: float, other: str = "") -> str:
     digits = 0 if share < 99 else 1
     while digits < 6 and share < 100 and float(f"{share:.{digits}f}") == 100:
         digits += 1
-    told = f"{share:.{digits}f}% {'fewer' if saved > 0 else 'more'} bytes"
-    return f"{told} than {other}" if other else told
+    text = f"{share:.{digits}f}% {'fewer' if saved > 0 else 'more'} bytes"
+    return f"{text} than {other}" if other else text

@@ -1,1 +1,1 @@
-"""One bucket in one step: what of it is compressed, remembered and measured."""
+"""One bucket in one step: its units, their payloads, and the memory's part of it."""

@@ -152,8 +152,8 @@ class Unit:
 class BucketLayout:
     """The parameters of a bucket, one after the other, and all that is derived from them.
 
-    parts: the elements of each parameter. cuts: its units, by all that they depend on
-    (`Granularity.cut`). runs: those of the last step, and what they depend on (`BucketMemory`).
+    parts: the elements of each parameter. cuts: lists of units, by all that they depend on
+    (`Granularity.cut`). runs: (all that runs depend on, runs) of the last step (`BucketMemory`).
     buffers: working memory by use, which on the host the next step reuses."""
 
     def __init__(self, parameters: Sequence[ModelParameter]) -> None:
@@ -167,13 +167,13 @@ class BucketLayout:
         self._flats: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # with their views
 
     def flat(self, name: str) -> Tensor:
-        """One flat tensor, of which the tensors of this name that are kept for the parameters are
-        views. It is made at the first call, and anew after a parameter has got another tensor; zero
-        for a parameter without one."""
+        """One flat tensor for the parameters' tensors of this name, which become views of it. It is
+        made at the first call, and again after a parameter has got another tensor. It is zero for a
+        parameter without such a tensor."""
         flat, views = self._flats.get(name, (None, ()))
         held = [getattr(parameter, name, None) for parameter in self.parameters]
         if flat is None or not all(map(is_, held, views)):
-            # Zeros that nobody has written yet take no memory on a CPU.
+            # On a CPU zeros take no memory until they are written.
             flat = self.parameters[0].zeros(name, sum(self.sizes))
             views = flat.split(self.sizes)
             self._flats[name] = flat, views
@@ -190,7 +190,7 @@ class Bucket:
     work: the bucket's gradients, flat, in the residual's precision; the mean overwrites them.
     key: the key of all parts, without name and shape. whole: neighbouring parts are compressed as
     one tensor. skipped: the parameters that send nothing in this step and keep their residual, or
-    of which only the device knows whether they do. nonfinite: a gradient is not finite; then all
+    may do so, with a flag that only the device knows. nonfinite: a gradient is not finite; then all
     gradients of the bucket are set to zero. Finite gradients whose squares overflow (norms above
     1.8e19 in float32) are clamped to LARGEST, and the statistics of the step count as nonfinite.
     settled: later steps have the same bucket.
@@ -253,7 +253,7 @@ class Bucket:
         return self.work[unit.start : unit.stop]
 
     def skips_all(self, unit: Unit) -> bool:
-        """The host knows that all parameters of this unit are skipped in this step."""
+        """Whether the host knows that all parameters of this unit are skipped in this step."""
         skipped = self.skipped
         return bool(skipped) and all(skipped.get(part.parameter) is True for part in unit.parts)
 
@@ -280,9 +280,9 @@ class Granularity:
 
     compressor: compresses all parts but those of fewer than `dense_below` elements, which are sent
     uncompressed. whole_buckets: neighbouring parts are one unit (granularity "bucket"); False: each
-    part is a unit ("layer"). In buckets that DDP has not settled each part is a unit, since the
-    memory is laid out by settled buckets. segments: each part of a unit has quantization scales of
-    its own.
+    part is a unit ("layer"). In buckets that DDP has not settled each part is a unit, because the
+    memory is laid out by settled buckets. segments: each part of a unit has its own quantization
+    scales.
     """
 
     compressor: Compressor
@@ -292,7 +292,7 @@ class Granularity:
 
     @property
     def as_one(self) -> bool:
-        """A bucket is compressed as if it were one tensor, without regard to its parts."""
+        """Whether a bucket is compressed as one tensor, without regard to its parts."""
         return self.whole_buckets and not self.segments
 
     @cached_property
@@ -305,10 +305,10 @@ class Granularity:
     def cut(
         self, bucket: Bucket, cfs: StepCFs, shards: int = 1, sharded: bool = False
     ) -> Sequence[Unit]:
-        """The units of a bucket, in order, of no step. No unit crosses a border between the
-        bucket's `shards` equal shards.
+        """The units of a bucket, in order, without a step number (`Unit.at`). No unit crosses a
+        border between the bucket's `shards` equal shards.
 
-        sharded: for the sharded exchange. Where the bucket is compressed whole, and no part is sent
+        sharded: for the sharded exchange. If the bucket is compressed whole, and no part is sent
         uncompressed, it is one unit with `shards` shards."""
         cuts, of = bucket.layout.cuts, (self, cfs, shards, sharded, bucket.whole, bucket.work.dtype)
         if of not in cuts:
@@ -365,7 +365,7 @@ def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]
 def strided_sample(grad: Tensor) -> Tensor:
     """Elements of `grad` (flat) at equal distances, contiguous; all of a small `grad`. Every CF
     keeps some elements of the sample. The gain before error feedback is measured on the sample,
-    since a second full selection would cost as much as the compression itself."""
+    because a second full selection would cost as much as the compression itself."""
     stride = _sample_stride(grad.numel())
     return grad if stride == 1 else grad[::stride].contiguous()
 
@@ -427,9 +427,9 @@ def record_levels(
     """Add to the tally the energies of `levels`, the payloads of a unit at its levels. If the tally
     asks for samples, also add the energies of a sample of gradients, compressed at the same levels.
 
-    flat: the bucket's gradients, to take the sample from. sample: one that was taken before.
-    Where a compressor cannot be judged by samples (`Compressor.sampled`), the energies of `levels`
-    stand in for those of a sample. times: see `Tally.add_levels`."""
+    flat: the bucket's gradients, to take the sample from. sample: a sample taken before. times: see
+    `Tally.add_levels`. For a compressor that cannot be judged by samples (`Compressor.sampled`),
+    the energies of `levels` replace those of a sample."""
     own = energies_of(levels)
     if tally.by_layer:
         tally.add_layer(unit.parts[0].parameter.name, own, times)

@@ -1,5 +1,5 @@
-"""The memory's side of one bucket in one step: makes the error-fed gradients of the units, and
-subtracts from the residuals what was sent.
+"""The memory's part of one bucket in one step: makes the error-fed gradients of the units, and
+subtracts sent payloads from the residuals.
 
 A residual in bfloat16 has 8 significant bits. After a hundred steps without being sent, an element
 of the residual is so large that a step adds less than the last bit, and rounding to nearest would
@@ -31,7 +31,7 @@ class _Run:
     """Neighbouring parameters of a bucket whose memory is updated by one rule, as one parameter:
     elements [start, stop) of the bucket.
 
-    joint: stands for all parameters, with their joined residual and velocity. cf: of all."""
+    joint: one parameter in place of all, with their joined residual and velocity. cf: of all."""
 
     joint: ModelParameter
     parameters: Sequence[ModelParameter]
@@ -40,8 +40,8 @@ class _Run:
     stop: int
 
     def copy_state_to_parameters(self) -> bool:
-        """Copy the state of `joint`, but for tensors, to each parameter, if it has changed. Returns
-        whether it has."""
+        """Copy the state of `joint`, except tensors, to each parameter, if it has changed. Returns
+        whether it has changed."""
         joint, first = self.joint, self.parameters[0]
         state = joint.has_residual, joint.started, joint.momentum_share
         changed = state != (first.has_residual, first.started, first.momentum_share)
@@ -53,10 +53,10 @@ class _Run:
 class BucketMemory:
     """Applies a memory to the units of one bucket in one step.
 
-    units: of no step, the same object in each step with the same CFs. In a settled bucket the
-    residuals of all parameters lie in one flat tensor, in the order of the bucket. In other buckets
-    each unit covers a single part. Runs are made anew only if something that they depend on has
-    changed since the last step."""
+    units: without a step number, the same list in each step with the same CFs. In a settled bucket
+    the residuals of all parameters are in one flat tensor, in the order of the bucket. In other
+    buckets each unit covers a single part. Runs are made again only if something that they depend
+    on has changed since the last step."""
 
     def __init__(self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit]) -> None:
         self._memory = memory
@@ -151,7 +151,7 @@ class BucketMemory:
     def _find_runs(
         self, units: Sequence[Unit], keys: Sequence[object]
     ) -> dict[ModelParameter, _Run]:
-        """The run of each parameter. One that is or may be skipped is a run alone."""
+        """The run of each parameter. A parameter that is or may be skipped is a run by itself."""
         cfs = {part.parameter: unit.cf for unit in units for part in unit.parts}
         alone = self._bucket.skipped if self._flat else cfs
         rules: dict[Part, object] = {
@@ -173,22 +173,22 @@ class BucketMemory:
         return runs
 
     def _runs_of(self, unit: Unit) -> Sequence[_Run]:
-        """The runs that a unit lies in."""
+        """The runs of a unit's parts."""
         first = self._runs[unit.parts[0].parameter]
         if unit.stop <= first.stop:
             return [first]
         return [*dict.fromkeys(self._runs[part.parameter] for part in unit.parts)]
 
     def _open_run(self, run: _Run) -> Tensor | None:
-        """`NoMemory.open` for a run, once a step, however many units the run has. Returns what must
-        still be added to the residual (flat); None: nothing."""
+        """`NoMemory.open` for a run, once a step, however many units the run has. Returns the
+        tensor that must still be added to the residual (flat); None: nothing."""
         skipped = self._bucket.skipped.get(run.parameters[0], False)
         if run in self._addends or skipped is True:
             return self._addends.get(run)
         grads = self._bucket.work[run.start : run.stop]
         unchanged = either(self._bucket.nonfinite, skipped)
         addend = self._memory.open(run.joint, grads, run.cf, unchanged)
-        if run.copy_state_to_parameters():  # the next step makes runs of what is alike then
+        if run.copy_state_to_parameters():  # the next step must find the runs again
             self._bucket.layout.runs = None, None
         if addend is not None:
             residual = run.joint.open_residual()
@@ -199,7 +199,7 @@ class BucketMemory:
         return addend
 
     def _in_place(self, unit: Unit, residual: Tensor) -> bool:
-        """The residual itself is compressed, and the payload is subtracted from it: no copy."""
+        """Whether the residual itself is compressed, and the payload subtracted, without a copy."""
         skipped = self._bucket.skipped
         some = bool(skipped) and any(part.parameter in skipped for part in unit.parts)
         return not some and residual.dtype == self._bucket.work.dtype

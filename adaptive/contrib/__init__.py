@@ -1,4 +1,4 @@
-"""What only some need: imported when a script names it, and known to nothing in the core."""
+"""Optional features, imported when a script names them. The core does not depend on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODULES = {
     "HookRung": "hooks",
     "with_hooks": "hooks",
 }
-"""The module of each name."""
+"""The module of each name that `load` finds."""
 
 
 def load(name: str) -> Any:

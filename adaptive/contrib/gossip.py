@@ -1,42 +1,42 @@
-"""Gossip: each rank steps by itself, and exchanges parameters with its neighbours only.
+"""Gossip: each rank makes local steps, and exchanges parameters with its neighbours only.
 
-No rank ever has the mean of all. A topology (topology.py) gives each rank a few neighbours,
-whatever the number of ranks. So a step costs one latency, not one a rank. W are the weights, g a
-rank's own step (the optimizer's, with its momentum and all), C the compressor, x_i the parameters
-of rank i, eta the consensus step size:
+No rank ever has the mean of all ranks. A topology (topology.py) gives each rank a few neighbours,
+whatever the number of ranks. So a step costs one latency, not one for each rank. W are the weights,
+g a rank's own update (of its optimizer, with momentum), C the compressor, x_i the parameters of
+rank i, eta the consensus step size:
 
 - D-PSGD (Lian and others 2017, algorithm 1):  x_i <- sum_j W_ij x_j - g_i, uncompressed.
-- "naive" sends C(x) in its place: x_i <- sum_j W_ij C(x_j) - g_i. Compression loses a part of the
-  parameters in every step anew, and this loss does not fall as training converges. It is here to
-  show what the others are for (Tang and others 2018, section 4).
+- "naive" sends C(x) instead of x: x_i <- sum_j W_ij C(x_j) - g_i. Compression loses a part of the
+  parameters in every step, and this loss does not fall as training converges. It is here for
+  comparison with the other algorithms (Tang and others 2018, section 4).
 - DCD-PSGD (Tang and others 2018, algorithm 1) compresses differences of a rank's own parameters,
-  x_i <- x_i + C(sum_j W_ij x_j - g_i - x_i). So neighbours can follow x_j by what is sent. It needs
-  an unbiased C with little noise.
+  x_i <- x_i + C(sum_j W_ij x_j - g_i - x_i). So neighbours know x_j: the sum of its messages. It
+  needs an unbiased C with little noise.
 - DeepSqueeze (Tang and others 2019, algorithm 1) steps first, y_i = x_i - g_i, adds its error to
-  what it sends, c_i = C(y_i + e_i), e_i <- y_i + e_i - c_i, and mixes:
+  the message, c_i = C(y_i + e_i), e_i <- y_i + e_i - c_i, and mixes:
   x_i <- y_i + eta sum_j W_ij (c_j - c_i).
-- CHOCO-SGD (Koloskova and others 2019, algorithm 2) steps first, sends how far a replica that all
-  neighbours have of it lags behind, c_i = C(y_i - h_i), h_i <- h_i + c_i, and mixes:
+- CHOCO-SGD (Koloskova and others 2019, algorithm 2) steps first, and sends the difference from h_i,
+  the replica that its neighbours have of it, c_i = C(y_i - h_i), h_i <- h_i + c_i, and mixes:
   x_i <- y_i + eta sum_j W_ij (h_j - h_i).
 
-A rank needs only the weighted sum of its neighbours' replicas, which is the sum of what arrives. So
-all five keep one tensor, the *offset*: the weighted difference of the neighbours' parameters from
-this rank's. Some keep one more: DeepSqueeze its error, DCD-PSGD and CHOCO-SGD the replica that
-neighbours have of this rank.
+A rank needs only the weighted sum of its neighbours' replicas, which is the sum of all messages. So
+all five algorithms keep one tensor, the *offset*: the weighted difference of the neighbours'
+parameters from this rank's. Some keep one more: DeepSqueeze its error, DCD-PSGD and CHOCO-SGD the
+replica that neighbours have of this rank.
 
 Rows and columns of W add up to 1, so offsets add up to 0 over the ranks. The mean of the ranks'
-parameters moves by the mean of their own steps: exactly so with D-PSGD, DeepSqueeze and CHOCO-SGD,
-with DCD-PSGD less the present loss of C.
+parameters moves by the mean of their updates: exactly with D-PSGD, DeepSqueeze and CHOCO-SGD; with
+DCD-PSGD less the present error of C.
 
 D-PSGD, DCD-PSGD and "naive" mix before the next step. Messages travel during forward and backward,
-whose gradient is of where the rank stood. DeepSqueeze and CHOCO-SGD keep the order of their papers,
-and wait for messages in `optimizer.step()`.
+so the gradient is that of the parameters before mixing. DeepSqueeze and CHOCO-SGD keep the order of
+their papers, and wait for messages in `optimizer.step()`.
 
 With `every=H` a rank takes H steps between two exchanges, and g is their sum (for CHOCO-SGD and
 D-PSGD: Li and others 2019, "Communication-Efficient Local Decentralized SGD Methods"). A round is
 one exchange and the steps before it. A step of the policy and of the record is a round.
 
-A rule of a user's own (`GossipRule`) keeps what it likes, and mixes in the step itself.
+A user's rule (`GossipRule`) keeps its own tensors, and mixes in `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -94,65 +94,67 @@ ALGORITHMS: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
 STEP_SIZES = {"deepsqueeze": 2.0, "choco-sgd": 5.0}
 """Gossip algorithms with a consensus step size. The default size is min(1, this number / CF). With
-a larger one the ranks may diverge (docs/research/gossip.md)."""
+a larger size the ranks may diverge (docs/research/gossip.md)."""
 
 AT_ONCE = ("deepsqueeze", "choco-sgd")
-"""Algorithms that mix in the step itself."""
+"""Algorithms that mix in `optimizer.step()` itself, not before the next step."""
 
 ADDING = ("dcd-psgd", "choco-sgd")
-"""Algorithms whose offset is the sum of all that has arrived."""
+"""Algorithms whose offset is the sum of all messages since the start."""
 
 
 class GossipRule(ABC):
-    """A gossip rule says what a rank tells its neighbours, and where it goes from what they say.
+    """A gossip rule: the message that a rank sends, and its new parameters from others' messages.
 
-    A round is `Gossip.every` steps of the rank's own optimizer, then one exchange: all send what
-    `tell` returns, compressed by the base, and go to what `mix` returns, in `optimizer.step()`.
-    Tensors are those of several parameters, flat, so a rule goes element by element. It holds
-    settings, alike on all ranks, and no state of its own: what is kept is saved with the run.
+    A round is `Gossip.every` steps of the rank's own optimizer, then one exchange, in
+    `optimizer.step()`: each rank sends the result of `tell`, compressed by the base, and sets its
+    parameters to the result of `mix`. A call gets the tensors of several parameters, flat, so a
+    rule works element by element. The rule object holds settings, the same on all ranks, and no
+    state. State belongs in the tensors of `kept`, which are saved with the run.
 
-    keeps: names of what a rank keeps, zero at first.
+    keeps: names of the tensors that a rank keeps, zero at first.
     """
 
     keeps: tuple[str, ...] = ()
 
     def begin(self, kept: Kept, here: Tensor) -> None:  # noqa: B027 - may do nothing
-        """Fill what is kept, in place, where all ranks stand alike: at first, and whenever they
-        have gone to their mean."""
+        """Fill the kept tensors, in place, when all ranks have the same parameters `here`: at the
+        start, and whenever they were set to their mean."""
 
     @abstractmethod
     def tell(self, kept: Kept, here: Tensor) -> Tensor:
-        """What is sent by a rank whose steps have come to `here` (flat). Nothing is changed."""
+        """Returns the message (flat). here: the rank's parameters after its steps. Must change no
+        tensor."""
 
     @abstractmethod
     def mix(self, kept: Kept, here: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
-        """Where the rank goes on from. It may change `kept`, in place.
+        """Returns the rank's new parameters. May change `kept`, in place.
 
-        sent: what this rank's own message decodes to. mean: sum of what the rank and its neighbours
-        have sent, by the weights of the topology."""
+        sent: this rank's own message, decoded. mean: the sum of the decoded messages of the rank
+        and its neighbours, with the weights of the topology."""
 
     def __repr__(self) -> str:
-        """Its class and its settings: what must be alike on all ranks."""
+        """The class and its settings, which must be the same on all ranks."""
         return settings_of(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Gossip(Synchronisation):
-    """Each rank steps alone and exchanges parameters with its neighbours (docs/research/gossip.md).
-    No rank ever has the mean of all ranks. A step costs one latency, whatever the number of ranks.
-    Gossip needs policy "fixed" (its default), "schedule" or "warmup", and one optimizer of all
-    parameters.
+    """Each rank makes local steps and exchanges parameters with its neighbours
+    (docs/research/gossip.md). No rank ever has the mean of all ranks. A step costs one latency,
+    whatever the number of ranks. Gossip needs policy "fixed" (its default), "schedule" or "warmup",
+    and one optimizer of all parameters.
 
     topology: the neighbours of each rank: "ring", "torus", "exponential" (1, 2, 4, ... ranks away),
         "one_peer" (one neighbour of "exponential" in each step, by turns), "complete", or a doubly
-        stochastic matrix of shape (ranks, ranks), or several that take turns.
+        stochastic matrix of shape (ranks, ranks), or several matrices used in turn.
     algorithm: "d-psgd" (for base "none"), "dcd-psgd" (compresses differences, for unbiased bases),
         "deepsqueeze" (has error feedback), "choco-sgd" (compresses differences from a replica) or
         "naive" (does not converge, for comparison). "auto": "d-psgd" with base "none", "choco-sgd"
-        with a biased base, "dcd-psgd" with an unbiased one. Or a `GossipRule`: one of your own
+        with a biased base, "dcd-psgd" with an unbiased one. Or your own `GossipRule`
         (docs/research/gossip.md), which mixes in `optimizer.step()`.
     consensus_step: with "deepsqueeze" and "choco-sgd", a rank moves by this share of the weighted
-        difference from its neighbours, in (0, 1]. A larger CF needs a smaller one. None: 2 / CF
+        difference from its neighbours, in (0, 1]. A larger CF needs a smaller share. None: 2 / CF
         and 5 / CF, at most 1.
     every: steps of each rank between two exchanges, a whole number >= 1. A round is `every` steps
         and their exchange. The policy and the timeline count each round as one step.
@@ -230,23 +232,23 @@ class Gossip(Synchronisation):
             raise ValueError(f"gossip needs one optimizer of all parameters, got {len(optimizers)}")
         if any(isinstance(each, LBFGS) for each in optimizers):
             raise ValueError(
-                "gossip does not go with LBFGS, of whose backwards one rank may need more than "
-                "another in a step"
+                "gossip does not go with LBFGS, which may need more backwards in a step on one "
+                "rank than on another"
             )
         check_all_moved("gossip", optimizers, names)
 
     def check_policy(self, policy: Policy, compresses: bool) -> None:
-        own = not isinstance(policy, DeclaredPolicy)  # of the user
+        own = not isinstance(policy, DeclaredPolicy)  # a user's policy
         follows = own or isinstance(policy, Fixed | Schedule | Warmup)
         if policy.layerwise or (compresses and not follows):
             raise ValueError(
                 f"policy must be 'fixed', 'schedule' or 'warmup' with gossip: gains of parameters "
-                f"tell nothing of the quality of training; got {policy.name!r}"
+                f"tell nothing about the quality of training; got {policy.name!r}"
             )
 
         if policy.measures:
             raise ValueError(
-                f"policy must measure nothing of its own with gossip, which hands it no gradients; "
+                f"policy must measure nothing of its own with gossip, for it gets no gradients; "
                 f"got {policy.name!r} with measures={policy.measures}"
             )
 
@@ -258,7 +260,7 @@ class Gossip(Synchronisation):
         return RuledGossipSync(averager, self) if ruled else GossipSync(averager, self)
 
     def topology_of(self, ranks: int) -> Topology:
-        """ValueError if this number of ranks cannot have the topology."""
+        """The topology of this number of ranks. ValueError if it is impossible."""
         of = self.topology
         made = named(of, ranks) if isinstance(of, str) else Topology("matrix", [*of])
         if made.ranks != ranks:
@@ -290,8 +292,10 @@ class Gossip(Synchronisation):
 
 @dataclass(eq=False)
 class _Round:
-    """Messages of the neighbours, under way: how to read them, and the weights of their senders in
-    the order of the rows."""
+    """The messages of the neighbours, under way.
+
+    units: the units of a message. weights: of the senders, in the order of rows. arrived: waits for
+    the messages, (senders, bytes)."""
 
     units: Sequence[Unit]
     weights: Sequence[float]
@@ -300,10 +304,10 @@ class _Round:
 
 @dataclass(eq=False)
 class _Chunk(Chunk):
-    """Parameters that travel as one message; all tensors are flat.
+    """Parameters that are sent as one message. All tensors are flat.
 
-    offset: see above. kept: by name, what the algorithm or the rule keeps besides. sent: what this
-    rank's last message decodes to, for a rule."""
+    offset: see above. kept: by name, the other tensors that the algorithm or the rule keeps. sent:
+    this rank's last message, decoded, for a rule. round: the messages under way."""
 
     offset: Tensor = field(init=False)
     sent: Tensor = field(init=False)
@@ -323,10 +327,11 @@ class _Chunk(Chunk):
 
 
 class GossipSync(Synchroniser):
-    """Gossip of one model, whose parameters are alike on all ranks when it begins.
+    """The synchroniser of gossip. All ranks have the same parameters when it starts.
 
-    choice: of an algorithm; with a rule see `RuledGossipSync`. The last backward of a round has its
-    exchange even if its step is left out: then no rank waits for this one."""
+    choice: the user's settings, with an algorithm; for a rule see `RuledGossipSync`. The last
+    backward of a round has its exchange even if its step is left out, so that no rank waits in
+    vain."""
 
     def __init__(self, averager: Averager, choice: Gossip) -> None:
         super().__init__(averager)
@@ -335,8 +340,8 @@ class GossipSync(Synchroniser):
         self.parameters = list(averager.parameters.values())
         self.topology = choice.topology_of(averager.exchange.world_size)
         self._every = choice.every
-        self._backwards = 0  # since the last exchange, but for one whose exchange is to come
-        self._open = False  # the last backward of a round has ended, and its exchange is to come
+        self._backwards = 0  # number of backwards in this round; 0 again after the last one
+        self._open = False  # the last backward of a round has ended, and its exchange has not begun
         self._step_at = choice.step_at
         self._granularity, self._exchange = averager.sizes.granularity, averager.exchange
         self._moved = MovedBetweenSteps(averager.parameters, averager.optimizers, choice)
@@ -345,7 +350,7 @@ class GossipSync(Synchroniser):
     # -- what the ranks do --
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Gradients stay what they are."""
+        """Autograd gets the local gradients."""
         if bucket.index() == 0:
             self.make_up()
             if self._ends_round:
@@ -361,13 +366,13 @@ class GossipSync(Synchroniser):
 
     @property
     def _ends_round(self) -> bool:
-        """The backward under way is the last of a round. All ranks have done as many."""
+        """The backward under way is the last one of a round. The same on all ranks."""
         return self._backwards == self._every - 1
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager = self.averager
-        came = self._open or self._backwards > 0  # a backward, since the last exchange
-        if came and not self._mixed and optimizer in averager.optimizers:
+        had_backward = self._open or self._backwards > 0  # since the last exchange
+        if had_backward and not self._mixed and optimizer in averager.optimizers:
             averager.check_whole()
             stopwatch = averager.controller.stopwatch
             entered = stopwatch.timestamps()
@@ -383,7 +388,7 @@ class GossipSync(Synchroniser):
             self._tell_neighbours()
 
     def forward_begins(self) -> None:
-        # DDP may have a collective in it, for which a rank that left its step out would wait.
+        # DDP may issue a collective in the forward. First do the exchange that this rank owes.
         self.make_up()
 
     @property
@@ -398,7 +403,8 @@ class GossipSync(Synchroniser):
             self._tell_neighbours()
 
     def _tell_neighbours(self) -> None:
-        """Once for each round: after its last step, or where that was left out, later."""
+        """Send this round's messages, once for each round: after its last step, or later if this
+        step was left out."""
         if not self._open:
             return
         averager, controller = self.averager, self.averager.controller
@@ -409,12 +415,12 @@ class GossipSync(Synchroniser):
             for index, chunk in enumerate(self._chunks):
                 self._send(index, chunk, controller.step, controller.cfs, controller.tally)
             sent = stopwatch.timestamps()
-            if self.at_once:  # with the step size of this step's CF
+            if self.at_once:  # with the consensus step size at this CF
                 for chunk in self._chunks:
                     self._receive(chunk)
                     self._mix_at_once(chunk, controller.cfs.send)
             arrived = stopwatch.timestamps()
-            controller.tally.at("grad").fill_(nan)  # nobody looks at gradients
+            controller.tally.at("grad").fill_(nan)  # gradients are not measured
             controller.end_step(averager.watch.take_found())
         self._open = False
         stopwatch.hook_left(entered, [(sent, arrived)])
@@ -425,8 +431,8 @@ class GossipSync(Synchroniser):
         self._receive_all()
 
     def abandon(self) -> None:
-        with suppress(Exception):  # of neighbours that have failed
-            self._receive_all()  # or their next message would be taken for this one
+        with suppress(Exception):  # neighbours may have failed
+            self._receive_all()  # else the next messages would be mistaken for these
         self._open = False
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
@@ -455,21 +461,21 @@ class GossipSync(Synchroniser):
     # -- the algorithms --
 
     def _begin(self) -> None:
-        """From parameters that are alike on all ranks."""
+        """Start from parameters that are the same on all ranks."""
         self._chunks = [self._chunk(each) for each in chunks(self.parameters)]
-        self._mixed = True  # with what neighbours have sent last
+        self._mixed = True  # the last messages of the neighbours have moved the parameters
 
     def _chunk(self, parameters: Sequence[ModelParameter]) -> _Chunk:
         chunk = _Chunk(parameters)
         if self.algorithm == "deepsqueeze":
             chunk.kept["error"] = torch.zeros_like(chunk.offset)
-        elif self.algorithm in ADDING:  # of where all stand
+        elif self.algorithm in ADDING:
             chunk.kept["replica"] = chunk.here("replica").clone()
         return chunk
 
     def _mix(self) -> None:
-        """Before the optimizer's step: add the offset, with what neighbours have sent, if that is
-        not done yet."""
+        """Before the optimizer's step: add the offset, with the neighbours' messages, to the
+        parameters, unless that was done already."""
         if self._mixed:
             return
         self._mixed = True
@@ -478,11 +484,11 @@ class GossipSync(Synchroniser):
             chunk.move(chunk.offset, 1.0)
 
     def _mix_at_once(self, chunk: _Chunk, cf: float) -> None:
-        """Messages of the neighbours have been added to the offset."""
+        """Move the parameters, after the neighbours' messages were added to the offset."""
         chunk.move(chunk.offset, self._step_at(cf))
 
     def _send(self, index: int, chunk: _Chunk, step: int, cfs: StepCFs, tally: Tally) -> None:
-        """Compress what there is to tell of a chunk, and hand it to the neighbours."""
+        """Compress the message of a chunk, and send it to the neighbours."""
         rank = self._exchange.rank
         x = self._to_tell(chunk)
         bucket = self._bucket(chunk, x, step)
@@ -503,7 +509,7 @@ class GossipSync(Synchroniser):
         self._take_in(chunk, x, units, payloads, own_weight)
 
     def _to_tell(self, chunk: _Chunk) -> Tensor:
-        """What is compressed and sent, in a buffer of its own."""
+        """The message before compression, in the chunk's buffer "sent"."""
         x = chunk.here("sent")
         if "error" in chunk.kept:
             x.add_(chunk.kept["error"])
@@ -519,10 +525,10 @@ class GossipSync(Synchroniser):
         payloads: Sequence[Payload],
         weight: float,
     ) -> None:
-        """Take this rank's own message, of `x`, into its offset and into what it keeps."""
+        """Add this rank's own message, the payloads of `x`, to its offset and kept tensors."""
         if self.algorithm not in ADDING:
             chunk.offset.zero_()
-        if self.algorithm in ("d-psgd", "naive"):  # from where the rank stands to the weighted sum
+        if self.algorithm in ("d-psgd", "naive"):  # offset = weighted sum - own parameters
             _add(chunk.offset, units, payloads, weight)
             chunk.offset.sub_(x)
         else:
@@ -535,8 +541,8 @@ class GossipSync(Synchroniser):
             chunk.go_to(chunk.kept["replica"])
 
     def _bucket(self, chunk: _Chunk, x: Tensor, step: int) -> Bucket:
-        """`x` in the form of one of DDP's buckets. A value that is not finite makes neighbours'
-        parameters not finite, as a gradient in dense DDP would."""
+        """`x` as a bucket. A nonfinite value makes the neighbours' parameters nonfinite, as a
+        nonfinite gradient does in dense DDP."""
         key = Key("", step, rank=self._exchange.rank)
         bucket = Bucket(x, key, self._granularity.whole_buckets, chunk.layout)
         bucket.nonfinite = all_finite(x) ^ True
@@ -544,7 +550,7 @@ class GossipSync(Synchroniser):
         return bucket
 
     def _receive(self, chunk: _Chunk) -> None:
-        """Add messages that are under way to the offset."""
+        """Wait for the messages under way, and add them to the offset."""
         under_way, chunk.round = chunk.round, None
         if under_way is None:
             return
@@ -556,7 +562,7 @@ class GossipSync(Synchroniser):
                 self._exchange.count_invalid(payload.invalid)
 
     def _receive_all(self) -> None:
-        """Wait for all messages that are under way. The parameters stay as they are."""
+        """Wait for all messages under way. The parameters do not change."""
         for chunk in self._chunks:
             self._receive(chunk)
 
@@ -566,13 +572,13 @@ class GossipSync(Synchroniser):
         self._receive_all()
         kept: dict[str, Tensor] = {}
         for chunk in self._chunks:
-            for what, flat in self._lasting(chunk).items():
+            for what, flat in self._saved(chunk).items():
                 kept |= {f"{name}: {what}": each for name, each in chunk.by_name(flat).items()}
         return {"backwards": self._backwards, "mixed": self._mixed, "kept": kept}
 
-    def _lasting(self, chunk: _Chunk) -> dict[str, Tensor]:
-        """What the next round needs of a chunk. An offset that is not a sum over rounds has been
-        used up where the step itself mixes."""
+    def _saved(self, chunk: _Chunk) -> dict[str, Tensor]:
+        """The tensors of a chunk that the next round needs. Without the offset if it is not a sum
+        over rounds, and the step itself has already added it to the parameters."""
         used_up = self.at_once and self.algorithm not in ADDING
         return chunk.kept if used_up else {"offset": chunk.offset, **chunk.kept}
 
@@ -582,7 +588,7 @@ class GossipSync(Synchroniser):
             f"{p.name}: {what}": flat[p.name]
             for chunk in self._chunks
             for p in chunk.parameters
-            for what in self._lasting(chunk)
+            for what in self._saved(chunk)
         }
         check_like("sync", state, {"backwards": int, "mixed": bool, "kept": kept}, complete=True)
         check_like("sync: kept", state["kept"], kept, complete=True)
@@ -592,13 +598,13 @@ class GossipSync(Synchroniser):
         self._open = False
         self._backwards, self._mixed = state["backwards"], state["mixed"]
         for chunk in self._chunks:
-            for what, flat in self._lasting(chunk).items():
+            for what, flat in self._saved(chunk).items():
                 for p, piece in chunk.pieces(flat):
                     piece.copy_(state["kept"][f"{p.name}: {what}"])
 
 
 class RuledGossipSync(GossipSync):
-    """Gossip by a user's rule. The offset is the weighted sum of what was sent."""
+    """Gossip by a user's rule. The offset is the weighted sum of the messages."""
 
     def __init__(self, averager: Averager, choice: Gossip) -> None:
         super().__init__(averager, choice)
@@ -619,8 +625,8 @@ class RuledGossipSync(GossipSync):
 
     @torch.no_grad()
     def _to_tell(self, chunk: _Chunk) -> Tensor:
-        told = self.rule.tell(chunk.kept, chunk.here("here"))
-        return chunk.buffer("sent").copy_(told)
+        message = self.rule.tell(chunk.kept, chunk.here("here"))
+        return chunk.buffer("sent").copy_(message)
 
     def _take_in(
         self,
@@ -640,7 +646,7 @@ class RuledGossipSync(GossipSync):
 
 
 def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
-    """What is sent of a unit; the CFs that the step measures are measured on it."""
+    """The payload of a unit. Records its gain at the CFs that the step measures."""
     target = bucket.slice_of(unit)
     levels = compress_levels(unit, target) if unit.levels else []
     if levels:
@@ -654,6 +660,6 @@ def _payload(unit: Unit, bucket: Bucket, cfs: StepCFs, tally: Tally) -> Payload:
 
 
 def _add(out: Tensor, units: Sequence[Unit], payloads: Sequence[Payload], weight: float) -> None:
-    """out += weight * what the payloads stand for."""
+    """out += weight * (decoded payloads)."""
     for unit, payload in zip(units, payloads, strict=True):
         unit.compressor.add_to(out[unit.start : unit.stop], payload, weight)

@@ -1,8 +1,8 @@
 """Existing DDP communication hooks as fixed rungs of the ladder.
 
-A DDP hook shows neither what it kept nor what it lost. So its gain is unknown unless the script
-says what to take it for. A step through a hook is a dense step to all else: what error memories
-hold goes along with it, and what the hook loses is in no rank's residual.
+A DDP hook does not show its compression error. So its gain is unknown unless the script gives an
+assumed gain. A step with a hook counts as a dense step: it sends the residuals along, and the
+hook's compression error goes to no residual.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HookRung:
     """An existing DDP communication hook as a rung of the ladder.
 
     hook, state: as for `register_comm_hook`; the hook must return the mean gradient.
-    gain: what a policy that decides on gains shall take its gain for, in (0, 1]; None: unknown, so
-        that only a policy that asks for this CF by name sends it.
+    gain: the assumed gain, in (0, 1], for policies that decide by gains. None: unknown; then only a
+        policy whose arguments name this CF sends it.
     """
 
     hook: DDPHook
@@ -45,7 +45,7 @@ class HookRung:
 
 
 class HookCompressor(Compressor):
-    """A DDP hook in a compressor's place: it exchanges gradients itself (`SendsItself`)."""
+    """A DDP hook as a compressor that exchanges gradients itself (`SendsItself`)."""
 
     name = "hook"
     sent_as_dense = True
@@ -57,7 +57,7 @@ class HookCompressor(Compressor):
         self, bucket: dist.GradBucket, work: Tensor, scale: Tensor | None, exchange: Exchange
     ) -> Future[Tensor]:
         """See `SendsItself`. The hook gets gradients times the loss scale, as from DDP, so that
-        none underflows."""
+        they do not underflow."""
         buffer = bucket.buffer()
         if scale is not None:
             work.mul_(scale)
@@ -118,11 +118,11 @@ def with_hooks(
         rungs[float(cf)] = rung
     why = ""
     if server.down_cf in ("auto", *rungs):
-        why = f"exchange={server!r}, which compresses means at CFs of its own"
+        why = f"exchange={server!r}, which compresses means at other CFs"
     elif sync.lets_ranks_differ:
         why = f"sync={sync!r}, which exchanges no gradients"
     elif policy.layerwise:
-        why = f"policy {policy.name!r}, which gives layers CFs of their own"
+        why = f"policy {policy.name!r}, which chooses a CF for each layer"
     if rungs and why:
         raise ValueError(f"hooks must be empty with {why}; got CF {min(rungs):g}")
     base = deepcopy(base)

@@ -1,9 +1,10 @@
 """Gossip's topologies: each rank's neighbours and their weights.
 
-A topology is a doubly stochastic matrix W, or several that take turns: rank i goes on from the sum
-over j of W[i][j] times what rank j has. Its spectral gap says how fast ranks come together: each
-round leaves at most 1 - gap of their distance from the mean (Lian and others 2017, assumption 1.3;
-for one that is not symmetric the largest singular value takes the eigenvalue's place).
+A topology is a doubly stochastic matrix W, or several matrices used in turn. The new parameters of
+rank i are the sum over j of W[i][j] times the parameters of rank j. The spectral gap says how fast
+ranks converge to their mean: each round leaves at most 1 - gap of their distance from the mean
+(Lian and others 2017, assumption 1.3; for a matrix that is not symmetric with the largest singular
+value instead of the eigenvalue).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 TopologyName = Literal["ring", "torus", "exponential", "one_peer", "complete"]
 TOPOLOGIES: tuple[TopologyName, ...] = get_args(TopologyName)
 TOLERANCE = 1e-6
-"""How far the sums of rows and columns of a user's matrix, perhaps of float32, may be from 1."""
+"""The largest distance from 1 of a row or column sum of a user's matrix, perhaps float32."""
 
 NO_GAP = 1e-9
 
@@ -27,14 +28,14 @@ NO_GAP = 1e-9
 class Topology:
     """A topology of a fixed number of ranks.
 
-    name: for messages. rounds: the matrices that take turns, float64, (ranks, ranks)."""
+    name: for messages. rounds: the matrices, used in turn, float64, (ranks, ranks)."""
 
     def __init__(self, name: str, rounds: Sequence[Tensor]) -> None:
         self.name, self.rounds = name, list(rounds)
         self.ranks = len(self.rounds[0])
 
     def sources(self, step: int, rank: int) -> dict[int, float]:
-        """The weight of each rank that sends to `rank` in a step, by rank; its own weight too."""
+        """The weights, by rank, of the ranks that send to `rank` in a step, and its own weight."""
         row = self.rounds[step % len(self.rounds)][rank].tolist()
         return {j: weight for j, weight in enumerate(row) if weight or j == rank}
 
@@ -45,18 +46,19 @@ class Topology:
 
     @cached_property
     def messages(self) -> float:
-        """Messages that a rank sends in a step: the average over ranks and rounds."""
+        """Number of messages that a rank sends in a step: the average over ranks and rounds."""
         off = [(each != 0).sum() - (each.diagonal() != 0).sum() for each in self.rounds]
         return float(sum(off)) / (self.ranks * len(self.rounds))
 
     @cached_property
     def spectral_gap(self) -> float:
-        """In [0, 1]; of several matrices that take turns, their geometric mean."""
+        """The spectral gap of a round, in [0, 1]; for several matrices 1 - the geometric mean of
+        the shares of the distance that they leave."""
         product = torch.eye(self.ranks, dtype=torch.float64)
         for each in self.rounds:
             product = each @ product
-        apart = product - 1 / self.ranks
-        left = float(torch.linalg.matrix_norm(apart, 2)) ** (1 / len(self.rounds))
+        distance = product - 1 / self.ranks
+        left = float(torch.linalg.matrix_norm(distance, 2)) ** (1 / len(self.rounds))
         return min(1.0, max(0.0, 1 - left))
 
     def check(self) -> None:
@@ -75,8 +77,8 @@ class Topology:
 
 
 def check_matrices(given: Any) -> Tensor:
-    """A user's matrix or several, in float64, (rounds, ranks, ranks). ValueError unless they are
-    doubly stochastic, TypeError for what is no matrix of numbers."""
+    """A user's matrix or matrices, in float64, (rounds, ranks, ranks). ValueError unless they are
+    doubly stochastic, TypeError for a value that is no matrix of numbers."""
     if isinstance(given, Tensor) and given.dim() == 3:
         given = [*given]
     several = isinstance(given, list | tuple) and given and isinstance(given[0], Tensor)
@@ -129,7 +131,7 @@ def named(name: str, ranks: int) -> Topology:
 
 
 def _on_torus(i: int, ranks: int) -> set[int]:
-    """The neighbours on the squarest torus of so many ranks; with a prime number it is a ring."""
+    """The neighbours of rank i on the squarest torus of `ranks` ranks (a ring if it is prime)."""
     height = next(each for each in range(isqrt(ranks), 0, -1) if ranks % each == 0)
     width = ranks // height
     row, column = divmod(i, width)

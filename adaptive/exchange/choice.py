@@ -1,4 +1,4 @@
-"""The choice of an exchange strategy: those that the compressor allows, the fastest of them."""
+"""The choice of an exchange strategy: the fastest one that the compressor allows."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def register_exchange(name: str, cls: type[Strategy]) -> None:
     """Make `name` usable as `AdaptiveCompressor(exchange=name)` for every base that makes payloads
     (docs/own_exchange.md). "auto" never takes it.
 
-    cls: a `Strategy`, made without arguments; an object with settings, exchange=Ring(hops=2), needs
-        no name. ValueError if the name is taken, TypeError if `cls` is no strategy, or lacks
-        methods."""
+    cls: a subclass of `Strategy` that needs no arguments. (An object with settings can be passed
+        itself, without a name: exchange=Ring(hops=2).) ValueError if the name is taken, TypeError
+        if `cls` is no strategy, or lacks methods."""
     checks.new_class(name, cls, Strategy, (*EXCHANGES, *_registered))
     _registered[name] = cls
 
@@ -110,7 +110,7 @@ class ParameterServer:
 
 
 SAME = ParameterServer()
-"""Means travel back at the CF of the gradients."""
+"""The default: means are sent back at the CF of the gradients."""
 
 
 def strategies(base: Compressor) -> list[Strategy]:
@@ -145,8 +145,8 @@ def check_exchange(exchange: Any, base: Compressor) -> str | Strategy:
     names = ["auto", *(strategy.name for strategy in strategies(base))]
     names += _registered if makes_payloads else ()
     if exchange not in names:
-        told = f"exchange must be one of {', '.join(names)} for base {base.name!r}"
-        raise ValueError(f"{told}; got {exchange!r}")
+        accepted = f"exchange must be one of {', '.join(names)} for base {base.name!r}"
+        raise ValueError(f"{accepted}; got {exchange!r}")
     return exchange
 
 
@@ -180,9 +180,9 @@ class ExchangeChoice:
     A sparsifier uses voted indices in place of the sharded exchange: they send fewer bytes and
     keep more of the gradient. Up to FEW_RANKS ranks all-gather its payloads of gradients.
 
-    means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates: what
-    optimizers have done is exchanged, not gradients. messages: number of messages that a rank sends
-    to neighbours in a step (gossip); None: all ranks exchange."""
+    means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates:
+    updates of optimizers are exchanged, not gradients. messages: number of messages that a rank
+    sends to neighbours in a step (gossip); None: all ranks exchange."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
-"""The CF of means on their way back, chosen as the policy chooses the CF of gradients.
+"""A policy for the CF of means in the sharded exchange: a second instance of the run's policy.
 
 GraVAC's authors name this as future work. In the sharded exchange the rank that owns a shard
-compresses the mean of the ranks' payloads a second time. A second instance of the run's policy
-chooses the CF of that. Each way is judged by what it loses itself, and by its own share of the time
-that a step waits for the network. So a switch of one way is no other network for the other.
+compresses the mean of the ranks' payloads a second time, at a CF of its own. The two directions
+(gradients to the owners, means back) have separate policies. Each policy sees the gains of its
+direction, and its direction's share of the time that a step waits for the network. So if one
+direction switches its CF, the other policy does not take this for a change of the network.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from policies.words import in_short, joined, named
 
 @dataclass(eq=False)
 class MeansPolicy(Stateful, Policy):
-    """The run's policy with a second instance of it beside, which chooses the CF of the means. Only
-    steps that compress gradients count as the second one's steps.
+    """The run's policy, together with a second instance that chooses the CF of means. The second
+    instance counts only the steps that compress gradients.
 
     own: the run's policy, not started. policy: the second instance. means: the exchange's.
     wire_bytes(gradient_cf, mean_cf): bytes that one rank sends in a step."""
@@ -37,10 +38,10 @@ class MeansPolicy(Stateful, Policy):
     wire_bytes: Callable[[float, float], float]
 
     cf: float = saved(DENSE)  # of the means
-    _before: float | None = saved(None)  # that of the step before; None: there were no means
-    _switch: tuple[int, str] = saved((0, ""))  # the step of the last switch, and why
-    _steps: int = saved(0)  # planned
-    _planned: list[float] = saved([])  # CFs of means, of steps that are not observed yet
+    _before: float | None = saved(None)  # CF of means in the last step; None: it sent no means
+    _switch: tuple[int, str] = saved((0, ""))  # (step, reason) of the last switch
+    _steps: int = saved(0)  # number of planned steps
+    _planned: list[float] = saved([])  # CFs of means in the planned steps not yet observed
 
     def __post_init__(self) -> None:
         names = ("name", "gain", "layerwise", "measures", "needs_sparsifier")
@@ -57,7 +58,7 @@ class MeansPolicy(Stateful, Policy):
         self.cf = self.means.cf = self.policy.plan().send
 
     def _one_way(self, cf: float) -> float:
-        """Bytes of one way of a sharded exchange."""
+        """Bytes of one direction of a sharded exchange."""
         return self.wire_bytes(cf, cf) / 2
 
     def _bytes_of_gradients(self, cf: float) -> float:
@@ -65,14 +66,14 @@ class MeansPolicy(Stateful, Policy):
         return self.wire_bytes(cf, self.cf) - self._one_way(self.cf)
 
     def _share(self, report: StepReport, cf: float) -> float:
-        """The share of means at this CF in the bytes of the timed step."""
+        """The share of the means in the bytes of the timed step, if means had this CF."""
         known = isfinite(report.timed_cf)
         total = self.wire_bytes(report.timed_cf, cf) if known else 0.0
         return self._one_way(cf) / total if total else 0.0
 
     def plan(self) -> Plan:
-        """The plan of the run's policy. The exchange is told the CF of its means, and at which CFs
-        to measure them."""
+        """The plan of the run's policy. Sets, in `means`, the CF of means and the CFs at which
+        means are measured."""
         plan, step = self.own.plan(), self._steps
         self._steps += 1
         self.means.measured = ()
@@ -90,8 +91,8 @@ class MeansPolicy(Stateful, Policy):
         if not switches:
             return plan
         self._switch = step, back.reason
-        told = back.reason and f"means at {named(self.cf, self._rungs)}: {back.reason}"
-        return replace(plan, reason=joined(plan.reason, told))
+        reason = back.reason and f"means at {named(self.cf, self._rungs)}: {back.reason}"
+        return replace(plan, reason=joined(plan.reason, reason))
 
     def measure(self, gradients: Any) -> Any:
         return self.own.measure(gradients)
@@ -150,7 +151,7 @@ class MeansPolicy(Stateful, Policy):
 
 
 def _with_wait(report: StepReport, share: float) -> StepReport:
-    """The report with a share of its wait. The rest of that counts as work."""
+    """The report with this share of its wait for the network. The rest counts as work."""
     return replace(
         report,
         exchange_seconds=share * report.exchange_seconds,
@@ -159,7 +160,7 @@ def _with_wait(report: StepReport, share: float) -> StepReport:
 
 
 def another(policy: Policy) -> Policy:
-    """A second instance with the same settings, which has seen nothing yet."""
+    """A second instance with the same settings, which has not observed any step."""
     if not isinstance(policy, DeclaredPolicy):
         return deepcopy(policy)
     values = {each.name: getattr(policy, each.name) for each in fields(policy) if each.init}

@@ -1,4 +1,4 @@
-"""How payloads become the mean, as a script asks for it: the values of the argument `exchange`."""
+"""The argument `exchange`: how the script wants payloads to become the mean."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from compressors import Compressor
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """An `exchange`, checked.
+    """A checked value of `exchange`.
 
-    way: the name of a strategy, "auto", or a strategy of the user's. server: how means travel back
-    in the sharded exchange. levels: that the script has asked for. may_have_levels: "auto" takes
-    two levels where there are several nodes. one_collective: a bucket's exchange may take no more.
+    way: the name of a strategy, "auto", or a user's strategy. server: how means are sent back in
+    the sharded exchange. levels: the two levels that the script asks for. may_have_levels: "auto"
+    uses two levels if there are several nodes. one_collective: a bucket's exchange may take one
+    collective only.
     """
 
     way: str | Strategy
@@ -35,40 +36,42 @@ class ExchangeOptions:
     one_collective: bool = field(default=False, repr=False)
 
     @classmethod
-    def of(cls, asked: Any, base: Compressor) -> ExchangeOptions:
-        """ValueError or TypeError for an `exchange` that does not go with the base."""
-        levels = asked if isinstance(asked, TwoLevel) else None
-        between = asked.between if isinstance(asked, TwoLevel) else asked
+    def of(cls, given: Any, base: Compressor) -> ExchangeOptions:
+        """The options for the argument `exchange`. ValueError or TypeError for a value that does
+        not go with the base."""
+        levels = given if isinstance(given, TwoLevel) else None
+        between = given.between if isinstance(given, TwoLevel) else given
         server = between if isinstance(between, ParameterServer) else SAME
         return cls(check_exchange(between, base), server, levels)
 
     def beside(
-        self, told: str, among_all: bool, one_collective: bool, base: Compressor
+        self, sync: str, among_all: bool, one_collective: bool, base: Compressor
     ) -> ExchangeOptions:
-        """The same beside a way to synchronise, which errors name as `told`. among_all: all ranks
-        exchange with all. one_collective: a bucket's exchange may take no more than one.
+        """These options with the restrictions of a way to synchronise. sync: its name in errors.
+        among_all: all ranks exchange with each other. one_collective: a bucket's exchange may take
+        one collective only.
 
-        ValueError where they do not go together."""
+        ValueError if options and restrictions do not go together."""
         if not among_all and self.way != "auto":
             raise ValueError(
-                f"exchange must be 'auto' with {told}, whose ranks exchange with neighbours only; "
+                f"exchange must be 'auto' with {sync}, whose ranks exchange with neighbours only; "
                 f"got {self.way!r}"
             )
-        # Backward waits between two levels, whose collectives are of all ranks.
+        # Two levels need collectives of all ranks, and backward waits between the levels.
         may_have_levels = among_all and not one_collective
         if self.levels is not None and not may_have_levels:
-            raise ValueError(f"exchange must have one level with {told}, got {self.levels!r}")
+            raise ValueError(f"exchange must have one level with {sync}, got {self.levels!r}")
         way = in_one_collective(self.way, base) if one_collective else self.way
         return replace(
             self, way=way, may_have_levels=may_have_levels, one_collective=one_collective
         )
 
     def check_used(self, base: str, compresses: bool, changing: str, not_by_gains: str) -> None:
-        """ValueError for a setting that nothing would look at.
+        """ValueError for a setting that would have no effect.
 
-        compresses: the base of this name does. changing: the way to synchronise, if its number of
-        local steps changes. not_by_gains: the policy's name, if it does not go by gains, or gives
-        layers CFs of their own; else ""."""
+        base: the base's name. compresses: whether the base compresses. changing: the value of
+        `sync` if its number of local steps changes, else "". not_by_gains: the policy's name if it
+        does not decide by gains, or chooses a CF for each layer; else ""."""
         if not compresses and self.server != SAME:
             raise ValueError(
                 f"exchange={self.server!r}: needs a base that compresses, got base={base!r}"
@@ -81,18 +84,18 @@ class ExchangeOptions:
             )
         if by_policy and not_by_gains:
             raise ValueError(
-                f"exchange={self.server!r}: needs a policy that goes by gains, as 'goodput' and "
-                f"'gravac' do, and gives all layers one CF (with down_cf=None means have the CF of "
-                f"gradients); got policy {not_by_gains!r}"
+                f"exchange={self.server!r}: needs a policy that decides by gains, as 'goodput' and "
+                f"'gravac' do, and chooses one CF for all layers (with down_cf=None means have the "
+                f"CF of gradients); got policy {not_by_gains!r}"
             )
 
     def open(self, replica: Replica, link: EmulatedLink | None) -> Exchange:
-        """The collectives of a model, at the levels that there are (a collective)."""
+        """The collectives of a model, in one or two levels (a collective)."""
         levels = self.levels
         if levels is None and self.way == "auto" and self.may_have_levels:
             levels = TwoLevel()
         nodes = None
-        if replica.everyone is replica.group:  # a sharded model has levels of its own
+        if replica.everyone is replica.group:  # a sharded model has two levels already
             nodes = find_nodes(levels, self.levels is not None, replica.group)
         if nodes is None:
             return Exchange(replica.group, link, replica.everyone)

@@ -1,7 +1,8 @@
-"""A rehearsal of a user's strategy: one bucket among ranks that all send the same, and no network.
+"""A rehearsal of a user's strategy: the exchange of one bucket, simulated without a network, among
+ranks that all send the same payloads.
 
-What every collective brings is then known, and the mean is what this rank has sent. So a strategy
-that would hang, part the ranks or lose something in training is refused when it is attached.
+The result of each collective is then known, and the mean must be this rank's payload. So `attach`
+refuses a strategy that would hang, give ranks different means, or lose values in training.
 """
 
 from __future__ import annotations
@@ -22,20 +23,19 @@ from compressors import Compressor
 from compressors.base import Key, Payload
 
 NUMEL = 1 << 14
-"""Elements of the bucket, or more: with many ranks UNIT for each."""
+"""The smallest number of elements of the bucket. With many ranks there are UNIT for each."""
 
 UNIT = 256
 
 NEAR = 0.1
-"""By how much bytes may differ from what `nbytes` says, relative to the latter."""
+"""The largest difference between the bytes sent and `nbytes`, relative to `nbytes`."""
 
 EXACT = 1e-2
-"""By how much a mean may differ from the one payload that it is of, relative to that (a sum in bf16
-is 0.2% off)."""
+"""The largest relative error of the mean of equal payloads (a sum in bf16 is 0.2% off)."""
 
 
 class _Alike(Exchange):
-    """The collectives among ranks that all hand over the same: what comes is there at once."""
+    """The collectives among ranks that all send the same payloads. They complete at once."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -64,16 +64,16 @@ class _Alike(Exchange):
 
 def rehearse(strategy: Strategy, base: Compressor, cf: float, rank: int, ranks: int) -> None:
     """ValueError or TypeError, naming the strategy, unless it keeps its contract for payloads of
-    `base` at `cf`: what it yields and returns, the bytes that it sends, and the mean. `rank` of
-    `ranks` is this one; all of them find the same."""
-    told = f"exchange={strategy!r}"
+    `base` at `cf`: the values that it yields and returns, the bytes that it sends, and the mean.
+    rank, ranks: this rank, and the world size. All ranks get the same result."""
+    argument = f"exchange={strategy!r}"
     try:
         _rehearse(strategy, base, cf, _Alike(rank, ranks))
     except TypeError as error:
-        raise TypeError(f"{told}: {error}") from error
+        raise TypeError(f"{argument}: {error}") from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{told}: {kind}{error}") from error
+        raise ValueError(f"{argument}: {kind}{error}") from error
 
 
 def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike) -> None:
@@ -105,7 +105,7 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
 
 
 def _outgoing(strategy: Strategy, base: Compressor, cf: float, ranks: int) -> Outgoing:
-    """A bucket of as many units as ranks."""
+    """A bucket with one unit for each rank."""
     numel = max(NUMEL, UNIT * ranks)
     gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     bucket = Bucket(gradients, Key("rehearsal"), True)
@@ -121,7 +121,7 @@ def _outgoing(strategy: Strategy, base: Compressor, cf: float, ranks: int) -> Ou
 
 
 def _pass(_: object) -> None:
-    """Nobody listens."""
+    """A callback that does nothing."""
 
 
 def _run(strategy: Strategy, exchange: _Alike, outgoing: Outgoing) -> Received:
@@ -155,13 +155,13 @@ def _run(strategy: Strategy, exchange: _Alike, outgoing: Outgoing) -> Received:
 
 
 def _check_mean(units: Sequence[Unit], received: Received, rank: int) -> None:
-    """All ranks have sent the same, so the mean is this rank's payload."""
-    everyones = [list(payloads) for payloads in received.payloads]
-    if len(everyones) != len(units):
+    """ValueError unless the mean is this rank's payload, which is that of all ranks."""
+    by_unit = [list(payloads) for payloads in received.payloads]
+    if len(by_unit) != len(units):
         raise ValueError(
-            f"Received must have payloads for each of the {len(units)} units, got {len(everyones)}"
+            f"Received must have payloads for each of the {len(units)} units, got {len(by_unit)}"
         )
-    for i, (unit, payloads) in enumerate(zip(units, everyones, strict=True)):
+    for i, (unit, payloads) in enumerate(zip(units, by_unit, strict=True)):
         if received.own is None and rank >= len(payloads):
             raise ValueError(
                 f"Received must have `own`, or this rank's payload at place {rank} of each unit's, "

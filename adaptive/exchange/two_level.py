@@ -103,10 +103,11 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
     asked: the script has asked for two levels: ValueError on every rank if they are impossible.
     """
     label = "" if levels is None else _label(levels, group)
-    told = gather_objects((repr(levels), label, groups_joined()), group)
-    if levels is None or len({said for said, *_ in told}) > 1:  # `agree` raises for the latter
+    everyone = gather_objects((repr(levels), label, groups_joined()), group)
+    settings = {setting for setting, *_ in everyone}
+    if levels is None or len(settings) > 1:  # `agree` raises if ranks have different settings
         return None
-    labels = [label for _, label, _ in told]
+    labels = [label for _, label, _ in everyone]
     nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
     problem = _problem(levels, labels, nodes, dist.get_process_group_ranks(group))
     if problem and asked:
@@ -115,7 +116,7 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
         return None
     own = next(node for node in nodes if dist.get_rank(group) in node)
     place = own.index(dist.get_rank(group))
-    join_groups(max(joined for *_, joined in told))
+    join_groups(max(joined for *_, joined in everyone))
     return Nodes(_subgroup(group, own), _subgroup(group, [node[place] for node in nodes]))
 
 
@@ -143,11 +144,12 @@ def _problem(
                 f"a node's ranks, got {label!r} on rank {rank}; or TwoLevel(node=8)"
             )
     sizes = [len(node) for node in nodes]
-    told = {size for size, _ in labels} if levels.node is None else set()
-    if len(told) > 1:  # one node of 2 ranks and one of 4 would look like three nodes of 2
-        sizes = sorted(told)
+    given = {size for size, _ in labels} if levels.node is None else set()
+    if len(given) > 1:  # one node of 2 ranks and one of 4 would look like three nodes of 2
+        sizes = sorted(given)
     if len(set(sizes)) > 1:
-        return f"all nodes must have as many ranks, got nodes of {', '.join(map(str, sizes))}"
+        counts = ", ".join(map(str, sizes))
+        return f"all nodes must have the same number of ranks, got nodes of {counts} ranks"
     if isinstance(levels.node, dist.ProcessGroup):
         for node in nodes:
             if tuple(ranks[i] for i in node) != labels[node[0]]:
@@ -156,7 +158,7 @@ def _problem(
                     f"of them; rank {node[0]} has one of ranks {labels[node[0]]}"
                 )
         if any(sorted(places) != list(places) for places in zip(*nodes, strict=True)):
-            return "nodes must be in the order of their ranks, whichever place is looked at"
+            return "nodes must be in the same order at every place, that of their ranks"
     return ""
 
 

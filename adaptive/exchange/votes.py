@@ -1,4 +1,4 @@
-"""Indices that the ranks vote on: all ranks then send their values at the same elements."""
+"""Voted indices: all ranks send their values at the same elements, the union of all proposals."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from policies import DENSE
 
 
 class Voted(Strategy):
-    """Each rank proposes 1/N of the indices, those of its own largest elements, and all ranks send
-    their values at all of them: to the owner of each shard of the values, which sends the mean on.
-    Both travel as `values` says. What the owner's coding loses goes to its own residual. A rank
-    sends (N-1)/N index lists and 2(N-1)/N value lists."""
+    """The voted exchange. Each rank proposes 1/N of the indices: those of its own largest elements.
+    Then all ranks send their values at all proposed indices to the owner of each shard of the
+    values, which sends the mean to all ranks. Values and means are coded as `values` says. The
+    coding error of a mean goes to its owner's residual. A rank sends (N-1)/N index lists and
+    2(N-1)/N value lists."""
 
     name = "voted_indices"
     takes_error_fed = True
@@ -38,7 +39,7 @@ class Voted(Strategy):
         self.values = values
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        n, me, own = exchange.world_size, exchange.rank, list(outgoing.payloads)
+        n, rank, own = exchange.world_size, exchange.rank, list(outgoing.payloads)
         sparse = [
             (i, unit, unit.compressor)
             for i, unit in enumerate(outgoing.units)
@@ -63,16 +64,17 @@ class Voted(Strategy):
         outgoing.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
         rows = yield exchange.all_to_all(wire, lists.sizes)
 
-        mean = torch.zeros_like(sent)  # but for what this rank owns, until all have sent theirs
-        lists.mean_of(lists.of(mean, me), rows, me)
+        mean = torch.zeros_like(sent)  # this rank's shards are filled now, the others at the end
+        lists.mean_of(lists.of(mean, rank), rows, rank)
         nonfinite = all_finite(mean) ^ True
         fill_if(nonfinite, mean, 0.0)
         exact = mean.clone()
-        # All send equally many bytes.
+        # All ranks must send the same number of bytes.
         wire = uninitialized(max(lists.sizes), torch.uint8, mean.device).zero_()
         key = key._replace(rank=key.rank + n)
-        wire[: lists.sizes[me]] = lists.encode_own(lists.of(mean, me), key, nonfinite, me)
-        # The next mean divides by the number of ranks what its owner alone has lost of this one.
+        wire[: lists.sizes[rank]] = lists.encode_own(lists.of(mean, rank), key, nonfinite, rank)
+        # This rank alone keeps the coding error of the mean, and the next mean divides it by N. So
+        # it counts as N times the error that was not sent.
         sent.sub_(exact.sub_(mean), alpha=n)
         rows = yield exchange.all_gather(wire, means=True)
 
@@ -81,7 +83,7 @@ class Voted(Strategy):
         return Received(received, all_finite(mean) ^ True, 1.0, lists.put(own, sent))
 
     def nbytes(self, pieces: Sequence[Piece], ranks: int) -> float:
-        """Of the indices that a rank proposes, and of values at all that the ranks propose."""
+        """Bytes of the indices that a rank proposes, and of the values at all proposed indices."""
         indices, values = 0.0, 0.0
         for piece in pieces:
             if piece.cf == DENSE:
@@ -99,11 +101,11 @@ class Voted(Strategy):
 
 
 class _ValueLists:
-    """The values of a bucket's payloads one after the other, those that are coded first, and all of
-    them cut into two pieces for each rank: of what is coded, and of what is not.
+    """The values of a bucket's payloads, joined: first the coded payloads, then the uncoded ones.
+    Both parts are cut into one piece for each rank, so a rank owns two pieces.
 
-    flat: the values. coded: which payloads' values travel as `form` says. sizes: bytes of each
-    rank's pieces."""
+    flat: the values. coded: indices of the payloads whose values are coded by `form`. sizes: bytes
+    of each rank's pieces."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class _ValueLists:
         self.sizes = [sum(each) for each in zip(*both, strict=True)]
 
     def of(self, x: Tensor, rank: int) -> list[Tensor]:
-        """The rank's pieces of `x`, which is like `flat`."""
+        """The rank's pieces of `x`, which has the layout of `flat`."""
         pieces = []
         for run, by in zip(self._runs(x), self._by, strict=True):
             start, stop = shard_borders(run.numel(), by.shards)[rank : rank + 2]
@@ -134,7 +136,7 @@ class _ValueLists:
         return pieces
 
     def encode(self, x: Tensor, key: Key, nonfinite: Flag) -> Tensor:
-        """The bytes of all ranks' pieces of `x`, which becomes what these stand for."""
+        """The bytes of all ranks' pieces of `x`. Sets `x` to the values that they decode to."""
         wires = []
         for run, by, spec in zip(self._runs(x), self._by, self._specs, strict=True):
             wires.append(_written(by.compress(run, spec._replace(key=key)), nonfinite, x))
@@ -145,13 +147,13 @@ class _ValueLists:
         return torch.cat([*chain.from_iterable(pieces)])
 
     def encode_own(self, pieces: Sequence[Tensor], key: Key, nonfinite: Flag, rank: int) -> Tensor:
-        """The same of one rank's pieces."""
+        """As `encode`, for one rank's pieces."""
         each = zip(pieces, self._by, self._own_specs(rank), strict=True)
         made = [by.inner.compress(piece, spec._replace(key=key)) for piece, by, spec in each]
         return torch.cat([_written(payload, nonfinite, self.flat) for payload in made])
 
     def mean_of(self, pieces: Sequence[Tensor], rows: Tensor, rank: int) -> None:
-        """Fill the rank's pieces with the mean of those that the ranks have sent as their rows."""
+        """Fill the rank's pieces with the mean of the ranks' pieces. rows: (ranks, bytes)."""
         sizes = [self._coded_sizes[rank], self._full_sizes[rank]]
         each = zip(pieces, self._by, self._own_specs(rank), rows.split(sizes, dim=1), strict=True)
         for piece, by, spec, data in each:
@@ -159,7 +161,8 @@ class _ValueLists:
                 by.inner.mean_of(piece, by.inner.read(data, spec), 1 / len(rows))
 
     def read_means(self, x: Tensor, rows: Tensor) -> None:
-        """Fill `x`, which is like `flat`, from the bytes with which each rank's row begins."""
+        """Fill `x`, which has the layout of `flat`. rows: (ranks, bytes); each row begins with the
+        bytes of its rank's pieces."""
         (coded, full), by = self._runs(x), self._by[0]
         if coded.numel():
             by.mean_of(coded, [by.read_means(rows, self._specs[0])], 1.0)
@@ -177,7 +180,7 @@ class _ValueLists:
         return [each_shard(spec, by.shards)[rank] for by, spec in both]
 
     def put(self, payloads: Sequence[Payload], x: Tensor) -> list[Payload]:
-        """The payloads with the values of `x`, which is like `flat`."""
+        """The payloads with the values of `x`, which has the layout of `flat`."""
         changed = list(payloads)
         for i, values in zip(self._order, x.split(self._numels), strict=True):
             changed[i] = changed[i].with_parts(*changed[i].parts[:-1], values)
@@ -185,7 +188,7 @@ class _ValueLists:
 
 
 def _rounded(payload: Payload, sent: Payload) -> Payload:
-    """`sent` with its energies: the payload with values that coding has changed."""
+    """`sent` with its energies. payload: the same payload before coding has changed its values."""
     exact, values = payload.parts[-1], sent.parts[-1]
     norms = squared_norms([values, exact - values])
     kept, lost = kernels_for(norms).numbers(norms)

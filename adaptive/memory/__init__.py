@@ -1,1 +1,1 @@
-"""What is kept of each parameter, and what is done in the optimizer's place."""
+"""The memories (residuals, velocities, moments), and the work that they do for optimizers."""

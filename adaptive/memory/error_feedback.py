@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent in one step is added to the gradient of the next.
+"""Error feedback: the residual, the part that was not sent, is added to the next gradient.
 
 With residual r and gradient g, the error-fed gradient is a = g + r. A payload c of a is sent, and
 the new residual is r' = a - c (Karimireddy and others 2019). In a compressed step the gradient is
@@ -23,7 +23,7 @@ from compressors.kernels.blocks import Flag, Scalar, add_if
 
 
 class MomentumRule(NamedTuple):
-    """The rule by which a velocity moves: u = momentum * u + (1 - dampening) * gain * g. torch's
+    """The rule by which a velocity u moves: u = momentum * u + (1 - dampening) * gain * g. torch's
     SGD has gain 1."""
 
     momentum: float
@@ -39,7 +39,7 @@ class MomentumRule(NamedTuple):
     @lru_cache(maxsize=64)  # noqa: B019  # asked for every parameter in every step
     def with_share(self, share: float) -> MomentumRule:
         """The rule with this momentum share: the mean delay of a gradient in the velocity is this
-        share of m / (1 - m) steps. A gradient adds up to the same over all steps."""
+        share of m / (1 - m) steps. The sum of a gradient's contributions stays the same."""
         m = self.momentum
         if share == 1 or not 0 < m < 1:
             return self
@@ -62,24 +62,23 @@ class MomentumRule(NamedTuple):
 
     @property
     def sent_share(self) -> float:
-        """The factor of the velocity u in SGD's step: 1; with Nesterov m, since that steps by
-        g + m u."""
+        """The factor of the velocity u in SGD's step: 1; with Nesterov m, because Nesterov's step
+        is g + m u."""
         return self.momentum if self.nesterov else 1.0
 
 
 class NoMemory:
     """The memory of unbiased compressors, and the contract of all memories. This one keeps nothing:
-    compression errors are lost. A residual that another memory has left is sent by the next dense
-    step.
+    compression errors are lost. The next dense step sends a residual that another memory has left.
 
-    A `parameter` may be the joint parameter of a run of several ones (bucket_memory.py).
+    A `parameter` may be the joint parameter of a run of parameters (bucket_memory.py).
     `nonfinite`: the gradient was not finite, or the parameter is skipped. Then `grad` is zero, and
     no state may change. On a device the flag is a tensor, which the host does not read.
     """
 
     name = "none"
     keeps: tuple[str, ...] = ()
-    """Names of the tensors that it keeps of a parameter: fields of `ModelParameter`."""
+    """Names of the tensors that the memory keeps of a parameter: fields of `ModelParameter`."""
     masking = inf
     """Momentum factor masking: the smallest CF at which velocities of sent elements are cleared."""
 
@@ -93,7 +92,7 @@ class NoMemory:
         self, parameter: ModelParameter, grad: Tensor, cf: float, nonfinite: Flag = False
     ) -> Tensor | None:
         """Begin a compressed step at `cf`. Returns the tensor that the caller must add to the
-        residual, which is the error-fed gradient then; None: the residual is it already."""
+        residual to get the error-fed gradient; None: the residual holds the error-fed gradient."""
         return None
 
     def flush_into(self, parameter: ModelParameter, grad: Tensor, nonfinite: Flag = False) -> None:
@@ -107,10 +106,10 @@ class NoMemory:
         """Turn the ranks' mean, in place, into the gradient that the optimizer gets."""
 
     def forget(self, parameters: Sequence[ModelParameter]) -> None:
-        """Drop all state of these parameters but residual and velocity."""
+        """Drop all state of these parameters except residual and velocity."""
 
     def is_empty(self, parameter: ModelParameter) -> bool:
-        """A dense step adds nothing to the gradient of this parameter, nor changes its mean."""
+        """Whether a dense step changes neither the gradient of this parameter nor its mean."""
         return not parameter.has_residual
 
     def skipped(

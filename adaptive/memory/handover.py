@@ -28,11 +28,11 @@ Groups = list[dict[str, Any]]
 
 
 class Handover:
-    """The contract of all handovers. This one does nothing in the optimizers' place.
+    """The contract of all handovers. This class leaves all work to the optimizers.
 
     sends_updates: some compressed steps exchange updates, not gradients. power: see `Context`.
-    leaves_gradients: `p.grad` is what DDP without a compressor would leave, and a script may change
-    it. other_optimizer: the name of an optimizer that has stepped the parameters, and that no
+    leaves_gradients: `p.grad` holds gradients, as with DDP alone, and a script may change it.
+    other_optimizer: the name of an optimizer that has stepped the parameters, and that no
     memory can take work from. dense_because: why the next step must be dense; "": it need not
     be."""
 
@@ -108,13 +108,13 @@ def loss_scale(scaler: GradScaler | None, device: torch.device) -> Tensor | None
 def describe(optimizers: Sequence[Optimizer]) -> str:
     """The optimizers' classes and settings that must be equal on all ranks, as text."""
     settings = ("momentum", "betas", "amsgrad", "centered")
-    told = []
+    described = []
     for optimizer in optimizers:
         groups = optimizer.param_groups
         kept = [{name: group[name] for name in settings if name in group} for group in groups]
         stepped = f"stepped before: {bool(optimizer.state)}"
-        told.append(f"{type(optimizer).__name__} with {kept}, {stepped}")
-    return ", ".join(told) or "none"
+        described.append(f"{type(optimizer).__name__} with {kept}, {stepped}")
+    return ", ".join(described) or "none"
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:

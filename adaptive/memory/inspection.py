@@ -1,12 +1,14 @@
-"""What an optimizer that is not torch's turns out to keep, found out after its first step.
+"""The inspection of optimizers that are not torch's: what state they keep, found after their first
+step.
 
-In parameter space each rank's optimizer steps by the rank's own gradient, and the exchange then
-moves the parameters. That is right for an optimizer whose next step depends on the parameters, on
-gradients, and on tensors in `optimizer.state[p]`, on which the ranks can agree. It is wrong in
-silence for one that keeps weights of its own (fp32 copies, averages) and writes the parameters from
-these, that keeps what it has learned from gradients elsewhere (Prodigy's `d` in its groups), or
-that shares the parameters out among the ranks (a distributed Muon). No list of names tells these:
-what they keep does. The first step is dense, so that all ranks still keep the same."""
+In parameter space each rank's optimizer steps with the local gradient, and the exchange then moves
+the parameters. That is right for an optimizer whose next step depends on the parameters, on
+gradients, and on tensors in `optimizer.state[p]`, on which the ranks can agree. It is silently
+wrong for an optimizer that keeps copies of the weights (in fp32, or averages) and overwrites the
+parameters from these copies, that keeps state made of gradients elsewhere (Prodigy's `d` in its
+groups), or that steps only some of the parameters on each rank (a distributed Muon). Names do not
+tell such optimizers; their state does. The first step is dense, so that all ranks still keep the
+same state."""
 
 from __future__ import annotations
 
@@ -25,21 +27,21 @@ from adaptive.model.parameters import ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange
 
 NEAR = 0.5
-"""A state tensor that is a copy of weights differs from them by less than this share of their norm.
-Anything that is made of gradients differs by more than the whole norm, as a rule."""
+"""A state tensor whose distance from the weights is below this share of their norm counts as a copy
+of the weights. A tensor made of gradients is usually farther away than the whole norm."""
 
 TORCHS = ("params", "state", "param_groups", "defaults")
-"""Attributes of every optimizer, and of every group, in which no numbers are looked for."""
+"""Attributes of every optimizer and of every group that are not searched for numbers."""
 
 SHARED_OUT = "state of other parameters on each rank (which shares them out?)"
 
 
 class Finding(NamedTuple):
-    """What one rank has found out of one optimizer.
+    """The result of one rank's inspection of one optimizer.
 
-    name: of its class. why: what ranks that step by themselves cannot agree on; "" if nothing.
-    with_state: the parameters, by name, of which it keeps something, before the run and now.
-    weights: copies of weights that it keeps, by their names in its state."""
+    name: of the optimizer's class. why: the state that ranks with local steps cannot agree on; ""
+    if there is none. with_state: names of the parameters that the optimizer has state of: when it
+    was first seen, and after its first step. weights: names, in its state, of copies of weights."""
 
     name: str
     why: str
@@ -48,32 +50,35 @@ class Finding(NamedTuple):
 
 
 class Inspection:
-    """Looks at the optimizers of one model, each after its first step, and on at its numbers.
+    """Inspects the optimizers of one model: all of their state after the first step, and their
+    numbers after every step.
 
-    findings: of the optimizers that were looked at. Torch's own are known, and never looked at.
-    seen: all others, in the order in which they came, which is that of the script."""
+    findings: the result for each inspected optimizer. torch's own optimizers are not inspected.
+    seen: all other optimizers, in the order in which the script has used them; for each, names of
+    the parameters that it had state of."""
 
     def __init__(self, parameters: ModelParameters) -> None:
         self.findings: dict[Optimizer, Finding] = {}
         self._parameters = parameters
-        self.seen: dict[Optimizer, frozenset[str]] = {}  # and of which parameters they had state
+        self.seen: dict[Optimizer, frozenset[str]] = {}
         self._numbers: dict[Optimizer, dict[str, Any]] = {}  # before the step under way
 
     def notice(self, optimizer: Optimizer) -> bool:
-        """The optimizer may have state by now, which it has not made here. Whether it is known."""
+        """Remember an optimizer, and the state that it may have from before this run. Returns
+        whether it needs no inspection any more."""
         known = optimizer in self.findings or is_torchs_own(optimizer)
         if not known:
             self.seen.setdefault(optimizer, self._with_state(optimizer))
         return known
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """It is about to step."""
+        """The optimizer is about to step."""
         if not is_torchs_own(optimizer):
             self.notice(optimizer)
             self._numbers[optimizer] = _numbers(optimizer, optimizer not in self.findings)
 
     def after_step(self, optimizer: Optimizer) -> bool:
-        """It has stepped. Returns whether there is news of it."""
+        """The optimizer has stepped. Returns whether there is a new finding about it."""
         before = self._numbers.pop(optimizer, None)
         if before is None:
             return False
@@ -92,13 +97,14 @@ class Inspection:
         return bool(why)
 
     def _with_state(self, optimizer: Optimizer) -> frozenset[str]:
-        ours = self._parameters
-        return frozenset(ours[p].name for p, kept in optimizer.state.items() if kept and p in ours)
+        known = self._parameters
+        with_state = (p for p, kept in optimizer.state.items() if kept and p in known)
+        return frozenset(known[p].name for p in with_state)
 
     def _in_state(self, optimizer: Optimizer) -> tuple[str, tuple[str, ...]]:
-        """What there is in its state that ranks cannot agree on, and which of it are weights."""
+        """(why, weights) of a `Finding`, from `optimizer.state`."""
         stepped = {*parameters_of(optimizer)}
-        gaps: dict[str, Any] = {}  # of each name, squared norms: of state less parameter, parameter
+        gaps: dict[str, Any] = {}  # by name, squared norms of (state - parameter) and of parameter
         for p, state in optimizer.state.items():
             if p not in stepped:
                 if _hides([state]):
@@ -117,8 +123,8 @@ class Inspection:
 
 
 def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
-    """Of all ranks' findings, of the same optimizers: which cannot step by themselves, and why. ""
-    if all can. The same on all ranks."""
+    """Why some optimizer must not step with local gradients, and its name; "" if all may. The same
+    on all ranks. everyone: for each rank, its findings about the same optimizers."""
     for of in zip(*everyone, strict=True):
         why = next((each.why for each in of if each.why), "")
         if len({each.with_state for each in of}) > 1:
@@ -130,19 +136,20 @@ def verdict(everyone: Sequence[Sequence[Finding]]) -> str:
 
 
 class MovedBetweenSteps:
-    """Refuses optimizers that would undo what moves parameters between their steps.
+    """Refuses optimizers that are wrong if an exchange moves the parameters between their steps.
 
     With local steps, a delay and gossip an exchange moves the parameters, and each rank's optimizer
-    goes on from there. One that keeps weights of its own writes the parameters from these, so that
-    the ranks train apart. One that shares the parameters out trains each on one rank's data.
+    goes on from the new values. An optimizer that keeps copies of the weights overwrites the
+    parameters from these copies, so that the exchange is lost. An optimizer that steps only some
+    parameters on each rank trains each parameter on one rank's data.
 
-    optimizers: those handed over, the same on all ranks. way: how the ranks synchronise."""
+    optimizers: those handed over, the same on all ranks. way: the user's choice of `sync`."""
 
     def __init__(
         self, parameters: ModelParameters, optimizers: Iterable[Optimizer], way: object
     ) -> None:
         self._inspection, self._way = Inspection(parameters), way
-        self._may_differ = parameters.maybe_unused  # so that some ranks have no state of some
+        self._may_differ = parameters.maybe_unused  # a rank has no state of an unused parameter
         self._unknown = [of for of in optimizers if not self._inspection.notice(of)]
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -153,8 +160,8 @@ class MovedBetweenSteps:
         self._inspection.after_step(optimizer)
 
     def look(self, exchange: Exchange) -> None:
-        """Called on all ranks at the start of an exchange: a collective until all have made a step
-        of each optimizer. RuntimeError on all of them if one is not served."""
+        """Called on all ranks at the start of an exchange; a collective until every rank has
+        stepped every optimizer. RuntimeError on all ranks if an optimizer is refused."""
         if not self._unknown:
             return
         everyone = exchange.gather_objects(
@@ -177,57 +184,58 @@ class MovedBetweenSteps:
 
 
 def take_from_first(optimizer: Optimizer, exchange: Exchange) -> None:
-    """What it keeps becomes that of the first rank (a collective): its `state_dict()`, and numbers
-    in its attributes. RuntimeError on all ranks if these still keep something else."""
+    """Copy an optimizer's state from the first rank to all ranks (a collective): its `state_dict()`
+    and numbers in its attributes. RuntimeError on all ranks if states are not equal afterwards."""
     kept: list[Any] = [optimizer.state_dict(), _numbers(optimizer, tensors=False)]
     dist.broadcast_object_list(kept, dist.get_global_rank(exchange.group, 0), exchange.group)
     theirs, numbers = kept
-    optimizer.load_state_dict(theirs)  # on all ranks, since it may round
+    optimizer.load_state_dict(theirs)  # on the first rank, too, because loading may round
     for prefix, place in _places(optimizer):
         place.update((key, numbers[prefix + key]) for key in place if prefix + key in numbers)
-    here = _numbers(optimizer, tensors=True).values()  # names may differ, as by id(parameter)
+    here = _numbers(optimizer, tensors=True).values()  # keys such as id(parameter) are not compared
     sums = [repr(float(each.double().sum() if isinstance(each, Tensor) else each)) for each in here]
     everyone = exchange.gather_objects(sums)
     if any(each != everyone[0] for each in everyone):
         raise RuntimeError(
-            f"{type(optimizer).__name__} has stepped by itself on each rank, and keeps something "
-            f"in attributes that its state_dict() leaves out: detach() before its first step, and "
-            f"attach a new AdaptiveCompressor with it"
+            f"{type(optimizer).__name__} has stepped with local gradients on each rank, and keeps "
+            f"something in attributes that its state_dict() leaves out: call detach() before its "
+            f"first step, and attach a new AdaptiveCompressor with it"
         )
 
 
 def _numbers(optimizer: Optimizer, tensors: bool) -> dict[str, Any]:
-    """All floats in its groups and attributes. tensors: also those in lists and dictionaries of
-    attributes, and copies of all tensors that are no parameters: to compare them may wait for a
-    device."""
+    """All floats in an optimizer's groups and attributes, by name. tensors: also floats in lists
+    and dictionaries, and copies of all tensors that are not parameters. (Comparing these copies may
+    wait for a device.)"""
     places = _places(optimizer)
     found = {name + key: e for name, of in places for key, e in of.items() if type(e) is float}
     if tensors:
-        ours = {*map(id, parameters_of(optimizer))}
+        parameters = {*map(id, parameters_of(optimizer))}
         for name, place in places:
-            _copy(name, {k: e for k, e in place.items() if k not in TORCHS}, ours, found)
+            _copy(name, {k: e for k, e in place.items() if k not in TORCHS}, parameters, found)
     return found
 
 
-def _copy(name: str, place: Any, ours: set[int], found: dict[str, Any]) -> None:
+def _copy(name: str, place: Any, parameters: set[int], found: dict[str, Any]) -> None:
+    """Add the floats in `place`, and copies of its tensors, to `found`. parameters: their ids."""
     inside = place.items() if isinstance(place, dict) else enumerate(place)
     for key, each in inside:
-        if isinstance(each, Tensor) and id(each) not in ours:
+        if isinstance(each, Tensor) and id(each) not in parameters:
             found[f"{name}{key}"] = each.detach().clone()
         elif isinstance(each, float):
             found[f"{name}{key}"] = each
         elif isinstance(each, dict | list | tuple) and not isinstance(each, OrderedDict):
-            _copy(f"{name}{key}.", each, ours, found)
+            _copy(f"{name}{key}.", each, parameters, found)
 
 
 def _places(optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Where it may keep numbers."""
+    """The dictionaries in which an optimizer may keep numbers: its groups and its attributes."""
     groups = [(f"group {i}.", group) for i, group in enumerate(optimizer.param_groups)]
     return [*groups, ("", vars(optimizer))]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Names: of groups without the group, of what is in an attribute the attribute."""
+    """Names of the changed numbers: keys of groups, without the group, and attributes."""
     changed = [
         name
         for name, value in after.items()
@@ -244,7 +252,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _hides(kept: Any) -> bool:
-    """It may hold what was learned from gradients, and is neither a tensor nor a number."""
+    """Whether a value of a state is neither a tensor nor a number, and may hold floats."""
     if isinstance(kept, list | tuple | dict):
         inside = kept.values() if isinstance(kept, dict) else kept
         return any(isinstance(each, float) or _is_floating(each) or _hides(each) for each in inside)

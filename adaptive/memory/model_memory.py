@@ -1,4 +1,4 @@
-"""Which memory a model has, from attaching to detaching: what becomes of what is not sent."""
+"""The memory of one model, from `attach` to `detach`, and its choice."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ BESIDE_RESIDUAL = 0.5
 
 
 class MemoryChoice:
-    """What the user asked for, to be settled once the optimizer is known. ValueError, naming the
-    argument, for settings that do not go together."""
+    """The user's choice of a memory, from which `make` builds the memory once the optimizer is
+    known. ValueError, naming the argument, for settings that do not go together."""
 
     def __init__(self, base: Compressor, options: Memory) -> None:
         self.options, self.kind = options, options.kind  # kind: the memory's name, or "auto"
         self._base = base
         chosen = options if isinstance(options, Momentum) else Momentum()
         self._share = chosen.share
-        if not base.at(inf).momentum_factor > 0:  # of a compressor of the user's own
+        if not base.at(inf).momentum_factor > 0:  # in a user's own compressor
             raise ValueError(
                 f"the compressor's momentum_factor={base.at(inf).momentum_factor!r}: must be > 0"
             )
@@ -64,21 +64,21 @@ class MemoryChoice:
             )
         if chosen.masking and not base.at(inf).selects:
             raise ValueError(
-                f"masking={chosen.masking!r}: needs a base that keeps some elements and not "
-                f"others, whose velocities it clears; got base={base.name!r}"
+                f"masking={chosen.masking!r}: needs a base that selects elements, because masking "
+                f"clears the velocities of selected elements; got base={base.name!r}"
             )
 
     @property
     def tied_to_ranks(self) -> str:
-        """Why another number of ranks cannot load a state; "" if it can."""
+        """Why a state cannot be loaded at another world size; "" if it can."""
         keeps = self.options.keeps if isinstance(self.options, MemoryRule) else ()
         return f"memory {self.kind!r} keeps {', '.join(keeps)} of each rank" if keeps else ""
 
     def make(
         self, optimizers: Sequence[Optimizer], parameters: ModelParameters, ranks: int
     ) -> NoMemory:
-        """The memory, which takes the optimizer's momentum over if it can. ValueError for one that
-        does not go with what was asked for. ranks: world size."""
+        """The memory, which takes the optimizer's momentum over if possible. ValueError for an
+        optimizer that does not go with the user's choice. ranks: world size."""
         optimizer = next(iter(optimizers), None)
         maybe_unused = parameters.maybe_unused
         if isinstance(self.options, MemoryRule):
@@ -110,13 +110,13 @@ class MemoryChoice:
         )
 
     def takes_updates(self, optimizers: Sequence[Optimizer]) -> bool:
-        """With these optimizers updates are exchanged, not gradients, if something is fed back."""
+        """Whether ranks with these optimizers, and error feedback, exchange updates."""
         by_itself = bool(optimizers) and all(map(_steps_by_itself, optimizers))
         plain = len(optimizers) == 1 and is_sgd(next(iter(optimizers)))
         return by_itself and (self.kind == "updates" or (self.kind == "auto" and not plain))
 
     def share_at(self, cf: float) -> float:
-        """The momentum share in a step at `cf`: 1 where next to nothing stays in the residual."""
+        """The momentum share in a step at `cf`: 1 if next to nothing stays in the residual."""
         base = self._base.at(cf)
         if cf <= base.keeps_most_to:
             return 1.0
@@ -132,8 +132,8 @@ class MemoryChoice:
         return share if share == 1 or self._share is not None else BESIDE_RESIDUAL * share
 
     def _update_share_at(self, cf: float) -> float:
-        """The same in the stead of an optimizer that divides by a second moment: what waits makes
-        momentum superfluous from CF 10 on (docs/research/defaults.md)."""
+        """The momentum share of an optimizer that divides by a second moment: 0 from CF 10 on,
+        where the residual's delay replaces momentum (docs/research/defaults.md)."""
         return 1.0 if cf <= self._base.at(cf).keeps_most_to else max(0.0, 1 - log10(cf))
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ def is_sgd(optimizer: Optimizer | None) -> bool:
 
 
 def unmeasured(optimizers: Iterable[Optimizer]) -> str:
-    """What whoever uses these in parameter space should know; "" if their quality was measured."""
+    """A warning about optimizers whose quality in parameter space was not measured; "" if none."""
     measured = (is_sgd, is_muon, is_adaptive)
     others = sorted(
         {type(each).__name__ for each in optimizers if not any(of(each) for of in measured)}
@@ -154,21 +154,21 @@ def unmeasured(optimizers: Iterable[Optimizer]) -> str:
     if not others:
         return ""
     return (
-        f"optimizer {', '.join(others)}: each rank's steps are compressed as they are, with "
-        f"momentum and decay in them. How well that trains was measured for torch's SGD, Muon, "
+        f"optimizer {', '.join(others)}: each rank's steps are compressed with their momentum "
+        f"and decay, uncorrected. The quality of such training was measured for torch's SGD, Muon, "
         f"Adam and others that divide by a second moment; compare with a dense run before a long "
         f"one"
     )
 
 
 def _steps_by_itself(optimizer: Optimizer) -> bool:
-    """Each rank's step, by its own gradients, moves all of the optimizer's parameters."""
+    """Whether the optimizer can step with local gradients, and a step moves all its parameters."""
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     return not (differentiable or isinstance(optimizer, LBFGS) or steps_a_part(optimizer))
 
 
 class ModelMemory:
-    """The memory of one model. now: the one in use."""
+    """The memory of one model, which may be replaced during training. now: the memory in use."""
 
     def __init__(self, choice: MemoryChoice, parameters: ModelParameters, ranks: int) -> None:
         self.now = NoMemory(parameters.maybe_unused)
@@ -178,13 +178,14 @@ class ModelMemory:
         self._gave_up = False  # momentum correction
 
     def choose(self, optimizers: Sequence[Optimizer], keeps_unsent: bool) -> None:
-        """Now that the optimizers are known. ValueError if they do not go with what was asked for.
+        """Make the memory, once the optimizers are known. ValueError if they do not go with the
+        user's choice.
 
-        optimizers: those whose work the memory may do a part of, an SGD's momentum, say.
-        keeps_unsent: the ranks' own parameters hold what is not sent."""
+        optimizers: those whose work the memory may do a part of (an SGD's momentum, say).
+        keeps_unsent: the unsent part stays in each rank's own parameters."""
         self.now = self._choice.make(optimizers, self._parameters, self._ranks)
         if keeps_unsent and self.now.keeps and not isinstance(self.now, RuledMemory):
-            # What is not sent stays in the rank's own parameters: nothing else is to keep.
+            # The rank's own parameters hold the unsent part, so no residual is needed.
             self.now = NoMemory(self._parameters.maybe_unused)
             self.now.name = Residual.name
 
@@ -200,54 +201,54 @@ class ModelMemory:
             self.now = Residual(self._parameters.maybe_unused, by)
 
     def falls_back_to(self, kind: Any) -> bool:
-        """Whether `fall_back` leaves a memory of this name: now it does an optimizer's work, which
-        that can do itself."""
+        """Whether `fall_back` would change the present memory into a memory of this kind."""
         return kind == Residual.name and isinstance(self.now, MomentumMemory)
 
     def kind_of(self, found: Any) -> str:
-        """The name that a state's memory must have; `found` is the one that it has. ValueError for
-        momentum correction that was given up here."""
+        """The memory's name that a state must have to be loaded. found: the name in the state.
+        ValueError for a state with momentum correction if momentum correction was given up here."""
         if self.falls_back_to(found):
             return Residual.name
         if self._gave_up and found == MomentumMemory.name:
             raise ValueError(
                 "state: it is of a run with momentum correction, which this compressor has given "
-                "up, since p.grad was changed: attach a new AdaptiveCompressor, and load it there"
+                "up, because p.grad was changed: attach a new AdaptiveCompressor, and load it there"
             )
         return self.now.name
 
     def warning(self, optimizers: Sequence[Optimizer]) -> str:
-        """What whoever handed these optimizers over should know; nothing if that is as expected."""
+        """A warning about the optimizers that were handed over; "" if there is nothing to say."""
         if not optimizers or not self.now.keeps:
             return ""
         handover = self.now.handover
         if isinstance(handover, UpdateHandover):
             left = [p for p in self._parameters if handover.without_optimizer([p])]
-            said = []
+            warnings = []
             if left:
                 few = ", ".join(self._parameters[p].name for p in left[:3]) + ", ..." * (
                     len(left) > 3
                 )
-                said.append(
-                    f"parameters of no optimizer that was handed over ({few}) are exchanged "
-                    f"uncompressed beside updates: hand all optimizers over, "
+                warnings.append(
+                    f"no optimizer that was handed over steps some of the parameters ({few}), so "
+                    f"their gradients are exchanged uncompressed: hand all optimizers over, "
                     f"attach(model, optimizer=[a, b])"
                 )
-            if told := unmeasured(filter(is_torchs_own, optimizers)):
-                said.append(told)
-            return "; ".join(said)
+            if warning := unmeasured(filter(is_torchs_own, optimizers)):
+                warnings.append(warning)
+            return "; ".join(warnings)
         if len(optimizers) == 1 and is_sgd(optimizers[0]):
             return ""
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         return (
             f"optimizer {names}, memory {self.now.name!r}: gradients get plain error feedback. "
-            f"What is sent late comes in bursts, which an optimizer that divides by the gradients' "
-            f"own size takes for noise: expect a loss of quality at every CF. "
+            f"Delayed elements arrive in bursts, and an optimizer that divides by a second moment "
+            f"takes bursts for noise: expect a loss of quality at every CF. "
             f"{advice(optimizers[0])}"
         ).rstrip()
 
     def not_handed_over(self, optimizer: Optimizer) -> str:
-        """What to do about an optimizer of the model that steps, and was not handed over."""
+        """A warning about an optimizer that steps the model and was not handed over; "" if there is
+        nothing to say."""
         chosen = self._choice.kind != "auto" or not self.now.keeps
         if chosen or is_sgd(optimizer) or not _steps_by_itself(optimizer):
             return ""
@@ -259,19 +260,20 @@ class ModelMemory:
         )
 
     def not_seen(self) -> str:
-        """What to do where parameters move, and no optimizer that has them is seen to step."""
+        """A warning that parameters move although no optimizer of the model has stepped; "" if
+        there is nothing to say."""
         if self._choice.kind != "auto" or not self.now.keeps:
             return ""
         return (
             "the model's parameters move, and no optimizer that has them was seen to step (one "
-            "that steps copies of them?): gradients get plain error feedback, which costs every "
-            "optimizer that divides by a second moment quality. Compare with a dense run"
+            "that steps copies of them?): gradients get plain error feedback, which costs quality "
+            "with every optimizer that divides by a second moment. Compare with a dense run"
         )
 
     def release(self, exchange: Exchange | None = None) -> None:
-        """Only the residual stays: the optimizer does all its work itself again. What velocities
-        have yet to deliver goes to it (a collective with momentum), without `exchange` to the
-        residual."""
+        """Keep only the residual, and return all work to the optimizer. Pending momentum goes to
+        the optimizer (a collective, if there is momentum), or without `exchange` to the residual.
+        """
         self.now.handover.hand_back(exchange)
         self.now.forget([*self._parameters.values()])
         owed = self.now.rule.owed if isinstance(self.now, RuledMemory) else True
@@ -283,8 +285,9 @@ class ModelMemory:
         self.now = plain(self._parameters.maybe_unused)
 
     def clear(self) -> None:
-        """Residuals become empty: the ranks have agreed that a dense step has sent all of them. The
-        host knows already, and a parameter that may go unused may have kept its own."""
+        """Count the residuals of a device as empty, because the ranks have agreed that a dense step
+        has sent all of them. On a CPU they are counted already. Does nothing if parameters may be
+        unused: an unused parameter has kept its residual."""
         if is_host(self._parameters.device) or self._parameters.maybe_unused():
             return
         for parameter in self._parameters.values():
@@ -297,14 +300,14 @@ class ModelMemory:
             parameter.velocity = None
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name, of those that have something."""
+        """The states of parameters with a nonempty state, by name."""
         parameters = self._parameters.values()
         states = {parameter.name: self.now.state_dict(parameter) for parameter in parameters}
         return {name: state for name, state in states.items() if state}
 
     def parts(self, kind: str) -> dict[str, SavedPart]:
-        """What is saved, where the memory in use is of this kind. (Memory and handover may be
-        replaced between a check and the loading.)"""
+        """The saved parts of a memory of this kind. (They read `self.now` at each call, because
+        memory and handover may be replaced between a check and the loading.)"""
         return {
             "moments": SavedPart(
                 lambda: self.now.handover.state_dict(),
@@ -317,14 +320,14 @@ class ModelMemory:
         }
 
     def _check(self, state: Mapping[str, Any], kind: str) -> None:
-        """ValueError unless it is a state of the memory of this name, of these parameters."""
+        """ValueError unless this is a state of these parameters in the memory of this name."""
         flat = flat_tensors(self._parameters.values())
         keeps = {each.name: each.keeps for each in (self.now, *KINDS)}[kind]
         plain = {"momentum_share": float, "to_full_momentum": float, "stepped": bool}
         like = {name: {**dict.fromkeys(keeps, each), **plain} for name, each in flat.items()}
         for name, kept in state.items():
             residual = kept.get("residual") if isinstance(kept, Mapping) else None
-            # One in bfloat16 may have been saved, whatever it is kept in here.
+            # A saved residual may be bfloat16, whatever the dtype is in this run.
             if isinstance(residual, Tensor) and residual.dtype == torch.bfloat16 and name in flat:
                 like[name]["residual"] = flat[name].to(torch.bfloat16)
         check_like("memory", state, like)

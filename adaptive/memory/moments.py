@@ -156,8 +156,8 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
-    """The pending momentum of a run with momentum share 1, the updates that later steps would still
-    make of it: beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
+    """The pending momentum of a run with momentum share 1 (the updates that later steps would still
+    make from it): beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
 
     share: see `noise_of`. share_of_square: v is multiplied by this number (flat, or 1)."""
     beta1 = run.group["betas"][0]

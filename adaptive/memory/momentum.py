@@ -1,17 +1,18 @@
-"""Momentum correction: the velocity is accumulated locally, and the residual is the velocity's.
+"""Momentum correction: each rank accumulates the velocity before compression, and the residual is
+the part of the velocities that was not sent.
 
-Deep Gradient Compression (Lin and others 2018), section 3: with momentum in the optimizer, a
-coordinate that is sent rarely loses its momentum's discount; accumulating u = m u + g before
-compression keeps it. Momentum factor masking clears the velocity of what was sent.
+Deep Gradient Compression (Lin and others 2018), section 3: with momentum in the optimizer, an
+element that is sent rarely loses its momentum's discount. Accumulating u = m u + g before
+compression keeps the discount. Momentum factor masking clears the velocity of sent elements.
 
 A residual delays gradients, and so does a velocity: delay acts as momentum (Mitliagkas and others,
-"Asynchrony begets momentum", 2016). So while gradients are compressed, the velocity moves with a
-smaller momentum and a larger gain, and the two delays do not add up (measured:
-docs/research/defaults.md). When the momentum changes, the velocity is scaled: the sum of its future
-contributions stays.
+"Asynchrony begets momentum", 2016). To avoid delaying gradients twice, the velocity moves with a
+smaller momentum and a larger gain while gradients are compressed (measured:
+docs/research/defaults.md). When the momentum changes, the velocity is scaled, so that the sum of
+its future contributions stays the same.
 
-What is done in the place of the user's SGD: its momentum and weight decay (`SGDHandover`, beside
-momentum correction), or a change of its momentum (`ShorterMomentum`, beside error feedback).
+Two handovers do a part of the user's SGD: its momentum and weight decay (`SGDHandover`, with
+momentum correction), or a change of its momentum (`ShorterMomentum`, with error feedback).
 """
 
 from __future__ import annotations
@@ -42,37 +43,37 @@ from compressors.kernels.blocks import Flag, Scalar, add_if, fill_if, scale_if
 from policies import state as saved
 
 _NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-"""Settings with which SGD steps by what is in `p.grad`, and does nothing else."""
+"""Settings with which SGD steps by `p.grad` itself, and does nothing else."""
 
 
 RESTING = 8
-"""Dense steps in a row after which SGD has its momentum back. That takes one all-reduce of
-velocities, so a policy that sends dense for a few steps only does not pay for it."""
+"""Number of dense steps in a row after which SGD gets its momentum back. The return takes one
+all-reduce of velocities, which a policy that is dense for a few steps only does not pay."""
 
 
 @dataclass(eq=False)
 class DenseSteps(saved.Stateful):
-    """How many dense steps there were in a row, and whether SGD has its momentum back."""
+    """The number of dense steps in a row, and whether SGD has its momentum back (`rests`)."""
 
     count: int = saved.saved(0)
     rests: bool = saved.saved(False)
 
 
 class SGDHandover(Handover):
-    """Momentum in the place of an SGD, by the settings in its parameter groups as they are in each
-    step, so that schedulers keep working.
+    """Applies momentum and weight decay in the place of an SGD. It reads the SGD's parameter groups
+    in each step, so that schedulers keep working.
 
     torch adds weight decay to the gradient before momentum. The decay term is the same on every
-    rank, so it is filtered by the same momentum here, uncompressed, and added to the decoded mean.
-    Its velocity lives where SGD keeps its own, `optimizer.state[p]["momentum_buffer"]`: since all
-    of this is linear, a buffer that was there before simply goes on decaying.
+    rank. So the same momentum filters it here, uncompressed, and the result is added to the decoded
+    mean. The velocity of the decay is in SGD's own `optimizer.state[p]["momentum_buffer"]`. Since
+    all of this is linear, a momentum that was in the buffer before goes on decaying there.
 
-    After `RESTING` dense steps in a row SGD has its momentum back, and a dense step costs no more
-    than without compression. With the next compressed step velocities begin at zero.
+    After `RESTING` dense steps in a row SGD gets its momentum back, and a dense step costs no more
+    than without compression. Velocities start from zero in the next compressed step.
 
-    An SGD of torch's that a script makes anew, over the same parameters, takes the first one's
-    place as it steps. Velocities go on. other_optimizer: the name of an optimizer that
-    cannot, but has stepped these parameters. optimizer: the SGD.
+    If a script makes another SGD of torch's over the same parameters, that SGD replaces the first
+    one in its first step, and the velocities are kept. other_optimizer: the name of an optimizer
+    that has stepped these parameters and cannot replace the SGD. optimizer: the SGD.
     """
 
     def __init__(self, optimizer: SGD, parameters: ModelParameters) -> None:
@@ -99,7 +100,7 @@ class SGDHandover(Handover):
         parameters = self._parameters.values()
         if self.rests or self._dense.count <= RESTING or self._parameters.maybe_unused():
             return
-        # On all ranks or on none, after so many dense steps without a bad one.
+        # The same on all ranks, after so many dense steps with finite gradients.
         if any(parameter.has_residual for parameter in parameters):
             return
         self._add_to_buffers(exchange)
@@ -109,7 +110,7 @@ class SGDHandover(Handover):
         self._dense.rests = True
 
     def rule(self, parameter: ModelParameter) -> MomentumRule:
-        """Its momentum settings as they stand now; no momentum if it is not optimized."""
+        """The present momentum settings of a parameter; no momentum if it is not optimized."""
         return self.rules([parameter])[0]
 
     def rules(self, parameters: Sequence[ModelParameter]) -> list[MomentumRule]:
@@ -154,25 +155,25 @@ class SGDHandover(Handover):
         """The index of each optimized parameter's group."""
         groups = self.optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
-        if sizes != self._indexed:  # built late, and again after add_param_group
+        if sizes != self._indexed:  # at the first call, and after add_param_group
             self._index = {p: i for i, group in enumerate(groups) for p in group["params"]}
             self._indexed = sizes
         return self._index
 
     def _group(self, p: Tensor) -> Group | None:
-        """The user's settings for a parameter, as they stand now; None if it is not optimized."""
+        """The SGD's parameter group of a parameter; None if it is not optimized."""
         index = self._indices().get(p)
         return None if index is None else self.optimizer.param_groups[index]
 
     def has_buffer(self, parameter: ModelParameter) -> bool:
-        """SGD has a velocity of its own for this parameter already."""
+        """Whether SGD has a momentum buffer for this parameter."""
         state = self.optimizer.state.get(parameter.tensor, {})
         return state.get("momentum_buffer") is not None
 
     def hand_back(self, exchange: Exchange | None) -> None:
         if exchange is not None:
             self._add_to_buffers(exchange)
-            exchange.take_traffic()  # no step's
+            exchange.take_traffic()  # these bytes belong to no step
         for parameter in self._parameters.values():
             if exchange is None and parameter.started and parameter.velocity is not None:
                 rule = self.rule(parameter)
@@ -189,14 +190,14 @@ class SGDHandover(Handover):
         self._dense.load_state_dict(state)
 
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
-        """What a gradient adds up to once momentum is through with it."""
+        """The sum of a gradient's contributions to all velocities, as a factor of the gradient."""
         rule = self.rule(parameter)
         if rule.dampening == 1 or not 0 < rule.momentum < 1:
             return 1.0
         return (1 - rule.dampening) / (1 - rule.momentum)
 
     def _add_to_buffers(self, exchange: Exchange) -> None:
-        """Add the ranks' mean velocities to SGD's own. Collectives."""
+        """Add the ranks' mean velocities to SGD's momentum buffers (collectives)."""
         for chunk in chunks(self._parameters.values()):
             velocities = [p.zeros() if p.velocity is None else p.velocity for p in chunk]
             scales = [self.rule(p).velocity_scale(p.momentum_share, 1.0) for p in chunk]
@@ -206,9 +207,9 @@ class SGDHandover(Handover):
             started = started.to(own.device, non_blocking=True)
             total = exchange.total(torch.cat([own, started])).wait()
             *means, known = total.split([*map(len, velocities), len(chunk)])
-            # Read only where SGD has not stepped all that it is to step.
-            asked = any(self.rule(p).momentum and not p.stepped for p in chunk)
-            by_any = known.tolist() if asked else [0.0] * len(chunk)
+            # `known` is read (a host synchronisation) only if SGD has left some parameter out.
+            left_out = any(self.rule(p).momentum and not p.stepped for p in chunk)
+            by_any = known.tolist() if left_out else [0.0] * len(chunk)
             for parameter, mean, any_started in zip(chunk, means, by_any, strict=True):
                 if parameter.stepped or (self.rule(parameter).momentum and any_started):
                     self._add_to_buffer(parameter, mean)
@@ -227,9 +228,9 @@ class SGDHandover(Handover):
 
     @torch.no_grad()
     def _add_decay(self, group: Group) -> None:
-        """To the gradients of a group, before a step."""
+        """Add weight decay, with its momentum, to the gradients of a group, before a step."""
         decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
-        sign = -1.0 if group["maximize"] else 1.0  # SGD turns the gradient round first
+        sign = -1.0 if group["maximize"] else 1.0  # SGD negates the gradient first
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
         scale = getattr(self.optimizer, "grad_scale", None)
         skips = getattr(self.optimizer, "found_inf", None)
@@ -271,7 +272,7 @@ class SGDHandover(Handover):
 
 @dataclass(eq=False)
 class MomentumShare(saved.Stateful):
-    """The momentum share with which the optimizer's buffers have moved."""
+    """The momentum share of the optimizer's momentum buffers."""
 
     share: float = saved.saved(1.0)
 
@@ -280,13 +281,13 @@ class MomentumShare(saved.Stateful):
 
 
 class ShorterMomentum(Handover):
-    """A shorter momentum for an SGD that applies its momentum itself, beside plain error feedback.
+    """A shorter momentum for an SGD that applies its momentum itself, with plain error feedback.
 
-    What waits in a residual is delayed, and delay acts as momentum (see above). If `p.grad`
-    must hold gradients, since the script clips them, velocities cannot take the optimizer's place.
-    But the optimizer can step with a smaller momentum and a larger learning rate while gradients
-    are compressed, so that the two delays do not add up. Every gradient still moves the parameters
-    as far. An SGD that a script makes anew takes the first one's place.
+    A residual delays gradients, and delay acts as momentum (see above). If `p.grad` must hold
+    gradients, because the script clips them, momentum correction is impossible. But the optimizer
+    can step with a smaller momentum and a larger learning rate while gradients are compressed, so
+    that gradients are not delayed twice. The sum of all moves that a gradient causes stays the
+    same. If a script makes another SGD over the same parameters, it replaces the first one.
 
     share_at: (CF) -> the momentum share in a compressed step, in (0, 1]. In a dense step it is 1.
     The pending momentum stays when the share changes."""
@@ -302,10 +303,10 @@ class ShorterMomentum(Handover):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if optimizer is not self._optimizer:
-            ours = {*parameters_of(self._optimizer)}
-            if not steps_as(optimizer, SGD) or ours.isdisjoint(parameters_of(optimizer)):
+            known = {*parameters_of(self._optimizer)}
+            if not steps_as(optimizer, SGD) or known.isdisjoint(parameters_of(optimizer)):
                 return None
-            self._optimizer, self._now = optimizer, MomentumShare()  # made anew, with new buffers
+            self._optimizer, self._now = optimizer, MomentumShare()  # a new one, with new buffers
         self._move_to(self._wanted, groups)
         if self._now.share == 1:
             return None
@@ -318,15 +319,16 @@ class ShorterMomentum(Handover):
 
     @torch.no_grad()
     def _move_to(self, share: float, groups: Groups) -> None:
-        """A buffer holds the velocity divided by what the learning rate is multiplied by."""
+        """Scale the momentum buffers to another momentum share. A buffer holds velocity / gain,
+        because the learning rate is multiplied by the gain."""
         before, self._now.share = self._now.share, share
         if share == before:
             return
         for group in groups:
             rule = MomentumRule.of(group)
             gains = rule.with_share(before).gain / rule.with_share(share).gain
-            ours = (p for p in group["params"] if p in self._parameters)
-            found = [self._optimizer.state.get(p, {}).get("momentum_buffer") for p in ours]
+            managed = (p for p in group["params"] if p in self._parameters)
+            found = [self._optimizer.state.get(p, {}).get("momentum_buffer") for p in managed]
             buffers = [local(buffer) for buffer in found if buffer is not None]
             if buffers:
                 torch._foreach_mul_(buffers, gains * rule.velocity_scale(before, share))
@@ -338,17 +340,17 @@ class ShorterMomentum(Handover):
         return self._now.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The optimizer's state is loaded by the script."""
+        """Load a `state_dict()`. The script loads the optimizer's state itself."""
         self._now = MomentumShare()
         if state:
             self._now.load_state_dict(state)
 
 
 class MomentumMemory(Residual):
-    """A velocity and its residual for each parameter.
+    """A velocity and a residual of velocities for each parameter.
 
-    handover: in the place of an SGD, whose momentum settings are the velocities'. masking: see
-    `NoMemory`. share_at: (CF) -> the momentum share in a compressed step, in (0, 1].
+    handover: the SGD's; velocities move by this SGD's momentum settings. masking: see `NoMemory`.
+    share_at: (CF) -> the momentum share in a compressed step, in (0, 1].
     """
 
     name = "momentum"
@@ -395,8 +397,8 @@ class MomentumMemory(Residual):
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
     ) -> Mapping[ModelParameter, Flag]:
-        """SGD moves a parameter with a gradient of zeros by its momentum, and leaves one without a
-        gradient alone: here only the latter keeps its velocity to itself."""
+        """A parameter with a zero gradient is skipped only if `p.grad` is None or if it is sharded.
+        SGD moves a parameter whose `p.grad` is zero by its momentum."""
         found = super().skipped(parameters, grad_energies).items()
         return {p: flag for p, flag in found if p.tensor.grad is None or p.sharded}
 
@@ -404,10 +406,10 @@ class MomentumMemory(Residual):
         return self._of.rests
 
     def update_keys(self, parameters: Sequence[ModelParameter]) -> list[Any]:
-        begun = [p.stepped or self._of.has_buffer(p) for p in parameters]
+        stepped = [p.stepped or self._of.has_buffer(p) for p in parameters]
         started = [(p.started, p.momentum_share) for p in parameters]
         keys = super().update_keys(parameters)
-        return [*zip(keys, begun, started, self._of.rules(parameters), strict=True)]
+        return [*zip(keys, stepped, started, self._of.rules(parameters), strict=True)]
 
     def momentum(self, parameter: ModelParameter, cf: float) -> tuple[MomentumRule, float] | None:
         rule, share = self._of.rule(parameter), self._share_at(cf)
@@ -436,10 +438,11 @@ class MomentumMemory(Residual):
     def _move(
         self, parameter: ModelParameter, grad: Tensor, share: float, nonfinite: Flag
     ) -> tuple[Tensor | None, MomentumRule]:
-        """The velocity after a step, if there is momentum, and the rule by which it has moved."""
+        """Add a gradient to the velocity. Returns the new velocity (None without momentum), and the
+        rule by which it has moved."""
         full = self._of.rule(parameter)
-        # SGD's first step, which it does not dampen, is over on all ranks or on none. A backward
-        # whose step was left out is none.
+        # SGD does not dampen the first gradient. All ranks agree whether SGD has made its first
+        # step. A backward without a step does not count.
         first = not (parameter.stepped or self._of.has_buffer(parameter))
         if not full.momentum:
             return None, full

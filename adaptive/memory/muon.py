@@ -1,15 +1,15 @@
-"""torch's Muon: which optimizers are, and how large their steps are.
+"""torch's Muon: how to recognise it, and the size of its steps.
 
 Muon replaces each matrix's momentum by the nearest matrix with orthogonal rows or columns. So the
-elements of its updates are as large as the shape of the matrix makes them, and those of AdamW are
+size of its updates' elements depends on the shape of the matrix. Elements of AdamW's updates are
 near 0.2 (Liu and others 2025, section 2.2). Compression compares elements of both with each other.
-So an update of Muon is told in the learning rate that AdamW would need for steps of that size.
+So updates of Muon are divided by the learning rate that AdamW would need for steps of that size.
 
-Every rank's update is of that size, however much of its momentum is noise. Noise differs between
-ranks, so the mean of their updates is smaller than Muon's update by the mean gradient. With q the
-signal's share of a gradient's energy and k the noise's share that is left in the momentum,
+The update of a rank has that size however much noise is in the momentum. Noise differs between
+ranks, so the mean of the ranks' updates is smaller than Muon's update by the mean gradient. With q
+the signal's share of a gradient's energy and k the share of the noise that stays in the momentum,
 r = q / (q + k (1 - q)) is the correlation of two ranks' momenta. The norm of the mean of N updates
-is then sqrt((1 + (N - 1) r) / N) of one.
+is then sqrt((1 + (N - 1) r) / N) times the norm of one update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TINY = 1e-30
 """Added to energies, so that none is zero."""
 
 ADAMW_SIZE = 0.2
-"""Root mean square of AdamW's updates, by which Muon's "match_rms_adamw" is scaled."""
+"""Root mean square of AdamW's updates: the factor in Muon's "match_rms_adamw"."""
 
 
 def is_muon(optimizer: Optimizer | None) -> bool:
@@ -50,10 +50,10 @@ def rate_scale(group: Group, shape: Sequence[int]) -> float:
 
 
 def enlargements(optimizer: Optimizer, steps: int, ranks: int) -> dict[Tensor, Tensor]:
-    """By what to multiply this rank's updates, so that the ranks' mean is as large as Muon's update
-    by the mean gradient: by parameter, 0-dim, in [1, sqrt(N)]. To be called after a step.
+    """The factors of this rank's updates that make the ranks' mean as large as Muon's update by the
+    mean gradient: for each parameter, 0-dim, in [1, sqrt(N)]. To be called after a step.
 
-    steps: how many gradients are in the momenta."""
+    steps: number of gradients in the momenta."""
     found: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         stepped = [p for p in group["params"] if p.grad is not None and optimizer.state.get(p)]
@@ -62,15 +62,15 @@ def enlargements(optimizer: Optimizer, steps: int, ranks: int) -> dict[Tensor, T
         momenta = [local(optimizer.state[p]["momentum_buffer"]) for p in stepped]
         of_gradients = _energies([local(p.grad) for p in stepped])  # (parameters,)
         beta: float = group["momentum"]
-        of_noise = (1 - beta) / (1 + beta)  # in the momentum
+        of_noise = (1 - beta) / (1 + beta)  # the share of the noise that stays in the momentum
         bias = max(1 - beta**steps, 1 - beta)
         part = _energies(momenta).div_(bias**2).div_(of_gradients.clamp_(min=TINY))
-        # Where both energies overflow, and without momentum, nothing is known: all is signal.
+        # If both energies overflow, or without momentum, all counts as signal.
         signal = part.sub_(of_noise).div_(1 - of_noise).clamp_(0.0, 1.0).nan_to_num_(1.0)
-        if group["nesterov"]:  # in (1 - beta) gradient + beta momentum
+        if group["nesterov"]:  # the noise in (1 - beta) gradient + beta momentum
             of_noise = (1 - beta) ** 2 * ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
-        alike = signal / (signal + (1 - signal).mul_(of_noise)).clamp_(min=TINY)
-        scales = alike.mul_(ranks - 1).add_(1).reciprocal_().mul_(ranks).sqrt_()
+        correlation = signal / (signal + (1 - signal).mul_(of_noise)).clamp_(min=TINY)
+        scales = correlation.mul_(ranks - 1).add_(1).reciprocal_().mul_(ranks).sqrt_()
         found |= zip(stepped, scales.unbind(), strict=True)
     return found
 
@@ -82,6 +82,6 @@ def _energies(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def normalized(grad: Tensor) -> Tensor:
-    """A gradient (flat), made as large as an update."""
+    """A gradient (flat), scaled to the size of an update."""
     size = grad.square().mean().sqrt_()
     return grad * (ADAMW_SIZE / size.clamp_(min=torch.finfo(grad.dtype).tiny))

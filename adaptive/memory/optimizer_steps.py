@@ -26,8 +26,8 @@ class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
     The lookup is remembered until an optimizer's groups change. known: the optimizers that were
-    learned. rate_scales: of parameters whose updates are told in another learning rate than their
-    group's, that rate as a multiple of the group's."""
+    learned. rate_scales: for parameters whose updates are in units of another learning rate than
+    their group's, that rate as a multiple of the group's."""
 
     def __init__(self, parameters: ModelParameters, optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Owners(dict[Tensor, Owner]):
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """The parameters that some optimizer steps, as they are exchanged. Alike on all ranks."""
+        """The chunks of all parameters that some optimizer steps. The same on all ranks."""
         if self._chunked != len(self):
             self._chunked = len(self)
             ours = [parameter for p, parameter in self._parameters.items() if p in self]

@@ -1,4 +1,5 @@
-"""What becomes of what is not sent, as a script chooses it. Each checks itself."""
+"""The values of `AdaptiveCompressor(memory=)`: options that say where the unsent part of gradients
+or updates is kept. Each class checks its own values."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ def _check_clip_norm(clip_norm: Any) -> None:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """A memory without settings of its own. kind: its name, or "auto". dtype, clip_norm: see
-    `Residual`."""
+    """A memory without settings. kind: its name, or "auto". dtype, clip_norm: see `Residual`."""
 
     kind: str
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -33,14 +33,14 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class Residual:
-    """Error feedback: what is not sent in a step is added to the next gradient (Karimireddy and
-    others 2019).
+    """Error feedback: the part of a gradient that is not sent is added to the next gradient
+    (Karimireddy and others 2019).
 
-    dtype: torch.bfloat16 keeps the residual in half the memory, rounded at random. Of float64
-        parameters it is in float64 all the same.
+    dtype: torch.bfloat16 keeps the residual in half the memory, rounded stochastically. Residuals
+        of float64 parameters are float64 all the same.
     clip_norm: clip each parameter's local gradient to this norm / sqrt(world size) before it is
-        accumulated (DGC: Lin and others 2018, section 3.2, but per parameter: buckets leave before
-        the last is there). None: no clipping.
+        accumulated (DGC: Lin and others 2018, section 3.2, but per parameter, because the first
+        buckets are sent before the last gradient exists). None: no clipping.
 
     ValueError or TypeError for a value that is not accepted."""
 
@@ -55,13 +55,13 @@ class Residual:
 
 @dataclass(frozen=True)
 class Momentum:
-    """Momentum correction (DGC: Lin and others 2018, section 3), for torch's SGD with momentum,
-    handed over: velocities are accumulated and sent in the gradients' place.
+    """Momentum correction (DGC: Lin and others 2018, section 3): ranks accumulate and send
+    velocities instead of gradients. Needs torch's SGD with momentum, handed to `attach`.
 
     share: the momentum share while gradients are compressed, in (0, 1]: a gradient's mean delay in
         the velocity is this share of m / (1 - m) steps (docs/research/defaults.md). 1 is DGC's
-        rule; None: the compressor's own.
-    masking: momentum factor masking: from which CF on the velocity of what is sent is cleared
+        rule; None: the compressor's default.
+    masking: momentum factor masking: the CF from which on the velocity of sent elements is cleared
         (True: at every CF above 1; False: never; None: always for dgc, never for others).
     clip_norm: see `Residual`.
 
@@ -83,8 +83,8 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Updates:
-    """Parameter space: what the step of each rank's optimizer has done is fed back and sent, with
-    any optimizers that `attach` is handed (docs/settings.md).
+    """Parameter space: each rank's optimizers step with local gradients, and the updates are sent,
+    with error feedback. Works with any optimizers handed to `attach` (docs/settings.md).
 
     dtype: see `Residual`."""
 
@@ -109,22 +109,22 @@ NAMED: dict[str, Memory] = {
 }
 
 _registered: dict[str, type[MemoryRule]] = {}
-"""Rules of users' own, by name."""
+"""Users' memory rules, by name."""
 
 
 def register_memory(name: str, cls: type[MemoryRule]) -> None:
     """Make `name` usable as `AdaptiveCompressor(memory=name)` (docs/own_memory.md).
 
-    cls: a `MemoryRule`, made without arguments; an object with settings, memory=Decayed(0.9), needs
-        no name. ValueError if the name is taken, TypeError if `cls` is no rule, or lacks a method.
-    """
+    cls: a subclass of `MemoryRule` that needs no arguments. (An object with settings can be passed
+        itself, without a name: memory=Decayed(0.9).) ValueError if the name is taken, TypeError if
+        `cls` is no rule, or lacks a method."""
     checks.new_class(name, cls, MemoryRule, (*NAMED, *_registered))
     _registered[name] = cls
 
 
 def memory_from(given: Any) -> Memory:
-    """Of what `AdaptiveCompressor(memory=)` was given. ValueError for an unknown name, TypeError
-    for anything else."""
+    """The memory options for the argument `AdaptiveCompressor(memory=)`. ValueError for an unknown
+    name, TypeError for a value of another type."""
     if isinstance(given, MemoryRule):
         if given.name in NAMED:
             raise ValueError(f"memory={given!r}: its name must not be one of ours, {given.name!r}")

@@ -1,11 +1,12 @@
 """The moments of this rank's optimizers, from one dense step to the next.
 
 While updates are exchanged, moments are those of local gradients, and the momentum share is below
-1: the residual has the rest. Before a dense step they become moments of the mean gradient.
+1: the residual has the rest of the pending momentum. Before a dense step they become moments of the
+mean gradient.
 
 `FlatMoments` are the moments of a chunk's parameters as flat tensors. `optimizer.state[p]` holds
-views of them, so that scripts and checkpoints find what they expect. What is done with moments in a
-step is then done to flat tensors, whatever the number of parameters.
+views of the flat tensors, so that scripts and checkpoints find the tensors that they expect. The
+operations of a step act on flat tensors, so their number does not grow with that of parameters.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from adaptive.model.parameters import like, local, shaped
 from policies import state as saved
 
 MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
-"""Names in an optimizer's state of a parameter: how many steps it was, and averages over them."""
+"""Names in an optimizer's state of a parameter: the number of steps, and averages over steps."""
 
 
 class FlatMoments:
     """The moments of one chunk's parameters.
 
-    tensors: the flat tensors, by their names in an optimizer's state. Where an optimizer keeps no
-    moment of a parameter the elements are zero, and `runs` leaves them out."""
+    tensors: the flat tensors, by their names in an optimizer's state. The elements of parameters
+    without this moment are zero, and `runs` leaves them out."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
         self.tensors: dict[str, Tensor] = {}
         self._ends = [0, *accumulate(chunk.sizes)]
         self._views: list[dict[str, Tensor]] = []  # for each parameter, by name
-        self._seen: list[dict[str, Tensor]] = []  # the same, and tensors that are left out
-        self._lengths: list[int] = []  # of the states that were taken in
+        self._seen: list[dict[str, Tensor]] = []  # the views, and tensors that are left out
+        self._lengths: list[int] = []  # of the states that `_take_in` has read
         self._left_out = False
         self._steps: Tensor | None = None
         self._runs: list[Run] = []
         self._runs_for: tuple[Any, ...] = ()  # all that the runs depend on
 
     def runs(self, owners: Sequence[Owner]) -> list[Run]:
-        """Neighbouring parameters with both moments whose averages move alike. owners: of each of
-        the chunk's parameters."""
+        """The runs of the chunk: neighbouring parameters that have both moments, with equal decays,
+        settings and step counts. owners: the owner of each of the chunk's parameters."""
         self._take_in(owners)
         if self._steps is None:
             return []
@@ -69,7 +70,7 @@ class FlatMoments:
             each: (*group["betas"], group["eps"], bool(group.get("amsgrad")))
             for each, group in groups.items()
         }
-        # On a device every parameter has a count of its own, which the host need not know.
+        # On a device every parameter has its own step count, which the host does not read.
         counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
         ahead = [count - counts[0] for count in counts]
         runs_for = (owners, settings, ahead)
@@ -79,7 +80,7 @@ class FlatMoments:
 
     @property
     def _counts_on_host(self) -> bool:
-        """Optimizers count their steps there, unless they are capturable or fused."""
+        """Step counts are on the host, unless an optimizer is capturable or fused."""
         return self._steps is not None and self._steps.device.type == "cpu"
 
     def _find(
@@ -101,8 +102,8 @@ class FlatMoments:
         return found
 
     def _counted(self, first: int, last: int) -> dict[str, Any]:
-        """How many steps of these parameters there were: `step` of a `Run`, and where a device
-        counts them its `sizes` and `ends`."""
+        """The fields of a `Run` about step counts: `step`; if a device counts steps, also `sizes`
+        and `ends`."""
         assert self._steps is not None
         if self._counts_on_host:
             return {"step": self._steps[first]}
@@ -114,14 +115,14 @@ class FlatMoments:
         }
 
     def left_out(self, owners: Sequence[Owner]) -> bool:
-        """An optimizer keeps a first moment that is not in `tensors`, since its precision or its
-        device is not that of the first parameter's."""
+        """Whether an optimizer keeps a first moment that is not in `tensors`, because its precision
+        or its device is not that of the first parameter's moment."""
         self._take_in(owners)
         return self._left_out
 
     def _take_in(self, owners: Sequence[Owner]) -> None:
-        """Let `tensors` hold what the optimizers keep, and the optimizers keep views of them. All
-        of it is made anew if an optimizer keeps another tensor than when it was made last."""
+        """Copy the optimizers' moments to `tensors`, and replace them by views of `tensors`. Does
+        nothing if the optimizers still hold the tensors that they held after the last call."""
         optimizer, adaptive = None, False
         states: list[dict[str, Any]] = []
         for (of, _), parameter in zip(owners, self.chunk.parameters, strict=True):
@@ -139,7 +140,7 @@ class FlatMoments:
         self._lengths = [*map(len, states)]
 
     def _were_seen(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """These states hold the tensors that they held when they were taken in."""
+        """Whether these states hold the tensors that they held after the last `_take_in`."""
         for state, seen in zip(states, self._seen, strict=True):
             for name, tensor in seen.items():
                 if state.get(name) is not tensor:
@@ -208,7 +209,7 @@ class OwnMoments:
         self._flats: dict[Chunk, FlatMoments] = {}
 
     def runs(self, chunk: Chunk) -> list[Run]:
-        """The moments of those of a chunk's parameters that have both moments."""
+        """The moments of a chunk's parameters that have both moments."""
         return self._flat(chunk).runs(self._of.of_chunk(chunk))
 
     def _all_runs(self) -> Iterator[Run]:
@@ -245,8 +246,8 @@ class OwnMoments:
         return changed
 
     def _keep_means(self, optimizer: Optimizer) -> None:
-        """Copy the first moments of an optimizer's chunks to a buffer that is free until the step
-        has ended."""
+        """Copy the first moments of an optimizer's chunks to a buffer that nothing else uses until
+        the step has ended."""
         for chunk in self._of.chunks:
             if all(of is not optimizer for of, _ in self._of.of_chunk(chunk)):
                 continue
@@ -294,7 +295,7 @@ class OwnMoments:
 
         Adam's bias correction makes its first steps as large as later ones, and the pending
         momentum comes on top. A run that started without momentum gets this pending momentum when
-        momentum share first is 1. Otherwise it would stay behind a dense run by that much."""
+        its momentum share first is 1. Otherwise it would stay behind a dense run by that much."""
         before, self.state.share = self.state.share, share
         first = not self.state.had_full_momentum
         self.state.had_full_momentum = not first or share == 1

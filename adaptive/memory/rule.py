@@ -1,5 +1,4 @@
-"""The contract of a user's memory, which says what becomes of what is not sent; and the memory that
-it makes."""
+"""The contract of a user's memory rule (`MemoryRule`), and the memory that follows such a rule."""
 
 from __future__ import annotations
 
@@ -17,22 +16,23 @@ from policies import DENSE
 from policies.checks import settings_of
 
 Kept = Mapping[str, Tensor]
-"""What is kept of some parameters, by name: "residual", and what `MemoryRule.keeps` names. Flat, as
-long as their gradients, and in the same order; float64 of float64 parameters, else float32."""
+"""The tensors kept of one or more parameters, by name: "residual", and those in `MemoryRule.keeps`.
+Each is flat, as long as the gradients and in their order; float64 for float64 parameters, else
+float32."""
 
 
 class MemoryRule(ABC):
-    """A memory rule says what a rank compresses in a step, and what the ranks make of the mean.
+    """A memory rule: what a rank compresses in a step, and how the ranks' mean becomes a gradient.
 
-    Each step compresses the residual, after what `accumulate` returns was added to it. What was
-    sent, c, is then taken off: residual = a - c. A step that is dense sends all of it. Tensors are
-    those of one parameter or of several at once, so a rule goes element by element. It holds
-    settings, alike on all ranks, and no state of its own: what is kept is in `kept`, is zero at
-    first, and is saved with the run.
+    Each step adds the result of `accumulate` to the residual, and compresses the sum a. The sent
+    part c is then subtracted: residual = a - c. A dense step sends all of a. A call may get the
+    tensors of one parameter or of several at once, so a rule works element by element. The rule
+    object holds settings, the same on all ranks, and no state. State belongs in the tensors of
+    `kept`, which start from zero and are saved with the run.
 
-    name: for errors and saved states; that of the class, if it gives none. keeps: the names of
-    tensors that are kept beside the residual. owed: what is in the residual has yet to be sent, so
-    that the dense steps after `detach` begin with it. clip_norm: see `Residual`.
+    name: for errors and saved states; default: the name of the class. keeps: names of the tensors
+    that are kept beside the residual. owed: whether the residual must still be sent after `detach`,
+    with the first dense steps. clip_norm: see `Residual`.
     """
 
     name: str = ""
@@ -55,16 +55,17 @@ class MemoryRule(ABC):
 
     @abstractmethod
     def accumulate(self, kept: Kept, grad: Tensor, cf: float) -> Tensor:
-        """What is to be added to the residual before it is compressed (flat, like `grad`): `grad`
-        itself, another tensor, or one of `kept`. It may change `kept`, in place, but not `grad`.
+        """Returns the tensor to add to the residual before compression (flat, like `grad`): `grad`
+        itself, another tensor, or one of `kept`. May change `kept`, in place, but not `grad`.
 
-        grad: this rank's gradient, finite. cf: that of the step; 1 if it is dense. Read no value
-        of a tensor (`if`, `float`): a device would have to wait for it."""
+        grad: this rank's gradient, finite. cf: the CF of the step; 1 if it is dense. Must not read
+        a value of a tensor (`if`, `float`): the host would wait for the device."""
 
     def received(self, kept: Kept, mean: Tensor, cf: float) -> None:  # noqa: B027 - may do nothing
-        """Change `mean`, the ranks' mean of what was sent (flat), in place, to what the optimizer
-        gets. What is kept of means is the same on all ranks. Called for every parameter, also where
-        this rank has had nothing to send, and not after a step that was not finite."""
+        """Turn `mean`, the ranks' mean of the sent parts (flat), in place, into the gradient that
+        the optimizer gets. State computed only from means is the same on all ranks. Called for
+        every parameter, even if this rank has sent nothing of it, but not after a nonfinite step.
+        """
 
     @property
     def kind(self) -> str:
@@ -72,15 +73,15 @@ class MemoryRule(ABC):
         return self.name
 
     def __repr__(self) -> str:
-        """Its class and its settings: what must be alike on all ranks."""
+        """The class and its settings, which must be the same on all ranks."""
         return settings_of(self)
 
 
 class RuledMemory(Residual):
-    """A residual, and what the rule keeps beside it, of each parameter.
+    """For each parameter a residual, and the tensors that the rule keeps beside it.
 
-    On a device nobody knows whether a gradient is finite: what the rule changes is copied before,
-    and put back where it is not."""
+    On a device the host does not know whether a gradient is finite. So tensors are copied before
+    the rule changes them, and restored if the gradient is not finite."""
 
     def __init__(self, rule: MemoryRule, maybe_unused: Callable[[], bool]) -> None:
         super().__init__(maybe_unused)
@@ -96,7 +97,7 @@ class RuledMemory(Residual):
         if nonfinite is True:
             return
         kept = self._kept(parameter)
-        # A step that is thrown away leaves what was to be sent in the residual.
+        # If the step is dropped, the residual still holds all that was to be sent.
         all_of_it = kept["residual"].add_(self._accumulate(kept, grad, DENSE, nonfinite))
         grad.copy_(all_of_it)
         fill_if(nonfinite, grad, 0.0)
@@ -143,8 +144,8 @@ class RuledMemory(Residual):
         return addend
 
     def _kept(self, parameter: ModelParameter) -> Kept:
-        """What is kept, zero where it is new. A parameter may stand for several, whose tensors are
-        there already."""
+        """The kept tensors of a parameter; missing ones are made, filled with zeros. (The joint
+        parameter of a run has all of them already.)"""
         for name in self.rule.keeps:
             if getattr(parameter, name, None) is None:
                 setattr(parameter, name, parameter.zeros())
@@ -153,7 +154,7 @@ class RuledMemory(Residual):
 
 
 def _copies(kept: Kept, nonfinite: Flag) -> dict[str, Tensor]:
-    """What is kept, to be put back if the flag, which nobody can read, is set."""
+    """Copies of the kept tensors, if the flag is on a device; else none are needed."""
     if not isinstance(nonfinite, Tensor):
         return {}
     return {name: tensor.clone() for name, tensor in kept.items()}

@@ -1,11 +1,10 @@
 """The watch over gradients between `backward()` and `optimizer.step()`.
 
-With momentum correction `p.grad` holds velocities. A script that clips or unscales them means
-gradients. The watch notices such a change by comparing `p.grad` at the end of backward and before
-the step. A script that runs a second backward before the step means gradients, too: the watch
-notices that `p.grad` still holds velocities when a gradient arrives. No comparison waits for a
-device. torch's hooks around every optimizer's step call the
-watch, and through it the memory and local steps.
+With momentum correction `p.grad` holds velocities. A script that clips or unscales `p.grad` expects
+gradients in it. The watch notices such a change by comparing `p.grad` at the end of backward and
+before the step. A script that runs a second backward before the step expects gradients, too: the
+watch notices that `p.grad` still holds velocities when a gradient arrives. No comparison waits for
+a device. torch's hooks around every optimizer's step call the watch, which calls the session.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ CHANGED = (
     "correction it holds velocities, not gradients"
 )
 OTHER_OPTIMIZER = (
-    "{} has stepped parameters of the SGD that was handed over, and cannot take its place, where "
+    "{} has stepped parameters of the SGD that was handed over, and cannot take its place, because "
     "with momentum correction p.grad holds velocities, not gradients"
 )
 FALLEN_BACK = (
@@ -54,35 +53,36 @@ FALLEN_BACK = (
 )
 UNSCALED = (
     "gradients were divided by a power of two between backward() and optimizer.step(), as a "
-    "GradScaler does: hand it over, attach(..., scaler=scaler), or what waits in the residual "
-    "stays in the scale of an earlier step"
+    "GradScaler does: hand it over, attach(..., scaler=scaler), or the residual stays in the scale "
+    "of an earlier step"
 )
 _WATCHES: dict[int, weakref.ref[StepWatch]] = {}
-"""Those that have begun and not ended, by their id."""
+"""The watches that have started and not ended, by id."""
 
 _HOOKS: list[Any] = []
 """Handles of torch's hooks around every optimizer's step, while there is a watch."""
 
 FEW = 3
-"""Parameters, about, whose gradients are compared in every step."""
+"""About how many parameters have their gradients compared in every step."""
 
 SAMPLE = 4096
-"""Elements of each gradient, the first in memory, that are compared."""
+"""How many elements of each gradient are compared: the first ones in memory."""
 
 FAR = 0.1
-"""Of their norm: so far somebody else has moved the parameters if they are to be elsewhere."""
+"""A move of the parameters between two steps by more than this share of their norm means that the
+script has replaced them (by a checkpoint, say)."""
 
 _TOLERANCE = 1e-5
-"""Of a norm: more than rounding, less than any change that means something."""
+"""Relative change of a norm that counts as a change: above rounding, below any deliberate one."""
 
 
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces. ours: the gradients in `p.grad` have come out of our hook,
-    and no other backward has begun since they were cleared.
-    listener: is told of the steps of optimizers that have some of these parameters:
-    `step_begins(optimizer)` of a step with a closure; `before_step(optimizer, groups)` when the
+    parameters: those that DDP reduces. ours: this library's hook has made the gradients in
+    `p.grad`; False once a gradient arrives after they were cleared, until the hook is called again.
+    listener: called in the steps of optimizers that have some of these parameters:
+    `step_begins(optimizer)` if the step has a closure; `before_step(optimizer, groups)` when the
     gradients are there, which returns other groups for this step (of an optimizer of torch's own),
     or None; `after_step(optimizer)`.
     """
@@ -94,26 +94,26 @@ class StepWatch:
     def start(self) -> None:
         """Watch, until `end()` is called."""
         self.ours = False
-        self._norms: dict[Tensor, Tensor] = {}  # of the samples, as backward left them
-        # Ids of gradients as backward left them, and numbers of writes to them. Those by way of
-        # `grad.data` are not counted, so the norms of a few are looked at all the same.
+        self._norms: dict[Tensor, Tensor] = {}  # of the gradients' samples after backward
+        # Ids and write counts of the gradients after backward. Writes to `grad.data` are not
+        # counted, so the norms of a few gradients are compared in any case.
         self._written: dict[Tensor, tuple[int, int]] = {}
-        self._writes = False  # a script has written to gradients: all norms are looked at
-        # Of the few, those with a velocity in `p.grad` since backward; whether it was still there
-        # as a gradient arrived (0-dim; None: none has arrived).
+        self._writes = False  # a script has written to gradients: all norms are compared
+        # The few parameters with a velocity in `p.grad` since backward. Value: whether the velocity
+        # was still there when a gradient arrived (0-dim); None: no gradient has arrived.
         self._velocities: dict[Tensor, Tensor | None] = {}
         parameters = list(self._parameters)
         self._few = parameters[:: max(1, len(parameters) // FEW)]
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
-        # Samples of few parameters as the last step left them, and numbers of writes to them.
-        alike = [p for p in self._few if p.device == self._few[0].device]
-        self._sampled = [p for p in alike if is_dense(local(p))]
-        self._left_at: tuple[Tensor, list[int]] | None = None
+        # Samples and write counts of a few parameters after the last step.
+        together = [p for p in self._few if p.device == self._few[0].device]
+        self._sampled = [p for p in together if is_dense(local(p))]
+        self._after_last: tuple[Tensor, list[int]] | None = None
         self._samples: list[Tensor] = []  # views, as bytes
-        self._places: list[Any] = []  # of these parameters' memory
-        self._moved = True  # by somebody else, between the two steps before, as far as is known
-        me = weakref.ref(self)  # torch's hooks must not keep it alive
+        self._places: list[Any] = []  # addresses of these parameters' memory
+        self._moved = True  # the script moved parameters far before the last step, or may have
+        me = weakref.ref(self)  # torch's hooks must not keep the watch alive
 
         def arrives(p: Tensor) -> Callable[[Tensor], None]:
             def hook(_: Tensor) -> None:
@@ -123,13 +123,13 @@ class StepWatch:
 
             return hook
 
-        # The last parameter has its gradient among the first; one tells of all.
+        # The last parameter is among the first that get gradients: it shows that a backward began.
         self._witness = parameters[-1] if parameters else None
         self._device = None if self._witness is None else self._witness.device
         handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self._few, *parameters[-1:]}]
         _WATCHES[id(self)] = me
         if not _HOOKS:
-            # Where a script has compiled its optimizer's step they run outside the graph.
+            # If a script has compiled its optimizer's step, the hooks run outside the graph.
             before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
             _HOOKS.append(register_optimizer_step_pre_hook(before))
             _HOOKS.append(register_optimizer_step_post_hook(after))
@@ -138,20 +138,21 @@ class StepWatch:
     def backward_ends(
         self, scale: Tensor | None, compare: bool, waited: Callable[[], None]
     ) -> None:
-        """To be called in the hook of the last bucket. scale: of the loss, if the memory knows it.
-        compare: remember the gradients, to see whether they are changed before the step. waited:
-        to be called once DDP has waited for the means."""
+        """To be called in the hook of the last bucket. scale: the loss scale, if the memory knows
+        it. compare: remember the gradients, to notice a change before the step. waited: is called
+        once DDP has waited for the means."""
         self._scale, self.ours = scale, True
         engine = Variable._execution_engine
-        # DDP's own callback, which brings the means into the gradients, is yet to be queued.
+        # DDP queues its own callback, which writes the means to the gradients, after this call.
         engine.queue_callback(
             lambda: engine.queue_callback(lambda: self._remember(compare, waited))
         )
 
     def take_found(self) -> Tensor | None:
-        """At the end of a backward: how often gradients were changed since the last call, or
-        added to velocities, and how often they were changed as by a loss scale that was not
-        handed over: a tensor of two, where they are; None if nothing was compared."""
+        """Called at the end of a backward. Returns a tensor of two numbers, on the gradients'
+        device: how often, since the last call, gradients were changed, or added to velocities; and
+        how often they were changed as by a `GradScaler` that was not handed over. None if nothing
+        was compared."""
         still = [each for each in self._velocities.values() if each is not None]
         if still:
             self._find(torch.stack(still).any())
@@ -159,7 +160,7 @@ class StepWatch:
         return found
 
     def is_new(self, message: str) -> bool:
-        """Whether this has not been asked of the message before."""
+        """Whether this is the first call with this message."""
         new = message not in self._said
         self._said.add(message)
         return new
@@ -173,23 +174,23 @@ class StepWatch:
         self._norms = _norms(looked_at) if compare else {}
 
     def _compare(self, optimizer: Optimizer) -> None:
-        """Before an optimizer reads its gradients: have they been changed since backward? Those of
-        other optimizers may yet be."""
-        ours = [*parameters_of(optimizer)]
-        written = [(p.grad, *self._written.pop(p)) for p in ours if p in self._written]
+        """Called before an optimizer reads its gradients: notice gradients that were changed since
+        backward. A script may still change the gradients of other optimizers before their steps."""
+        stepped = [*parameters_of(optimizer)]
+        written = [(p.grad, *self._written.pop(p)) for p in stepped if p in self._written]
         for grad, which, count in written:
             if grad is None or id(grad) != which or grad._version != count:
                 self._writes = True
-        own = [p for p in ours if p in self._norms]
-        now = _norms(own)
-        remembered = {p: self._norms.pop(p) for p in own}
+        compared = [p for p in stepped if p in self._norms]
+        now = _norms(compared)
+        remembered = {p: self._norms.pop(p) for p in compared}
         if not now:
             return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
         if kernels_for(before).look(lambda: torch.equal(before, after), False):
             return  # as almost always
         same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        if self._scale is not None:  # as the scaler is to do, before or in the step
+        if self._scale is not None:  # the scaler divides by the scale, before or in the step
             unscaled = before / self._scale
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
@@ -197,47 +198,48 @@ class StepWatch:
         self._found = found if self._found is None else self._found + found
 
     def note_change(self, times: float = 1.0) -> None:
-        """Take it for a change of gradients that something else has happened to them, which ends
-        momentum correction: `take_found` tells the ranks. times: what to add to `changed`."""
+        """Count an event as a change of gradients, which ends momentum correction on all ranks
+        (`take_found`). times: the number to add to the agreed statistic `changed`."""
         self._find(torch.full((), times, dtype=torch.float64, device=self._device))
 
     def _find(self, changed: Tensor) -> None:
-        """changed: 0-dim; above 0 if something else has happened to gradients."""
+        """Add to the first number that `take_found` returns. changed: 0-dim."""
         found = torch.stack([changed, torch.zeros_like(changed)]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.is_ours(optimizer):
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
-        self._left_at = None
+        self._after_last = None
         if closure_of(args, kwargs) is not None:
             self._listener.step_begins(optimizer)
-        stands_in = args[0]  # another watch's hook may have put a stand-in there
-        stand_in, replaced = stand_in_for(stands_in), False
+        stepping = args[0]  # may be the stand-in of another watch's hook
+        stand_in, replaced = stand_in_for(stepping), False
 
         def act() -> None:
             nonlocal replaced
             self._compare(optimizer)
-            groups = stands_in.param_groups
+            groups = stepping.param_groups
             changed = self._listener.before_step(optimizer, groups)
             replaced = changed is not None
             if (wanted := changed or groups) is not stand_in.param_groups:
-                stand_in.param_groups = wanted  # which is read-only in some wrappers
+                stand_in.param_groups = wanted  # only if needed: read-only in some wrappers
 
         changed = when_gradients_are_there(act, args, kwargs)
         if changed is not None and is_torchs_own(optimizer):
-            # A closure, after which it is known whether groups are replaced.
+            # Whether groups are replaced is known only after the closure has run.
             return (stand_in, *changed[0][1:]), changed[1]
         return ((stand_in, *args[1:]), kwargs) if replaced else changed
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
             self._listener.after_step(optimizer)
-            self._left_at = self._stand_at()
+            self._after_last = self._snapshot()
 
-    # -- parameters that somebody else moves --
+    # -- parameters that the script moves --
 
-    def _stand_at(self) -> tuple[Tensor, list[int]] | None:
+    def _snapshot(self) -> tuple[Tensor, list[int]] | None:
+        """Samples (as bytes) and write counts of a few parameters."""
         if not self._sampled:
             return None
         if self._places != (places := [*map(storage_of, self._sampled)]):
@@ -247,29 +249,29 @@ class StepWatch:
         return torch.cat(self._samples), writes
 
     def we_move(self) -> None:
-        """It is us who have moved the parameters just now."""
-        self._left_at = self._left_at and self._stand_at()
+        """This library has just moved the parameters."""
+        self._after_last = self._after_last and self._snapshot()
 
     def they_move(self) -> None:
-        """Wherever the parameters stand before the next step, it is right."""
-        self._left_at = None
+        """The script may move the parameters before the next step: do not compare them."""
+        self._after_last = None
 
     def moved_far(self) -> bool:
-        """At the next forward: whether somebody else has moved the parameters far since the last
-        step, as in going back to a checkpoint, and does not between any two steps. A device is
-        waited for where there were writes to them."""
-        left_at, self._left_at = self._left_at, None
-        here = left_at and self._stand_at()
-        if left_at is None or here is None:
+        """Called at the next forward: whether the script has moved the parameters far since the
+        last step, as by loading a checkpoint. False for a script that does so between any two
+        steps. Waits for a device if there were writes to the parameters."""
+        last, self._after_last = self._after_last, None
+        here = last and self._snapshot()
+        if last is None or here is None:
             return False
-        (then, before), (now, writes) = left_at, here
+        (then, before), (now, writes) = last, here
         # Writes to `p.data` are not counted.
         same = kernels_for(now).look(lambda: torch.equal(now, then), writes == before)
         moved_before, self._moved = self._moved, not same and self._far(now, then)
         return self._moved and not moved_before
 
     def _far(self, now: Tensor, then: Tensor) -> bool:
-        """From what is not finite everything is."""
+        """Whether `now` is `FAR` from `then`. Every move from or to a nonfinite value is far."""
         sizes = [*map(len, self._samples)]
         dtypes = [p.dtype for p in self._sampled]
         moved = stood = 0.0
@@ -280,24 +282,24 @@ class StepWatch:
         return not moved <= FAR**2 * stood
 
     def is_ours(self, optimizer: Optimizer) -> bool:
-        """Whether it has one of the parameters."""
+        """Whether the optimizer has one of the watched parameters."""
         return any(p in self._parameters for p in parameters_of(optimizer))
 
     def gradient_arrives(self, p: Tensor) -> None:
-        """One of the few, or the witness, has a new gradient, which is yet to be added to `p.grad`.
-        (FSDP sets those itself, of which torch's hooks see nothing.)"""
+        """One of the few parameters, or the witness, has a new gradient, which is not yet added to
+        `p.grad`. (FSDP sets `p.grad` itself, without calling torch's hooks.)"""
         if p is self._witness and _is_empty(p.grad):
-            self.ours = False  # until our hook is called
+            self.ours = False  # until this library's hook is called
         if p.grad is None:
             self._velocities.pop(p, None)
         elif p in self._velocities:
-            before, still = self._velocities[p], local(p.grad).any()  # zeros, once cleared
+            before, still = self._velocities[p], local(p.grad).any()  # False once set to zero
             self._velocities[p] = still if before is None else still & before
 
 
 def _end(watch: int, handles: Sequence[Any]) -> None:
-    """A watch has ended, or is garbage. With the last one torch's hooks go, unless an optimizer
-    steps in this thread: torch is then going through all hooks."""
+    """Called when a watch ends or is garbage-collected. The last watch removes torch's hooks,
+    unless an optimizer is stepping in this thread: torch then iterates over its hooks."""
     for handle in handles:
         handle.remove()
     _WATCHES.pop(watch, None)
@@ -325,13 +327,13 @@ def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watching() -> list[StepWatch]:
-    """Those that are alive. Simulated ranks are threads, of which another may end just now, and a
-    garbage collection may drop one while a tuple is made of the values: a copy is made at once."""
+    """The watches that are alive. `copy()` is atomic: simulated ranks are threads, and another
+    thread or the garbage collector may end a watch at any time."""
     return [watch for ref in _WATCHES.copy().values() if (watch := ref()) is not None]
 
 
 def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
-    """Of the sample of each gradient that is there, as 0-dim float64 tensors."""
+    """The norm of a sample of each existing gradient, as 0-dim float64 tensors."""
     found = ((p, local(p.grad).detach()) for p in parameters if p.grad is not None)
     grads = {p: grad for p, grad in found if grad.numel()}
     samples = [*map(sample, grads.values())]
@@ -341,14 +343,15 @@ def _norms(parameters: Collection[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Its first elements in memory, flat."""
+    """The first elements of a tensor in memory, flat."""
     if is_dense(x):
         return x.as_strided((min(SAMPLE, x.numel()),), (1,), x.storage_offset())
     return x.reshape(-1)[:SAMPLE]
 
 
 def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
-    """All of them, and by the same, as a `GradScaler` does. 0-dim, bool."""
+    """Whether all norms were divided by the same power of two above 1, as a `GradScaler` does:
+    0-dim, bool."""
     known = (before > 0) & (after > 0) & before.isfinite() & after.isfinite()
     exact = torch.log2(before / after)
     power = exact.round()
@@ -359,7 +362,7 @@ def _divided_by_a_power_of_two(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _is_empty(grad: Tensor | None) -> bool:
-    """None, or on a CPU, where looking costs little, all zero."""
+    """Whether a gradient is None or, on a CPU, where reading costs little, all zero."""
     if grad is None:
         return True
     own = local(grad)

@@ -119,9 +119,9 @@ class UpdateHandover(Handover):
 
     @property
     def power(self) -> float:  # type: ignore[override]
-        """Updates of two ranks that go without momentum (Adam's) bear larger CFs than gradients
-        do, and than updates of more ranks. Where an optimizer keeps its momentum (Muon), what waits
-        is delayed twice, and they bear only smaller ones (docs/research/defaults.md)."""
+        """The power of `Context`, smaller where larger CFs do no harm: 0.2 for updates of two ranks
+        without momentum (Adam's); 0.5 with more ranks, as for gradients; 1 if an optimizer keeps
+        its momentum (Muon), which delays the residual twice (docs/research/defaults.md)."""
         if not all(is_adaptive(of) for of, _ in self._of.distinct):
             return 1.0
         return 0.2 if self._ranks == 2 else 0.5

@@ -1,1 +1,1 @@
-"""One model: its replica, its parameters, and what is saved of them."""
+"""One model: its replica, the state of its parameters, and the checks of saved states."""

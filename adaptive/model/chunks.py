@@ -1,4 +1,4 @@
-"""Chunks: parameters that are exchanged as one flat tensor, where DDP's buckets are not used."""
+"""Chunks: parameters that are exchanged as one flat tensor, without DDP's buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 2 * CACHE_BLOCK
 
 
 FEW_VIEWS = 8
-"""The most views of a block that are subtracted one by one: it costs less than copying them."""
+"""The largest number of views of a block that are subtracted one by one, without a copy."""
 
 
 class Destination(NamedTuple):
@@ -152,7 +152,7 @@ class Chunk:
 
     @torch.no_grad()
     def _read(self) -> list[Tensor]:
-        """Flat views of all parameters, made anew if a script has given some of them other memory.
+        """Flat views of all parameters, made again if a script has given some of them other memory.
         A parameter with gaps is copied."""
         places = [*map(self._place, self._tensors)]
         if places != self._places:

@@ -16,8 +16,8 @@ from adaptive.model.replicas import Replica
 from compressors.kernels.blocks import Flag, fill_if
 
 COMPILED = "_orig_mod."
-"""The prefix of parameter names in a module that torch.compile has wrapped. It is left out of the
-names here, so that states of compiled and other models fit each other."""
+"""The prefix of parameter names in a module that torch.compile has wrapped. Names in this library
+have no prefix, so that a state of a compiled model fits the same model uncompiled."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class ModelParameter:
 
     @property
     def sharded(self) -> bool:
-        """This rank has only a shard of it, and FSDP sets the gradient."""
+        """Whether this rank has only a shard of the parameter. FSDP then sets its gradient."""
         return hasattr(self.tensor, "to_local")
 
     @property
@@ -132,7 +132,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
                 self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
 
     def find(self, param: Tensor) -> ModelParameter:
-        """The state of a parameter in a bucket. RuntimeError if it is none of the model's."""
+        """The state of a parameter in a bucket. RuntimeError for a parameter of another model."""
         if (found := self.get(param)) is not None:
             return found
         replica = self._replica()
@@ -163,9 +163,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether the gradients of this bucket are exchanged as by DDP without a hook: sparse and
-    complex ones. DDP puts a parameter with a sparse gradient into a bucket of its own. It puts
-    complex gradients, as pairs of real numbers, into buckets without real ones: the first parameter
-    tells of all."""
+    complex ones. In DDP a parameter with a sparse gradient has its own bucket. Complex gradients,
+    as pairs of real numbers, are in buckets without real gradients: the first parameter of a bucket
+    tells whether all are complex."""
     return buffer.is_sparse or any(p.is_complex() for p in parameters[:1])
 
 
@@ -174,7 +174,7 @@ def local(tensor: Tensor) -> Tensor:
     tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    with torch.no_grad():  # otherwise it would be a new tensor, with a history
+    with torch.no_grad():  # otherwise `to_local` would return a new tensor, with a history
         shard: Tensor = tensor.to_local()
     return shard
 
@@ -196,7 +196,7 @@ def largest_shard(p: Tensor) -> torch.Size:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """The elements fill a range of memory without gaps or overlaps, in any order."""
+    """Whether the elements fill a range of memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -215,8 +215,8 @@ def shaped(flat: Tensor, p: Tensor) -> Tensor:
 
 
 def like(values: Tensor, p: Tensor) -> Tensor:
-    """The values of this rank's elements, as a tensor like `p`: for a DTensor a DTensor whose shard
-    they are; else `values`."""
+    """The values of this rank's elements as a tensor like `p`: for a DTensor, a DTensor with
+    `values` as its shard; else `values`."""
     if not hasattr(p, "to_local"):
         return values
     if values.storage_offset():  # torch cannot copy a DTensor whose shard has an offset

@@ -1,8 +1,8 @@
-"""A replica: a model whose gradients arrive in buckets, which are replaced by something else.
+"""A replica: a model that hands over its gradients in buckets, and gets other gradients back.
 
-`DDPReplica` is one under `DistributedDataParallel`. `ShardedReplica` (adaptive/fsdp.py) is one
-that FSDP2 shards. Both hand their buckets to a session, whose way to synchronise says what takes a
-bucket's place: the mean of the ranks' gradients, or this rank's own.
+`DDPReplica` is a model under `DistributedDataParallel`. `ShardedReplica` (adaptive/fsdp.py) is a
+model that FSDP2 shards. Both hand their buckets to a session. Its synchroniser decides which
+gradients the replica gets back: the ranks' mean, or this rank's own.
 
 No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
 classes themselves, and rejects strings.
@@ -20,48 +20,48 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 ATTRIBUTE = "_adaptive_replica"
-"""Of a model: its replica, from the first compressor on."""
+"""The attribute of a model that holds its replica, once a compressor was attached."""
 
 JOIN = (
     "DDP's join() is not supported: a rank that has no more inputs takes part in DDP's collectives "
-    "only, and compression needs others, too. Give all ranks as many batches (DistributedSampler, "
-    "drop_last=True), and leave join() out"
+    "only, and compression needs others, too. Give all ranks the same number of batches "
+    "(DistributedSampler, drop_last=True), and leave join() out"
 )
 
 
 PYTHON_REDUCER = (
     "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
-    "'python_reducer', with which it hands hooks single gradients inside a compiled graph, and not "
+    "'python_reducer'. Then DDP hands single gradients to hooks, inside a compiled graph, and not "
     "buckets: leave optimize_ddp at True (or 'ddp_optimizer'), which goes with torch.compile and "
     "with compiled autograd, before DistributedDataParallel(model)"
 )
 
 
 class Exchanging(Protocol):
-    """What a replica hands its buckets to. In each backward every rank hands over the same buckets
-    in the same order, and then says that it was the last."""
+    """The receiver of a replica's buckets. In each backward every rank hands over the same buckets
+    in the same order, and calls `end_backward` after the last one."""
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
-        """A future of what takes the place of a bucket's gradients. at_once: it is there, for the
-        current stream, when this returns."""
+        """A future of the gradients that replace a bucket's gradients. at_once: the current stream
+        may use them when this call returns."""
         ...
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        """After the last bucket. last: some gradients of this backward, as `reduce` has returned
-        them. Returns a future of them: they may have to become nan."""
+        """Called after the last bucket. last: a future that `reduce` has returned in this backward.
+        Returns the future that takes its place: these gradients may become NaN."""
         ...
 
 
 class Replica(ABC):
-    """A model on this rank. It is not kept alive.
+    """A model on this rank, by a weak reference.
 
-    group: the ranks that exchange. everyone: the ranks that decide alike; more than `group` where
-    the model is sharded. settling: backwards after which its buckets stay as they are.
-    exchanging: takes the buckets.
+    group: the ranks that exchange. everyone: the ranks that make the same decisions; more than
+    `group` if the model is sharded. settling: number of backwards after which buckets no longer
+    change. sends_buffers: DDP broadcasts buffers in every forward. exchanging: gets the buckets.
     """
 
     settling = 0
-    sends_buffers = False  # in every forward
+    sends_buffers = False
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
     exchanging: Exchanging | None = None
@@ -71,53 +71,54 @@ class Replica(ABC):
 
     @classmethod
     def _found(cls, model: nn.Module) -> Self | None:
-        """The model's, unless it has none, or the model is a copy."""
+        """The model's replica; None if it has none, or if the model is a copy of another model."""
         found: Any = getattr(model, ATTRIBUTE, None)
         return found if isinstance(found, cls) and found.model is model else None
 
     @property
     def model(self) -> Any:
-        """None once it is garbage."""
+        """The model; None once it is garbage."""
         return None if self._model is None else self._model()
 
     @property
     @abstractmethod
     def maybe_unused(self) -> bool:
-        """A step may leave a parameter without a gradient on all ranks."""
+        """Whether a step may leave a parameter without a gradient on all ranks."""
 
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """Has the parameters, by the names that are used for them."""
+        """The module whose parameter names are used."""
 
     @abstractmethod
     def _ignored(self) -> set[str]:
         """Names of parameters whose gradients do not arrive."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those whose gradients arrive, by name."""
+        """(name, parameter) of the parameters whose gradients arrive."""
         ignored = self._ignored()
         for name, p in self.module.named_parameters():
             if p.requires_grad and name not in ignored:
                 yield name, p
 
-    def check_free(self) -> None:  # noqa: B027 - another library's hook is in the way of DDP's only
+    def check_free(self) -> None:  # noqa: B027 - only a DDP model may have another hook
         """RuntimeError if the model has a hook of another library."""
 
     def start(self, exchanging: Exchanging) -> None:
         """Hand buckets over from now on, until the next `start`. A collective."""
         self.exchanging = exchanging
         if self._found(self.model) is not self:
-            object.__setattr__(self.model, ATTRIBUTE, self)  # past nn.Module's own
+            object.__setattr__(self.model, ATTRIBUTE, self)  # not by nn.Module.__setattr__
             self._register()
 
     @abstractmethod
     def _register(self) -> None:
-        """Have torch hand over what it reduces, for good."""
+        """Register the hooks by which torch hands over buckets. They are never removed."""
 
 
 class DDPReplica(Replica):
-    """The state of our hook on one model. Copies and pickles of the model leave it behind."""
+    """A DDP model, and the state of this library's hook on it. A copied or pickled model gets an
+    empty replica."""
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__(model)
@@ -131,9 +132,9 @@ class DDPReplica(Replica):
 
     @classmethod
     def of(cls, model: object, compiled: bool) -> "DDPReplica":
-        """The one of this model, made if there is none. TypeError if the model is not DDP,
-        RuntimeError if DDP would not hand a hook its buckets. compiled: it was inside of what
-        torch.compile has made."""
+        """The replica of this model, made if there is none. TypeError if the model is not DDP,
+        RuntimeError if DDP would not hand buckets to a hook. compiled: the model was found inside
+        a module that torch.compile has made."""
         if not isinstance(model, DistributedDataParallel):
             if hasattr(model, "set_requires_all_reduce"):
                 raise TypeError(
@@ -166,7 +167,7 @@ class DDPReplica(Replica):
         return inside
 
     def _ignored(self) -> set[str]:
-        # DDP looks parameters of the outermost module up as ".name", so never ignores "name".
+        # DDP looks up parameters of the outermost module as ".name", so it never ignores "name".
         names = self.model.parameters_to_ignore
         return {name.removeprefix(".") for name in names if "." in name}
 
@@ -190,8 +191,8 @@ class DDPReplica(Replica):
 
 
 def adaptive_hook(state: DDPReplica, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand one bucket of DDP's over. Returns a future of what DDP gets back, shape (elements of the
-    bucket,). RuntimeError if DDP hands over no bucket."""
-    if isinstance(bucket, tuple):  # a gradient and its parameter
+    """Hand over one of DDP's buckets. Returns a future of the gradients that DDP gets back, shape
+    (elements of the bucket,). RuntimeError if DDP hands over single gradients, not buckets."""
+    if isinstance(bucket, tuple):  # (gradient, parameter)
         raise RuntimeError(PYTHON_REDUCER)
     return state.reduce(bucket)

@@ -1,7 +1,6 @@
-"""Saved states: what the parts save, whether a state fits, and how those of N ranks become those
-of M.
+"""Saved states: their parts, the check whether a state fits, and resharding from N to M ranks.
 
-Each part checks what it has saved itself. A state that is refused changes nothing.
+Each part checks its own saved value. A state that is refused changes nothing.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from policies.state import become, read, require, twin
 State = Mapping[str, Any]
 
 ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "synchronisation", "parameters")
-"""What the states of one moment have in common."""
+"""Entries that are equal in the states of all ranks, saved at the same step."""
 
 HINTS = {
     "world_size": "; adaptive.reshard_states makes states for another number of ranks",
     "rank": "; each rank loads its own state. Where a checkpoint is rank 0's for all, save it with "
     "state_dict(checkpoint='gathered')",
 }
-"""What to do where a state is of another one of these."""
+"""Advice for a state with another value of these entries."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Whatever is raised inside is a ValueError about the state."""
+    """A context that turns every error inside into a ValueError about the state."""
     try:
         yield
     except Exception as error:
-        told = str(error)
+        text = str(error)
         if not isinstance(error, ValueError):
-            told = f"it cannot be loaded, {type(error).__name__}: {told}"
-        raise ValueError(told if told.startswith("state") else f"state: {told}") from error
+            text = f"it cannot be loaded, {type(error).__name__}: {text}"
+        raise ValueError(text if text.startswith("state") else f"state: {text}") from error
 
 
 class SavedPart(NamedTuple):
-    """What one part of a session saves, under a name of its own in the state.
+    """One part of a session's state, saved under its own name.
 
-    save: returns it. check: ValueError unless a saved value fits; it changes nothing. load: goes on
-    from a value that `check` has found to be good, and cannot fail. kind: the type of the value,
-    for `policies.state.read`."""
+    save: returns the value to save. check: raises ValueError unless a saved value fits, and changes
+    nothing. load: loads a value that `check` has accepted, and cannot fail. kind: the type of the
+    value, for `policies.state.read`."""
 
     save: Callable[[], Any]
     check: Callable[[Any], None]
@@ -55,8 +54,8 @@ class SavedPart(NamedTuple):
 
 
 def swapped(part: Any, **options: Any) -> SavedPart:
-    """A part whose `load_state_dict` may find out half-way that a state does not fit: the state is
-    loaded into its twin, whose content it takes at the end."""
+    """The saved part for an object whose `load_state_dict` may fail half-way: `check` loads the
+    state into a twin of the object, and `load` moves the twin's content into the object."""
     new: list[Any] = []
 
     def check(value: Any) -> None:
@@ -67,30 +66,34 @@ def swapped(part: Any, **options: Any) -> SavedPart:
 
 
 def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -> None:
-    """ValueError unless `state` is complete, equals `expected` where that says something, and what
-    the parts have saved in it fits these."""
+    """ValueError unless `state` is complete, has all entries of `expected` with equal values, and
+    fits the parts."""
     missing = [key for key in (*expected, *parts, "resharded_from") if key not in state]
     if missing:
-        raise ValueError(f"state: {', '.join(missing)} missing; is it a state_dict() of ours?")
-    for what, ours in expected.items():
-        if what != "parameters" and state[what] != ours:
-            told = f"state: {what} is {state[what]!r}, expected {ours!r}"
-            raise ValueError(told + HINTS.get(what, ""))
+        raise ValueError(
+            f"state: {', '.join(missing)} missing; is it the result of a compressor's state_dict()?"
+        )
+    for what, wanted in expected.items():
+        if what != "parameters" and state[what] != wanted:
+            problem = f"state: {what} is {state[what]!r}, expected {wanted!r}"
+            raise ValueError(problem + HINTS.get(what, ""))
     _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
     for name, part in parts.items():
         part.check(read(state, name, part.kind))
 
 
 def flat_tensors(parameters: Iterable[ModelParameter]) -> dict[str, Tensor]:
-    """Tensors like those that are kept of parameters, by name, without values: for `check_like`."""
+    """A flat tensor without values for each parameter, by name, as `check_like` needs it: of the
+    size and dtype of the state that is kept for the parameter."""
     return {p.name: torch.empty(p.local.numel(), dtype=p.dtype, device="meta") for p in parameters}
 
 
 def check_like(
     what: str, value: Any, like: Any, finite: bool = True, complete: bool = False
 ) -> None:
-    """ValueError unless `value` has no keys but those of the mapping `like` (`complete`: all of
-    them), and tensors of the same shapes and dtypes or values of the types in it."""
+    """ValueError unless `value` fits `like`: a mapping has no other keys than `like` (complete: and
+    all of them), a tensor has the shape and dtype of `like`, another value the type `like`. finite:
+    tensors must be finite. what: the name of `value` in errors."""
     if isinstance(like, Mapping):
         require(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r:.80}")
         unknown = sorted(map(str, value.keys() - like.keys()))
@@ -108,33 +111,34 @@ def check_like(
         read({what: value}, what, like)
 
 
-def _check_parameters(state: State, ours: Mapping[str, list[int]]) -> None:
-    """ValueError, naming the parameters, unless the state's are the model's."""
-    theirs = {str(name): read(state, name, list[int]) for name in state}
-    told = {
-        "it has parameters that the model has not": [n for n in theirs if n not in ours],
-        "it knows nothing of the parameters": [n for n in ours if n not in theirs],
+def _check_parameters(state: State, expected: Mapping[str, list[int]]) -> None:
+    """ValueError, naming the parameters, unless the state has the model's parameters."""
+    given = {str(name): read(state, name, list[int]) for name in state}
+    problems = {
+        "it has parameters that the model has not": [n for n in given if n not in expected],
+        "it knows nothing of the parameters": [n for n in expected if n not in given],
         "parameters had other shapes": [
-            f"{name} {tuple(theirs[name])}, here {tuple(shape)}"
-            for name, shape in ours.items()
-            if theirs.get(name, shape) != shape
+            f"{name} {tuple(given[name])}, here {tuple(shape)}"
+            for name, shape in expected.items()
+            if given.get(name, shape) != shape
         ],
     }
-    listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in told.items() if names)
+    listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
     require(not listed, f"of another model: {listed}")
 
 
 def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
-    """The `AdaptiveCompressor.state_dict()` of all ranks, taken at one moment, made into states for
-    `world_size` ranks: rank k loads the k-th. Pure, no collective; tensors may be shared with those
-    that came in. ValueError if the states are not those of all ranks of one run, or damaged.
+    """Convert the states of all ranks (`AdaptiveCompressor.state_dict()`, saved at the same step)
+    into states for `world_size` ranks: rank k loads the k-th. No collective, and the given states
+    do not change; the results may share tensors with them. ValueError if the states are not those
+    of all ranks of one run, or damaged.
 
-    What is still to be sent stays right: a rank's payload enters the mean by 1 / world_size, so the
-    sum over the new ranks of residuals, and of velocities, is new / old times what it was. Every
-    new rank gets a weighted mean of those of neighbouring old ranks, and not all the mean of all:
-    ranks with one residual would choose the same elements, and deliver them more slowly. Step
-    times, the network's cost and sums of gradients are measured anew, as is what the policy knows
-    of them (`Policy.rescale`).
+    Unsent parts keep their size: a rank's payload has weight 1 / world_size in the mean, so the sum
+    of the new ranks' residuals (and velocities) is new / old times the old sum. Every new rank gets
+    a weighted mean of the residuals of neighbouring old ranks. With the mean of all old ranks, all
+    new ranks would select the same elements, and deliver the rest more slowly. Step times, the
+    network's cost and sums of gradients are dropped and measured again, and the policy drops what
+    it has learned from them (`Policy.rescale`).
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number >= 1, got {world_size!r}")
@@ -149,13 +153,13 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     try:
         return [_state(by_rank, rank, world_size) for rank in range(world_size)]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"states: they cannot be resharded, {told}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"states: they cannot be resharded, {cause}") from error
 
 
 def shares(old: int, rank: int, new: int) -> dict[int, float]:
-    """The weight of each old rank in one new rank's memory, by rank, where it is not 0: as if both
-    cut one line into equal parts."""
+    """The weights above 0 of old ranks in one new rank's memory, by old rank. If old and new ranks
+    cut one line into equal parts, a weight is the overlap of two parts."""
     overlaps = {
         i: min((rank + 1) * old, (i + 1) * new) - max(rank * old, i * new) for i in range(old)
     }
@@ -163,7 +167,8 @@ def shares(old: int, rank: int, new: int) -> dict[int, float]:
 
 
 def _by_rank(states: Sequence[State]) -> list[State]:
-    """In the order of ranks; ValueError unless they are of one run at one step, and complete."""
+    """The states in the order of ranks. ValueError unless they are those of all ranks of one run at
+    one step."""
     ordered = sorted(states, key=lambda state: read(state, "rank", int))
     ranks = [state["rank"] for state in ordered]
     whole = read(ordered[0], "world_size", int) if ordered else 1
@@ -175,19 +180,19 @@ def _by_rank(states: Sequence[State]) -> list[State]:
                 read(read(each, "controller", Mapping) if what == "step" else each, what, object)
                 for each in (ordered[0], state)
             )
-            told = f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}"
+            found = f"states: {what} is {first!r:.80} on rank 0 and {here!r:.80} on rank {rank}"
             if here != first:
-                raise ValueError(f"{told}: they are not of one run at one step")
+                raise ValueError(f"{found}: they are not of one run at one step")
     return ordered
 
 
 def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
-    """The state of one new rank, from those of all old ones."""
+    """The state of one new rank, from the states of all old ranks."""
     old = len(states)
     weights = shares(old, rank, new)
-    heir = states[rank * old // new]  # of what cannot be shared out; rank 0's of rank 0
+    nearest = states[rank * old // new]  # for entries without a mean; for rank 0 it is rank 0's
     return {
-        **heir,
+        **nearest,
         "world_size": new,
         "rank": rank,
         "resharded_from": old,
@@ -196,12 +201,13 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "memory": _memory(states, weights),
         "sync": states[0]["sync"],
         "sum": {},
-        "controller": {**heir["controller"], "times": [], "timing": None},
+        "controller": {**nearest["controller"], "times": [], "timing": None},
     }
 
 
 def _memory(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, Any]:
-    """By parameter. A velocity that any rank has all get, as the optimizer's would be."""
+    """The memory of one new rank, by parameter. If any old rank has a velocity, all new ranks get
+    one, as the optimizer's momentum would be on all ranks."""
     found = {}
     for name in dict.fromkeys(name for state in states for name in state["memory"]):
         kept = [state["memory"].get(name, {}) for state in states]
@@ -224,7 +230,7 @@ def _memory(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, 
             shared |= {"momentum_share": share, "to_full_momentum": to_full}
         elif shares := [each["momentum_share"] for each in kept if "momentum_share" in each]:
             shared["momentum_share"] = shares[0]
-        if any("stepped" in each for each in kept):  # alike on all ranks
+        if any("stepped" in each for each in kept):  # the same on all ranks
             shared["stepped"] = True
         if shared:
             found[name] = shared
@@ -232,11 +238,11 @@ def _memory(states: Sequence[State], weights: Mapping[int, float]) -> dict[str, 
 
 
 def _mean(weights: Mapping[int, float], tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Weighted, of the tensors that are there; those that are not are 0."""
-    there = [(weight, t) for i, weight in weights.items() if (t := tensors[i]) is not None]
-    if not there:
+    """The weighted mean, where missing tensors count as 0; None if all are missing."""
+    present = [(weight, t) for i, weight in weights.items() if (t := tensors[i]) is not None]
+    if not present:
         return None
-    mean = torch.zeros_like(there[0][1])
-    for weight, tensor in there:
+    mean = torch.zeros_like(present[0][1])
+    for weight, tensor in present:
         mean.add_(tensor, alpha=weight)
     return mean

@@ -1,9 +1,9 @@
-"""Ranks whose parameters differ, brought to their mean: to evaluate, to save, and for good.
+"""The mean of ranks with different parameters: to evaluate, to save, or to train on from it.
 
-Scripts and frameworks save the model and the optimizer of one rank, as if all ranks had the same.
-So before the states of all ranks are saved as one, the ranks agree on both. Accelerate and Hugging
-Face's Trainer have written model and optimizer by then: what was agreed on is saved once more, with
-the compressor's states, and taken up from there.
+Scripts and frameworks save the model and the optimizer of one rank, as if those of all ranks were
+equal. So before the states of all ranks are saved as one, the ranks agree on model and optimizer.
+Accelerate and Hugging Face's Trainer have written both by then. So the agreed model and optimizer
+are saved once more, with the compressor's states, and loaded from there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from policies.state import read, require
 
 @contextmanager
 def averaged(parameters: Sequence[ModelParameter], exchange: Exchange) -> Iterator[None]:
-    """The model holds the mean of the ranks' parameters (a collective, dense), and afterwards this
-    rank's own."""
+    """A context in which the model holds the mean of the ranks' parameters (a dense collective).
+    Afterwards it holds this rank's own again."""
     own = [p.tensor.detach().clone() for p in parameters]
     unite(parameters, exchange)
     try:
@@ -38,8 +38,8 @@ def averaged(parameters: Sequence[ModelParameter], exchange: Exchange) -> Iterat
 
 @torch.no_grad()
 def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
-    """All ranks go on from the mean of their parameters, less residuals (a collective, dense). A
-    rank with a parameter that is not finite gets the mean of the others."""
+    """Set the parameters of all ranks to the mean of (parameters - residuals), by a dense
+    collective. A parameter that is not finite on some ranks gets the mean of the other ranks."""
     for p in parameters:
         own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
         if p.unsent is not None:
@@ -48,19 +48,20 @@ def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
         sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
         exchange.total(sent).wait()
         p.tensor.copy_(sent[:-1].div_(sent[-1]).view_as(p.tensor))  # nan if no rank's is finite
-    exchange.take_traffic()  # no step's
+    exchange.take_traffic()  # these bytes belong to no step
 
 
 class Agreed:
-    """What the ranks have agreed on outside the compressor, to be saved and taken up again: the
-    parameters, and what optimizers keep of them."""
+    """The agreed state outside the compressor, to be saved and loaded: the parameters, and the
+    optimizers' states of them."""
 
     def __init__(self, parameters: ModelParameters) -> None:
         self._parameters = parameters
-        self._moments: dict[str, Any] = {}  # by parameter name, that no optimizer has taken up yet
+        self._moments: dict[str, Any] = {}  # loaded, by parameter name, not yet in an optimizer
 
     def state_dict(self, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-        """By parameter name. Tensors are those in use, no copies; of DTensors what is here."""
+        """The agreed state by parameter name. Its tensors are those in use, not copies; of a
+        DTensor the shard on this rank."""
         moments = dict(self._moments)
         for optimizer in optimizers:
             for p, kept in optimizer.state.items():
@@ -73,7 +74,7 @@ class Agreed:
         return {"parameters": values, "moments": moments}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless it is a state of parameters like these, or empty."""
+        """ValueError unless this is a state of parameters like these, or empty."""
         if not state:
             return
         by_name = self._parameters.by_name()
@@ -87,8 +88,8 @@ class Agreed:
                 require(not bad, f"moments: {name}: {key} is not finite")
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> None:
-        """Take up what `check` has found to be good. Other optimizers than these take up their part
-        with their next step: see `before_step`."""
+        """Load a state that `check` has accepted. Optimizers that are not given here get their part
+        before their next step: see `before_step`."""
         self._moments = dict(state.get("moments", {}))
         by_name = self._parameters.by_name()
         with torch.no_grad():
@@ -98,7 +99,7 @@ class Agreed:
             self.before_step(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Give the optimizer what was loaded of its parameters."""
+        """Load the loaded states of its parameters into an optimizer."""
         if not self._moments:
             return
         of = enumerate(parameters_of(optimizer))

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 AROUND_MODELS = ("_forward_module", "_orig_mod")
-"""Attributes under which Fabric's module and torch.compile's hold the wrapped one, in the order to
-look: Fabric's also passes on the attributes of the module inside."""
+"""Attributes in which the wrappers of Fabric and torch.compile hold the wrapped module. Fabric's is
+first, because Fabric's wrapper also passes on the attributes of the module inside."""
 
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages whose checkpoints hold rank 0's state, and are read by all ranks."""
@@ -22,8 +22,8 @@ FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
 class Unwrapped(NamedTuple):
     """A model and its optimizers without wrappers.
 
-    scaler: the `GradScaler` of an optimizer's wrapper; None without one. by_framework: one of
-    FRAMEWORKS made a wrapper."""
+    scaler: the `GradScaler` of an optimizer's wrapper; None without one. by_framework: some wrapper
+    is of one of FRAMEWORKS."""
 
     model: Any
     optimizers: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Unwrapped(NamedTuple):
 
 def unwrap(model: Any, optimizer: Any) -> Unwrapped:
     """The DDP model inside the wrappers of `torch.compile`, Accelerate or Fabric, and the innermost
-    optimizers. What is not wrapped is returned as it is. optimizer: one, several, or None."""
+    optimizers. Unwrapped ones are returned unchanged. optimizer: one, several, or None."""
     scaler, by_framework = None, False
     while not isinstance(model, DistributedDataParallel):
         inside = (getattr(model, name, None) for name in AROUND_MODELS)
@@ -56,14 +56,15 @@ def unwrap(model: Any, optimizer: Any) -> Unwrapped:
 
 
 def steps_a_part(optimizer: Optimizer) -> bool:
-    """Each rank steps some of the parameters, for all ranks (torch's `ZeroRedundancyOptimizer`)."""
-    # Importing it takes long, and an optimizer of this class exists only where it was imported.
+    """Whether each rank steps only some of the parameters, for all ranks (torch's
+    `ZeroRedundancyOptimizer`)."""
+    # Importing this class takes long. If nobody has imported it, no optimizer can be of this class.
     module = sys.modules.get("torch.distributed.optim")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def advice(optimizer: Optimizer) -> str:
-    """What to hand over instead of an optimizer whose work no memory takes over; "" if unknown."""
+    """Advice what to hand over instead of an optimizer that no memory can serve; "" if unknown."""
     name = type(optimizer).__name__
     if steps_a_part(optimizer):
         return (

@@ -1,1 +1,1 @@
-"""The process group and its time: collectives, their order, the link, where a step's seconds go."""
+"""The network between the ranks: collectives and their order, the link, the times of a step."""

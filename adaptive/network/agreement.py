@@ -1,9 +1,10 @@
-"""Are the ranks alike? Asked before training starts, and with `debug=` while it runs.
+"""Checks that all ranks have the same settings before training, and with `debug=` the same
+parameters during training.
 
-A difference would make ranks issue different collectives, which is a hang, or train different
-models. Every rank learns of every problem, so all of them raise. Later differences are mistakes: of
-a policy that reads a clock or a random number of its own, of a script that changes one rank's
-model, or of ours.
+Ranks with different settings would issue different collectives, and hang, or train different
+models. Every rank learns of every problem, so all ranks raise. A later difference is a bug: of a
+policy that reads a clock or random numbers, of a script that changes one rank's model, or of this
+library.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ T = TypeVar("T")
 log = logging.getLogger("adaptive")
 
 PATIENCE = timedelta(minutes=5)
-"""For ranks that come later than others."""
+"""How long a rank waits for the other ranks."""
 
 SAY = 20.0
-"""Seconds of waiting after which a rank says for what."""
+"""Seconds after which a waiting rank logs what it waits for."""
 
 
 def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
-    """RuntimeError, with what is wanted, unless all ranks have come here in time. With gloo only: a
-    rank that goes on training instead would take part in another collective, which gloo answers by
-    an abort, or by a wait for as long as the group may."""
+    """RuntimeError, quoting `wanted`, unless all ranks make this call in time. Only with gloo: if a
+    rank goes on training instead, and so issues another collective, gloo aborts, or waits until the
+    group's timeout."""
     if dist.get_backend(group) != "gloo":
         return
     since = time.monotonic()
@@ -48,7 +49,7 @@ def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
     try:
         dist.monitored_barrier(group, PATIENCE, wait_all_ranks=True)
     except RuntimeError as error:
-        waited = time.monotonic() - since  # less than it may, if another rank ends meanwhile
+        waited = time.monotonic() - since  # less than PATIENCE if another rank has exited
         raise RuntimeError(
             f"{wanted}: some have not done so within {waited:.0f} s ({error})"
         ) from error
@@ -64,16 +65,16 @@ def gather_objects(own: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
-    """Run `prepare` on every rank and compare what it returns: what must be alike on all ranks, in
-    readable lines. A collective.
+    """Run `prepare` on every rank, and compare its results: descriptions, in readable lines, of all
+    that must be the same on all ranks. A collective.
 
     An error of `prepare` is raised on the rank that has it, and a RuntimeError that quotes it on
-    the others; a RuntimeError on all of them if the descriptions differ."""
+    the others. RuntimeError on all ranks if the descriptions are not equal."""
     error: Exception | None = None
     description = problem = ""
     try:
         description = prepare()
-    except Exception as caught:  # the other ranks must hear of it, whatever it is
+    except Exception as caught:  # the other ranks must learn of every error
         error, problem = caught, f"{type(caught).__name__}: {caught}"
     everyone = gather_objects((problem, description), group)
     if error is not None:
@@ -83,28 +84,28 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
             raise RuntimeError(f"rank {rank} failed to set up: {theirs}")
     first = everyone[0][1].splitlines()
     for rank, (_, theirs) in enumerate(everyone):
-        for ours, other in zip(first, theirs.splitlines(), strict=False):
-            if ours != other:
+        for expected, other in zip(first, theirs.splitlines(), strict=False):
+            if expected != other:
                 raise RuntimeError(
                     f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
-                    f"must be alike on all ranks:\n  rank 0: {ours}\n  rank {rank}: {other}"
+                    f"must be the same on all ranks:\n  rank 0: {expected}\n  rank {rank}: {other}"
                 )
 
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """What is done in this context is done on every rank, or raises on every rank. A collective at
-    its end, so nothing in it may be one.
+    """A context that raises on every rank if its body raises on one. It ends with a collective, so
+    its body must not issue one.
 
-    An error is raised as it is on the rank that has it, and on the others as a ValueError that says
-    `what`, which rank, and quotes it."""
+    The rank that has an error raises this error. The other ranks raise a ValueError with `what`,
+    the number of that rank, and the error's text."""
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # the other ranks must hear of it, whatever it is
+    except Exception as caught:  # the other ranks must learn of every error
         error = caught
-    told = "" if error is None else f"{type(error).__name__}: {error}"
-    everyone = gather_objects(told, group)
+    problem = "" if error is None else f"{type(error).__name__}: {error}"
+    everyone = gather_objects(problem, group)
     if error is not None:
         raise error
     for rank, theirs in enumerate(everyone):
@@ -115,19 +116,19 @@ def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 def compare_replicas(
     step: int, plan: Plan, parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """Compare the plan of a step, and these parameters by name, over the ranks. A collective that
-    waits for the ranks and for the device. RuntimeError on all of them, naming what differs and the
-    ranks."""
+    """Compare the plan of a step, and these parameters (by name), over the ranks. A collective that
+    waits for the ranks and for the device. RuntimeError on all ranks, naming the first difference
+    and the rank."""
     named = list(parameters)
     host = (tensor.detach().cpu().contiguous().flatten() for _, tensor in named)
     own = f"step {step}: {plan}", [crc32(each.view(torch.uint8).numpy().data) for each in host]
     everyone = gather_objects(own, group)
     first_plan, first = everyone[0]
-    for rank, (said, _) in enumerate(everyone):
-        if said != first_plan:
+    for rank, (its_plan, _) in enumerate(everyone):
+        if its_plan != first_plan:
             raise RuntimeError(
-                f"debug: rank {rank} plans otherwise than rank 0, and must plan alike:\n"
-                f"  rank 0: {first_plan}\n  rank {rank}: {said}"
+                f"debug: rank {rank} plans otherwise than rank 0, and plans must be equal:\n"
+                f"  rank 0: {first_plan}\n  rank {rank}: {its_plan}"
             )
     for i, (name, _) in enumerate(named):
         for rank, (_, theirs) in enumerate(everyone):

@@ -69,8 +69,8 @@ def reduce_wire_bytes(payload: float, world_size: int) -> float:
 
 @dataclass
 class PendingSum:
-    """A sum of small tensors over all ranks, under way. It has no callback, because a callback that
-    still runs when the interpreter exits aborts the process.
+    """A sum of small tensors over all ranks, under way. There is no callback, because a callback
+    that still runs when the interpreter exits aborts the process.
 
     copies: see `Exchange`."""
 
@@ -95,8 +95,8 @@ class PendingSum:
         return self.tensor
 
     def fetch(self) -> None:
-        """On a device: let the device copy the sum to the host when it is there. The host goes
-        on."""
+        """On a device: let the device copy the sum to the host, once the sum has arrived. The host
+        does not wait."""
         if self.tensor.device.type == "cpu" or self._copied is not None:
             return
         self._copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
@@ -105,7 +105,7 @@ class PendingSum:
         self._copied.record()
 
     def read(self) -> Tensor:
-        """The sum, on the host, which waits for it."""
+        """The sum on the host. The host waits for it."""
         self.fetch()
         if self._copy is None or self._copied is None:
             return self.wait()
@@ -117,13 +117,13 @@ class Exchange:
     """The asynchronous collectives of one process group. They count their bytes, and may run on an
     emulated link.
 
-    everyone: the ranks that decide alike, whose statistics are summed; None: those of the group. In
-    a sharded model the group has the ranks with the same shard, and `everyone` all ranks.
+    everyone: the ranks that make the same decisions, and sum their statistics; None: those of the
+    group. In a sharded model the group has the ranks with the same shard, and `everyone` all ranks.
     world_size, rank: number of ranks in the group, and this rank among them. ranks, place: the same
     in `everyone`. first: this rank logs and writes for all ranks. distinct: the ranks whose saved
-    states differ. replicas: the ranks with the same parameters. copies: number of ranks that have
-    the same tensors to exchange, which count once: those of a node. invalid: flags of
-    `count_invalid` that nobody has taken yet."""
+    states differ. replicas: the ranks with the same parameters. copies: number of ranks (of a node)
+    that exchange the same tensors, which count once. invalid: flags of `count_invalid` that the
+    controller has not read yet."""
 
     def __init__(
         self,
@@ -171,12 +171,12 @@ class Exchange:
     def _sum(
         self, own: Tensor, whole: Tensor, group: dist.ProcessGroup, copies: int = 1
     ) -> Future[Tensor]:
-        """A future of the sum of `own` over a group, in place. own: what this rank sums of the
-        node's `whole`, whose bytes are counted. copies: number of ranks with the same tensor."""
+        """A future of the sum of `own` over a group, in place. own: this rank's shard of the node's
+        `whole`, whose bytes are counted. copies: number of ranks with the same tensor."""
         n = dist.get_world_size(group)
-        # Also if it is empty: the number of hops must be the same for all shards of a model.
+        # Empty tensors count, too: the number of hops must be the same for all shards of a model.
         self._traffic.hops += 2 * (n - 1)
-        if whole.numel() == 0:  # on all ranks of the group
+        if whole.numel() == 0:  # empty on all ranks of the group
             return done_with(own)
 
         def counted_once(future: Future[Any]) -> Tensor:
@@ -186,7 +186,7 @@ class Exchange:
             return total.div_(copies) if total.is_floating_point() else total.floor_divide_(copies)
 
         done = done_with(own)
-        if own.numel():  # else it is empty on all ranks of the group
+        if own.numel():  # else `own` is empty on all ranks of the group
             work = dist.all_reduce(own, group=group, async_op=True)
             done = future_of(work, group, own).then(counted_once)
         wire = reduce_wire_bytes(whole.nbytes, n)
@@ -231,7 +231,7 @@ class Exchange:
         return self._all_gather(payload, payload.numel(), wire)
 
     def _all_gather(self, own: Tensor, nbytes: int, wire: float) -> Future[Tensor]:
-        """As `all_gather`. own: what this rank sends of the node's `nbytes` bytes, which are `wire`
+        """As `all_gather`. own: this rank's part of the node's `nbytes` bytes, which are `wire`
         bytes on the wire."""
         n, size = self.world_size, own.numel()
         out = uninitialized(n * size, own.dtype, own.device)
@@ -245,7 +245,7 @@ class Exchange:
         return self._all_to_all(payload, sizes, payload.nbytes)
 
     def _all_to_all(self, own: Tensor, sizes: Sequence[int], nbytes: int) -> Future[Tensor]:
-        """As `all_to_all`. own: what this rank sends of the node's `nbytes` bytes."""
+        """As `all_to_all`. own: this rank's part of the node's `nbytes` bytes."""
         n, size = self.world_size, sizes[self.rank]
         out = uninitialized(n * size, own.dtype, own.device)
         work = dist.all_to_all_single(out, own, [size] * n, list(sizes), self.group, async_op=True)
@@ -259,7 +259,7 @@ class Exchange:
         return self._pass(payload, to, source, payload.numel())
 
     def _pass(self, own: Tensor, to: int, source: int, nbytes: int) -> Future[Tensor]:
-        """As `pass_on`. own: what this rank sends of the node's `nbytes` bytes."""
+        """As `pass_on`. own: this rank's part of the node's `nbytes` bytes."""
         out = uninitialized(own.numel(), own.dtype, own.device)
         ranks = range(self.world_size)
         received, sent = ([own.numel() * (i == at) for i in ranks] for at in (source, to))
@@ -290,9 +290,9 @@ class Exchange:
         nbytes = payload.numel() * len(receivers)
         self._traffic.payload += nbytes
         self._traffic.wire += nbytes
-        self._traffic.hops += 1  # to all of them at once
+        self._traffic.hops += 1  # one hop: all messages are sent at once
 
-        def arrived(sent: Tensor = payload) -> Tensor:  # which must not be freed before
+        def arrived(sent: Tensor = payload) -> Tensor:  # keeps `payload` alive until it is sent
             for work in works:
                 work.wait()
             return rows
@@ -361,8 +361,8 @@ def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dis
 
 
 def future_of(work: dist.Work, group: dist.ProcessGroup, tensor: Tensor) -> Future[Any]:
-    """The future of a collective of the group on this tensor. All futures of collectives are taken
-    here.
+    """The future of a collective of the group on this tensor. All callers get futures of
+    collectives here.
 
     gloo's futures know no device. On a GPU, gloo copies the result to the device behind one stream,
     the default stream of a thread of gloo. So the future returned here knows the device, and is

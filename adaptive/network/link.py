@@ -1,6 +1,5 @@
-"""The network between the ranks: what a message costs on it; and for experiments on one machine,
-whose loopback is faster than any network, an emulated slow one, and the contract of a clock that
-only computes."""
+"""The network between the ranks: the cost of a message. For experiments on one machine, whose
+loopback is faster than any network: an emulated slow link, and the contract of a modelled clock."""
 
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ _LINK = re.compile(
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What sending costs, agreed by all ranks: `alpha` seconds a message, and a second for `beta`
-    bytes."""
+    """The cost of sending, agreed by all ranks: `alpha` seconds for each message, and one second
+    for each `beta` bytes."""
 
     alpha: float = 0.0
     beta: float = inf
 
     def seconds(self, messages: int, nbytes: float) -> float:
-        """Seconds in which a rank sends `messages` one after the other, `nbytes` in all."""
+        """Seconds that a rank takes to send `messages` one after the other, `nbytes` in all."""
         return messages * self.alpha + nbytes / self.beta
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """How fast a rank's emulated link is in each direction; latency: seconds a collective."""
+    """The speed of a rank's emulated link in each direction. latency: seconds a collective."""
 
     bits_per_second: float
     latency: float = 0.0
@@ -49,14 +48,15 @@ class LinkSpec:
     def __post_init__(self) -> None:
         rate, latency = self.bits_per_second, self.latency
         if isinstance(rate, str) or not 0 < rate < inf:
-            told = f"bits_per_second must be a positive, finite number, got {rate!r}"
-            raise ValueError(f"{told}; LinkSpec.parse reads text")
+            message = f"bits_per_second must be a positive, finite number, got {rate!r}"
+            raise ValueError(f"{message}; LinkSpec.parse reads text")
         if not 0 <= latency < inf:
             raise ValueError(f"latency must be >= 0 seconds and finite, got {latency!r}")
 
     @classmethod
     def parse(cls, text: str) -> LinkSpec:
-        """From "100mbit" or "1gbit,5ms". ValueError for anything else."""
+        """The link described by a text such as "100mbit" or "1gbit,5ms". ValueError for a text of
+        another form."""
         found = _LINK.fullmatch(text.strip())
         if found is None or not float(found[1]) or "Bps" in text:
             bits = "; a rate is in bits: '100MBps' is '800mbit'" if "B" in text else ""
@@ -79,12 +79,12 @@ class LinkSpec:
 
 
 def new_future(device: torch.device) -> Future[Tensor]:
-    """A future of a tensor on `device`, for somebody to complete."""
+    """A future of a tensor on `device`, for the caller to complete."""
     return Future(devices=[device]) if device.type == "cuda" else Future()
 
 
 def complete(future: Future[Any], result: Callable[[], Any]) -> None:
-    """Complete a future with this result, or with the error that is raised instead."""
+    """Complete a future with the value that `result` returns, or with the error that it raises."""
     try:
         value = result()
     except Exception as error:  # the waiter must see every error
@@ -101,14 +101,15 @@ def done_with(value: Tensor) -> Future[Tensor]:
 
 
 class StepClock(ABC):
-    """A clock, for `Network(clock=...)`, that does not run: it is moved on by as long as
-    a step takes, computed from its CF and the bytes that it has sent.
+    """A modelled clock, for `Network(clock=...)`. It does not run: each step moves it by a computed
+    time, which depends on the step's CF and on the bytes sent.
 
     now: seconds. compute: seconds of forward, backward and optimizer in a step. network: the link
-        in words, such as "modelled 10 Mbit/s link"; "" if there is no link. delay: steps after
-        which the mean of a step takes its place.
-    Bytes are those of a rank in a step. statistics: how many of them no CF changes. down: how many
-        bring means back. hops: messages that wait for one another, each of which takes the latency.
+        in words, such as "modelled 10 Mbit/s link"; "" if there is no link. delay: number of steps
+        after which the mean of a step replaces it.
+    Arguments of methods, with the bytes of one rank in one step: wire_bytes: all bytes. statistics:
+        the part of them that no CF changes. down: the part that brings means back. hops: number of
+        messages that wait for one another, each of which takes the latency.
     """
 
     now: float = 0.0
@@ -129,14 +130,14 @@ class StepClock(ABC):
         cf: float = 1.0,
         hops: int = 1,
     ) -> float:
-        """Seconds of so many local steps with one exchange."""
+        """Seconds of `steps` local steps with one exchange."""
 
     def coding(self, cf: float) -> float:
-        """Seconds of compressing and decoding at a CF, which `step` counts too."""
+        """Seconds of compressing and decoding at a CF, a part of the seconds of `step`."""
         return 0.0
 
     def latency(self, hops: int) -> float:
-        """Seconds of so many messages without their bytes."""
+        """Seconds of `hops` messages without their bytes."""
         return 0.0
 
     @abstractmethod
@@ -148,15 +149,15 @@ class StepClock(ABC):
         cf: float = 1.0,
         hops: int = 1,
     ) -> float:
-        """Seconds of an exchange, as policies are told of them."""
+        """Seconds of an exchange that policies get in their reports."""
 
 
 @dataclass(frozen=True)
 class Network:
     """The network of an experiment on one machine.
 
-    link: a slow link to emulate, such as "100mbit" or "100mbit,5ms". None: none.
-    clock: seconds, monotonic. Throughput steers the policy, so tests inject one.
+    link: a slow link to emulate, such as "100mbit" or "100mbit,5ms". None: no emulated link.
+    clock: returns seconds, monotonic. Tests inject a clock, because policies decide by throughput.
 
     TypeError or ValueError for a value that is not accepted."""
 
@@ -175,23 +176,24 @@ class Network:
 
     @property
     def spec(self) -> LinkSpec | None:
-        """Of the link."""
+        """The specification of the emulated link."""
         assert not isinstance(self.link, str)
         return self.link
 
     @property
     def is_real(self) -> bool:
-        """No link is emulated, and times are measured: the ranks' own network can be timed."""
+        """No link is emulated, and times are measured: the real network can be timed."""
         return self.spec is None and self.clock is time.perf_counter
 
     def describe(self) -> str:
-        """What must be alike on all ranks, in a readable line."""
+        """The settings that must be the same on all ranks, in a readable line."""
         measured = self.clock is time.perf_counter
         return f"network={self.spec!r}, step times {'measured' if measured else 'given'}"
 
 
 def network_from(given: Any) -> Network:
-    """Of what `AdaptiveCompressor(network=)` was given. TypeError or ValueError otherwise."""
+    """The network for the argument `AdaptiveCompressor(network=)`. TypeError or ValueError for a
+    value that is not accepted."""
     if isinstance(given, Network):
         return given
     if not isinstance(given, str | LinkSpec | None):
@@ -203,8 +205,8 @@ def network_from(given: Any) -> Network:
 
 
 class EmulatedLink:
-    """Holds back finished collectives until a link of `spec` could have carried their bytes, one
-    after the other. A thread waits for each, so that backward goes on."""
+    """Delays finished collectives until a link of `spec` could have carried their bytes, one after
+    the other. A thread waits for each collective, so that backward goes on."""
 
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
@@ -221,7 +223,7 @@ class EmulatedLink:
 
         def carry() -> None:
             time.sleep(max(0.0, due - time.monotonic()))
-            # On a stream of its own: backward's would wait for the collective.
+            # On a new stream, because backward's stream would wait for the collective.
             on_cuda = device.type == "cuda"
             with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
                 complete(held, wait)

@@ -23,8 +23,8 @@ ALIKE = 0.05
 """Step times that differ by no more than this share are called the same."""
 
 BACKWARD = 2 / 3
-"""Backward's share of a step without network, at most. The modelled dense step hides its exchange
-behind all of it, and is so rather too short than too long."""
+"""The largest share of backward in a step without network. The modelled dense step hides its
+exchange behind all of backward, so its time is too short rather than too long."""
 
 WINDOW = 64
 """Steps in a row that are one stretch of time."""
@@ -77,7 +77,7 @@ class Pace(Stateful):
     doubt: float = field(default=0.0, metadata=SAVED)
 
     def add(self, seconds: float, steps: int = 1, dense: DenseStep = NOT_TIMED) -> None:
-        """Count so many steps that took `seconds` together (nan: unknown), and a dense step in
+        """Count `steps` steps that took `seconds` together (nan: unknown), and a dense step in
         place of each."""
         if not isfinite(seconds):
             self.untimed += steps
@@ -146,9 +146,9 @@ class Contrast(Stateful):
 
     Of the last `WINDOW` steps, the medians of those at one CF and at another are compared. Doubt is
     the difference that drift inside each of the two could explain, and the noise of the medians. A
-    CF that was never beside dense is compared with a third CF that was. A comparison is dropped
-    once steps at the CF take more than `OTHER` times as long as then, or as short: the network, or
-    the machine, is another one.
+    CF that was never in one stretch of time with dense steps is compared with a third CF that was.
+    A comparison is dropped once the step time at the CF has changed by more than a factor `OTHER`
+    since, because the network or the machine has changed.
     """
 
     _last: list[tuple[float, float]] = saved([])  # (CF, log of seconds) of the last steps
@@ -158,7 +158,7 @@ class Contrast(Stateful):
     _steps: int = saved(0)
 
     def observe(self, cf: float, seconds: float) -> None:
-        """Take in a step at `cf`."""
+        """Observe the time of a step at `cf`."""
         self._last = [*self._last, (cf, log(seconds))][-WINDOW:]
         self._steps += 1
         if self._steps % LEAST:
@@ -196,8 +196,8 @@ class Contrast(Stateful):
 
     def _learn(self, cf: float, other: float, ratio: float, doubt: float, now: float) -> None:
         """Learn from log(step at `other` / step at `cf`) = ratio, if `other` is dense or known. The
-        comparison with the least doubt stands, for as long as a stretch of time. now: log of the
-        seconds of a step at `cf`."""
+        comparison with the least doubt is kept; after a stretch of time a new comparison with dense
+        replaces it. now: log of the seconds of a step at `cf`."""
         by_dense = other == DENSE
         if cf == DENSE or not (by_dense or other in self._ratios):
             return
@@ -236,11 +236,11 @@ def _variance(values: list[tuple[int, float]], middle: float) -> float:
 
 @dataclass(eq=False)
 class DenseTimer(Stateful):
-    """Seconds of a dense step at any time of a run, also where no dense step was run.
+    """Seconds of a dense step at any time of a run, even if no dense step was run.
 
-    By a modelled clock they are exact. They are measured where dense steps were run beside the
-    others (`Contrast`). Else they are modelled: the work of a step, and the link's time for the
-    bytes, at the emulated rate or at the rate measured before training.
+    With a modelled clock they are exact. They are measured if dense steps were run in the same
+    stretch of time (`Contrast`). Else they are modelled: the work of a step, and the link's time
+    for the bytes, at the emulated rate or at the rate measured before training.
 
     nbytes: bytes on the wire at a CF. world_size: ranks that exchange. clock: the compressor's.
     spec: the emulated link. cost: returns the measured link, if any.
@@ -255,7 +255,7 @@ class DenseTimer(Stateful):
     contrast: Contrast = saved(Contrast())
 
     def observe(self, report: StepReport) -> DenseStep:
-        """Take in one report; returns the dense step in place of each of its optimizer steps."""
+        """Observe one report. Returns the dense step in place of each of its optimizer steps."""
         cf, steps, seconds = report.timed_cf, report.timed_steps, report.median_seconds
         if steps == 1 and report.seconds > 0 and isfinite(cf):
             self.contrast.observe(cf, report.seconds)
@@ -270,7 +270,8 @@ class DenseTimer(Stateful):
         return known if isfinite(known.seconds) else self._modelled(report)
 
     def _modelled(self, report: StepReport) -> DenseStep:
-        """The work of a step, and what the link takes for a dense exchange beyond backward."""
+        """The dense step by the model: the work of a step, and the time of a dense exchange that
+        backward does not hide."""
         wait, cf = report.wait_seconds, report.timed_cf
         link, here = self._link_seconds(DENSE), self._link_seconds(cf)
         if link is None or here is None or not isfinite(wait + report.coding_seconds):
@@ -279,7 +280,7 @@ class DenseTimer(Stateful):
         work = max(0.0, round_seconds) / report.timed_steps
         hidden = BACKWARD * work
         if self.spec is None and wait < here - hidden:
-            return NOT_TIMED  # the network is no longer as slow as it was measured
+            return NOT_TIMED  # the network is faster than it was measured
         return DenseStep(work + max(0.0, link - hidden))
 
     def _link_seconds(self, cf: float) -> float | None:

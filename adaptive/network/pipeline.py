@@ -97,7 +97,7 @@ class HookStream:
         self._kept.clear()
 
     def _drop_passed(self) -> None:
-        # A method of its own: the loop's variables would keep the tensors through the hook call.
+        # A separate method: the loop's variables would keep the tensors through the hook call.
         for of, (passed, _) in list(self._kept.items()):
             if not passed.query():
                 break
@@ -206,8 +206,8 @@ class Pipeline:
                 self.decoded.append((began, self._timestamps()))
                 running.done.set_result(mean)
         except BaseException as error:  # whoever waits for `done` must raise it
-            told = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            running.done.set_exception(told)  # type: ignore[arg-type]  # torch's stub is wrong
+            cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            running.done.set_exception(cause)  # type: ignore[arg-type]  # torch's stub is wrong
 
 
 def _locals_of(suspended: Any) -> list[object]:

@@ -9,9 +9,9 @@ On the host a timestamp is a reading of the clock. On a device, whose stream run
 timestamp is an event on that stream. Nothing waits for the device: the times of a step are read one
 step later than on the host, when the device has passed the events.
 
-On the host each hook call delays backward. On a device the hook's work has a stream of its own,
-beside backward's. It delays a step only where backward's stream waits for the hook's: from the end
-of backward's work to the end of the hook's work (`held_up`).
+On the host each hook call delays backward. On a device the hook's work runs on a separate stream.
+It delays a step only while backward's stream waits for the hook's stream: from the end of
+backward's work to the end of the hook's work (`held_up`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Timestamps:
 
     @classmethod
     def of(cls, clock: Callable[[], float], device: torch.device) -> Timestamps:
-        """The timestamps for gradients on `device`: events on a device, unless the clock is not
-        `time.perf_counter` (one that a test or a model injects)."""
+        """The timestamps for gradients on `device`: events on a device, readings of the clock on
+        the host, and with any other clock than `time.perf_counter` (of a test or a model)."""
         if device.type == "cpu" or clock is not time.perf_counter:
             return cls(clock)
         return cls(clock, lambda: torch.Event(device, enable_timing=True))

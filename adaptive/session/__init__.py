@@ -1,1 +1,1 @@
-"""A compressor at work on one model, from attach to close."""
+"""The session of a compressor on one model, from attach to close, and its checkpoints."""

@@ -1,7 +1,8 @@
-"""The forms of a saved state: each rank's by itself, or all of them on rank 0.
+"""The forms of a saved state: one state on each rank, or the states of all ranks on rank 0.
 
-A state belongs to a rank, which saves and loads it. Frameworks save on rank 0 what they ask every
-rank for. For them the states are gathered on rank 0, from whose file each rank takes its own again.
+Each rank has its own state, which it saves and loads. Frameworks call `state_dict` on every rank,
+and save only rank 0's result. For them the states are gathered on rank 0. Loading that file, each
+rank takes its own state from it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ log = logging.getLogger("adaptive")
 
 FormName = Literal["auto", "rank", "gathered"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
-"""What `AdaptiveCompressor.state_dict(checkpoint=...)` takes."""
+"""The values that `AdaptiveCompressor.state_dict(checkpoint=...)` accepts."""
 
 VERSION = 24
 
 CHUNK = 2**24
-"""Bytes of each rank that travel at once."""
+"""Bytes that each rank sends in one gather."""
 
 ELSEWHERE = (
-    "rank 0's state_dict() holds the states of all ranks: save that, and hand it to "
+    "rank 0's state_dict() holds the states of all ranks: save rank 0's, and pass it to "
     "load_state_dict on every rank"
 )
 
@@ -40,13 +41,13 @@ REFUSED = "state: it is not loaded, being refused on"
 
 
 def save(session: Session, form: str) -> dict[str, Any]:
-    """The state as "rank" or "gathered". A collective for "gathered", an error on all ranks if one
-    has none to give."""
+    """The state in the form "rank" or "gathered". "gathered" is a collective, and raises on all
+    ranks if one rank has no state to save."""
     if form != "gathered":
         return _of_rank(session)
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
-    session.make_up()  # first: a rank that has left its last step out makes it up in collectives
+    session.make_up()  # first: a rank that has left its last step out owes collectives
     wait_for_all(
         group, "a gathered state_dict() must be asked for on every rank, not on rank 0 alone"
     )
@@ -54,7 +55,7 @@ def save(session: Session, form: str) -> dict[str, Any]:
         session.check_whole()
     agreed = session.unite()
     with all_or_none(group, "there is no state to save on"):
-        first = rank < session.exchange.shards  # the others of this shard have agreed on the same
+        first = rank < session.exchange.shards  # other ranks of the shard have the same `agreed`
         whole = _on_host({"state": _of_rank(session), "agreed": agreed if first else {}})
         packed = io.BytesIO()
         if not session.exchange.first:
@@ -65,7 +66,7 @@ def save(session: Session, form: str) -> dict[str, Any]:
     if not session.exchange.first:
         return {"version": VERSION, "rank": rank, "world_size": world_size, "elsewhere": ELSEWHERE}
     everyone = [whole]
-    while received:  # one by one: what is unpacked need not be kept in both forms
+    while received:  # one by one, to free each packed state once it is unpacked
         everyone.append(torch.load(io.BytesIO(received.pop(0)), weights_only=True))
     return {
         "version": VERSION,
@@ -84,7 +85,7 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
         with all_or_none(group, REFUSED):
             if not isinstance(state, Mapping):
                 raise ValueError(
-                    f"state: {state!r:.80} must be a mapping; is it a state_dict() of ours?"
+                    f"state: {state!r:.80} must be a mapping, the result of state_dict()"
                 )
             if "ranks" in state:
                 state, agreed = _own_part(session, state)
@@ -103,8 +104,8 @@ def _of_rank(session: Session) -> dict[str, Any]:
 def _gather_bytes(
     own: memoryview, group: dist.ProcessGroup, device: torch.device
 ) -> list[bytearray]:
-    """What ranks 1, 2, ... have, on rank 0; nothing on the others. A collective that needs little
-    memory on the device, unlike torch's for objects."""
+    """The bytes of ranks 1, 2, ..., on rank 0; [] on the other ranks. A collective that needs
+    little memory on the device, unlike torch's gather of objects."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     sizes = torch.zeros(world_size, dtype=torch.int64, device=device)
     sizes[rank] = len(own)
@@ -113,9 +114,9 @@ def _gather_bytes(
     received = [bytearray() for _ in lengths]
     for start in range(0, max(lengths), CHUNK):
         chunk = torch.zeros(min(CHUNK, max(lengths) - start), dtype=torch.uint8)
-        mine = own[start : start + len(chunk)]
-        if mine:
-            chunk[: len(mine)] = torch.frombuffer(mine, dtype=torch.uint8)
+        piece = own[start : start + len(chunk)]
+        if piece:
+            chunk[: len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
         chunk = chunk.to(device)
         chunks = [torch.empty_like(chunk) for _ in lengths] if rank == 0 else None
         dist.gather(chunk, chunks, group=group, group_dst=0)
@@ -126,8 +127,8 @@ def _gather_bytes(
 
 
 def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A rank's own of what rank 0 has saved, made to fit another number of ranks if need be; and
-    what the ranks had agreed on."""
+    """(state, agreed) of this rank from a gathered state, resharded if the number of ranks is
+    another one now. agreed: the result of `Session.unite`."""
     exchange = session.exchange
     states, agreed = (read(state, what, list[Mapping]) for what in ("ranks", "agreed"))
     fits = states and len(agreed) == exchange.shards
@@ -150,7 +151,7 @@ def _check_version(state: Any) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    """A copy whose tensors are on the host, with no memory of others' attached."""
+    """A copy whose tensors are on the host, and share no storage with other tensors."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A compressor at work on one model: what is known only once the model and its group are."""
+"""The session of a compressor on one model: all parts that depend on the model and its ranks."""
 
 from __future__ import annotations
 
@@ -52,32 +52,32 @@ BROADCASTS = (
 )
 
 DROPPED = (
-    "the compressor is detached after a failed exchange, or a backward that raised: what waited in "
-    "its memory is dropped, since the ranks may not hold the same. Load model and optimizer on all "
-    "ranks before training goes on"
+    "the compressor is detached after a failed exchange, or a backward that raised: its residuals "
+    "are dropped, because parameters and memory may not be the same on all ranks. Load model and "
+    "optimizer on all ranks before training goes on"
 )
 
 MOVED = (
-    "the parameters have moved far between two steps (a checkpoint of before was loaded?): what "
-    "the compressor had not sent yet was of where they stood, and is dropped. Load the "
-    "compressor's state with the model's, compressor.load_state_dict(...), and nothing is"
+    "the parameters have moved far between two steps (an earlier checkpoint was loaded?): the "
+    "compressor's residuals were made at the old parameters, and are dropped. To keep residuals, "
+    "load the compressor's state with the model's: compressor.load_state_dict(...)"
 )
 
 SMALL = 0.01
-"""Share of a dense step's bytes. A model whose statistics would be more than that stays dense for
-good, and nothing is measured."""
+"""The largest size of the statistics, as a share of a dense step's bytes. A model whose statistics
+are larger stays dense for good, and nothing is measured."""
 
 ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
-"""Sessions that compress, until they are detached."""
+"""The sessions that are not detached."""
 
 
 class Session:
-    """One compressor at work on one model: wires the parts together.
+    """One compressor on one model: builds all parts, and wires them together.
 
-    replica: is not kept alive: it keeps the session alive.
+    replica: keeps the session alive, so the session has only a weak reference to it.
 
-    A collective. ValueError, TypeError or RuntimeError on every rank if a rank cannot start or
-    the ranks differ.
+    The constructor is a collective. ValueError, TypeError or RuntimeError on every rank if a rank
+    cannot start, or if the ranks have different settings.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Session:
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
-        # The link also tells how long a dense step takes.
+        # The link's cost also gives the time of a dense step.
         if self._choice.measures or (network.is_real and world_size > 1):
             self._choice.link = measure_link(self.exchange, network.clock, self.device)
         if world_size == 1:
-            log.warning("world size is 1: there is nobody to send gradients to")
+            log.warning("world size is 1: there is no other rank to send gradients to")
         self.controller = self._make_controller(timestamps, optimizers)
         self._averager = Averager(
             settings,
@@ -147,7 +147,8 @@ class Session:
     # -- attaching --
 
     def _prepare(self, optimizers: Sequence[Optimizer]) -> str:
-        """Start the policy and choose the memory; describes what must be alike on all ranks."""
+        """Start the policy and choose the memory. Returns a description of all that must be the
+        same on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
         self._check_free()
         for parameter in parameters.values():
@@ -156,7 +157,7 @@ class Session:
                 raise ValueError(
                     f"model: parameter {parameter.name!r} must have a place in memory for each of "
                     f"its elements, got strides {parameter.tensor.stride()} for shape "
-                    f"{tuple(parameter.tensor.shape)}, as expand() makes them: clone() it first"
+                    f"{tuple(parameter.tensor.shape)}, the result of expand()? clone() it first"
                 )
         self._check_optimizers(optimizers)
         served = optimizers if settings.sync.takes_optimizer else ()
@@ -173,8 +174,8 @@ class Session:
         if self._granularity.as_one and not base.keeps_zeros and skips:
             raise ValueError(
                 f"granularity must be 'layer' for base {base.name!r} with momentum correction, "
-                f"find_unused_parameters or static_graph: it makes something of the zeros of a "
-                f"parameter that sends nothing; got 'bucket'"
+                f"find_unused_parameters or static_graph: it turns the zeros of a parameter that "
+                f"sends nothing into other values; got 'bucket'"
             )
         sizes = [p.numel() for p in parameters]
         lines = (
@@ -189,7 +190,7 @@ class Session:
         return "\n".join(lines)
 
     def _compressed_cfs(self) -> set[float]:
-        """The policy's candidates and the ends of `cf_range`, but for those that are dense."""
+        """The policy's candidates and the ends of `cf_range`, except dense ones."""
         settings = self.settings
         cfs = {*map(self._sizes.supported, {*settings.policy.candidates(), *settings.cf_range})}
         return {cf for cf in cfs if cf != DENSE and not settings.base.at(cf).sent_as_dense}
@@ -198,7 +199,7 @@ class Session:
         """RuntimeError if another session compresses some of these parameters, or uses the same
         policy or compressor object."""
         if self._taken():
-            gc.collect()  # the other may be garbage that nobody has found yet
+            gc.collect()  # the other session may be garbage that is not yet collected
         if taken := self._taken():
             raise RuntimeError(f"{taken} another AdaptiveCompressor: detach() that one first")
 
@@ -214,14 +215,14 @@ class Session:
         return ""
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """ValueError if one is of another model, or the way to synchronise cannot go with them."""
+        """ValueError if an optimizer is of another model, or does not go with `sync`."""
         exchanged = {*self._parameters, *self._parameters.left_to_ddp.values()}
         for each in optimizers:
             if exchanged and exchanged.isdisjoint(parameters_of(each)):
                 raise ValueError(
                     f"optimizer must be one of the model's parameters, got a "
-                    f"{type(each).__name__} with none of those that the ranks exchange. If it "
-                    f"steps copies of them (in fp32?), leave it out: attach(model)"
+                    f"{type(each).__name__} with none of the parameters that the ranks exchange. "
+                    f"If it steps copies of them (in fp32?), leave it out: attach(model)"
                 )
         sync = self.settings.sync
         if sync.lets_ranks_differ and (names := ", ".join(self._parameters.left_to_ddp)):
@@ -261,7 +262,7 @@ class Session:
         least = SMALL * self._sizes.dense_nbytes()  # the same on every rank
         if may_stay_dense and not settings.debug and controller.statistics_nbytes() > least:
             controller.too_small = True
-            self._memory.release()  # which holds nothing yet
+            self._memory.release()  # the memory is empty
             log.info("%s", TOO_SMALL)
         return controller
 
@@ -291,7 +292,7 @@ class Session:
         with averager.replica_calls(waits=True):
             done = self._sync.end_backward(last)
             averager.reducer.end_backward()
-        # DDP's own callback, which brings the means into the gradients, is yet to be queued.
+        # DDP queues its own callback, which writes the means to the gradients, after this call.
         engine.queue_callback(lambda: engine.queue_callback(averager.backward_ended))
         return done
 
@@ -301,7 +302,7 @@ class Session:
         self._sync.forward_begins()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """See `StepWatch`, as of the next two."""
+        """See the listener of `StepWatch`, also for the next two methods."""
         self._sync.step_begins(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
@@ -314,9 +315,9 @@ class Session:
     # -- between steps --
 
     def detach(self) -> None:
-        """Dense from now on; velocities go back to the optimizer, the residual with the next
-        step. After a failed exchange, or a backward that raised, there is no collective, and what
-        waits is dropped."""
+        """Make all later steps dense. Velocities go back to the optimizer (a collective), and the
+        next step sends the residuals. After a failed exchange, or a backward that raised, there is
+        no collective, and residuals are dropped."""
         averager = self._averager
         if averager.whole:
             with averager.noting_failure():
@@ -329,7 +330,7 @@ class Session:
             log.warning("%s", DROPPED)
             self.abandon()
             self._memory.discard()
-            # Where updates were sent, the next dense step has the optimizers' states agreed on.
+            # With updates the memory stays: the next dense step does the optimizer-state sync.
             if not self._memory.now.handover.sends_updates:
                 self._memory.release()
             self.controller.take_steps(1)
@@ -341,43 +342,43 @@ class Session:
             self._sync = gradients_or_steps(averager)
 
     def abandon(self) -> None:
-        """Forget what is under way, also where it has failed, and nothing of the memory. This rank
-        can load, detach and close from here. No collective."""
+        """Drop the exchange under way, also a failed one, and keep the memory. Afterwards this rank
+        can load a state, detach or close. No collective."""
         self._averager.abandon()
         self._sync.abandon()
 
     def leave(self) -> None:
-        """Another session may compress these parameters."""
+        """Let another session compress these parameters: remove all hooks of this one."""
         ATTACHED.discard(self)
         self._forward_hook.remove()
         self._watch.end()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The model holds the mean of the ranks' parameters."""
+        """A context in which the model holds the mean of the ranks' parameters."""
         self.make_up()
         return self._sync.averaged()
 
     def make_up(self) -> None:
-        """Before another collective: the exchange of the last backward, if its step was left out
-        here. The other ranks may have made theirs."""
+        """Do the exchange of the last backward, if this rank has left its step out. Other ranks may
+        have done theirs, so this comes before any other collective."""
         if self._averager.whole:
             self._sync.make_up()
             self._watch.we_move()
 
     @contextmanager
     def taking_up(self) -> Iterator[None]:
-        """A context in which a state is loaded. Before it this rank makes up for a step that it has
-        left out (a collective then). The parameters and the optimizers' states, which were loaded
-        before, do not move by that, unless the state is refused."""
-        parameters, stood = [p.local for p in self._parameters.values()], []
+        """A context in which a state is loaded. First this rank does an exchange that it owes (a
+        collective then). That exchange does not change the parameters and optimizer states that the
+        script has loaded before, unless the state is refused."""
+        parameters, loaded = [p.local for p in self._parameters.values()], []
         if self._averager.whole and self._sync.owes:
-            stood = [p.detach().clone() for p in parameters]
+            loaded = [p.detach().clone() for p in parameters]
             self._memory.now.handover.forget_moments()
             self._sync.make_up()
         yield
-        if stood:
+        if loaded:
             with torch.no_grad():
-                torch._foreach_copy_(parameters, stood)
+                torch._foreach_copy_(parameters, loaded)
 
     def summary(self) -> Summary:
         """Totals so far."""
@@ -386,15 +387,15 @@ class Session:
 
     def explain(self, detail: bool) -> str:
         """The present state in words."""
-        told, more = self.controller.explain(detail), self._sync.describe()
+        text, more = self.controller.explain(detail), self._sync.describe()
         if not more:
-            return told
-        _, *rest = told.splitlines()
+            return text
+        _, *rest = text.splitlines()
         return "\n".join([self.summary().headline, *rest, more])
 
     def close(self) -> None:
-        """Make up for a step that was left out (a collective then), wait for what is under way,
-        take in the last step, and close the timeline."""
+        """Do an exchange that this rank owes (a collective then), wait for exchanges under way,
+        record the last step, and close the timeline."""
         averager = self._averager
         try:
             if averager.whole:
@@ -408,7 +409,7 @@ class Session:
             self.controller.close()
 
     def discard(self) -> None:
-        """Forget what the memory holds: the last backward's gradients are thrown away."""
+        """Empty the memory, because the script drops the gradients of the last backward."""
         self._averager.check_whole()
         self._sync.discard()
 
@@ -417,15 +418,15 @@ class Session:
         self._averager.check_whole()
 
     def unite(self) -> dict[str, Any]:
-        """Between steps (a collective, dense): model and optimizer become the same on all ranks, so
-        that those of one rank may be saved for all. Returns both (see `Agreed`); nothing where they
-        were the same."""
+        """Make model and optimizers the same on all ranks, between steps (a dense collective), so
+        that one rank's may be saved for all. Returns both (see `Agreed`); {} if they were the same
+        before."""
         optimizers = self._sync.unite()
         self._watch.we_move()
         return {} if optimizers is None else self.agreed.state_dict(optimizers)
 
     def take_up(self, agreed: Mapping[str, Any]) -> None:
-        """What `unite` has returned, in the run that the state is of."""
+        """Load the result of `unite` that was saved with a state."""
         self.agreed.load_state_dict(agreed, self._averager.optimizers)
 
     # -- saved --
@@ -442,9 +443,9 @@ class Session:
     def _parts(
         self, kind: str, resharded: bool = False, same_clock: bool = True
     ) -> dict[str, SavedPart]:
-        """What is saved, in the order in which it is: synchronisers move what memories hold. Of a
-        state that is to be loaded, kind: its memory's name; resharded: it was made for another
-        number of ranks."""
+        """The saved parts, in the order of saving: the synchroniser first, because saving it may
+        change the memory. kind: the memory's name in the state. resharded: the state to be loaded
+        was converted from another number of ranks."""
         base, sync, controller = self.settings.base, self._sync, self.controller
         return {
             "sync": SavedPart(sync.state_dict, sync.check, sync.load_state_dict),
@@ -458,18 +459,18 @@ class Session:
     def load_state_dict(
         self, state: Mapping[str, Any], same_clock: bool, checking: AbstractContextManager[None]
     ) -> None:
-        """Go on from `state_dict()`. ValueError, with nothing changed, if it does not fit.
+        """Go on from `state_dict()`. ValueError, with nothing changed, if the state does not fit.
 
-        checking: entered while that can still be so."""
+        checking: the context of all checks, before anything changes."""
         averager, controller = self._averager, self.controller
         if averager.whole:
-            with suppress(Exception):  # then it is forgotten
+            with suppress(Exception):  # a failed exchange is dropped below
                 self._sync.wait()
         else:
-            averager.pipeline.abandon()  # before something is loaded that it could change
+            averager.pipeline.abandon()  # its callbacks must not change loaded tensors
         with refusing(), checking:
             expected = self._identity()
-            # That it fell back was told in the run that the state is of.
+            # `kind_of` accepts a state of a run that has fallen back to plain error feedback.
             kind = expected["memory_kind"] = self._memory.kind_of(state.get("memory_kind"))
             resharded = saved.read(state, "resharded_from", int | None) is not None
             parts = self._parts(kind, resharded, same_clock)
@@ -486,7 +487,7 @@ class Session:
             controller.stopwatch.go_on(state["controller"]["saved_at"])
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same when a state is loaded."""
+        """The entries of a state that must be equal in the session that loads it."""
         shards = self.exchange.shards
         return {
             "world_size": self.exchange.world_size,
@@ -497,11 +498,11 @@ class Session:
             "synchronisation": repr(self.settings.sync),
             "tied_to_ranks": self.settings.sync.tied_to_ranks or self.settings.memory.tied_to_ranks,
             "parameters": {p.name: list(p.local.shape) for p in self._parameters.values()},
-            # Which part of the model is here, if it is not all of it.
+            # The rank's part of the model, if the model is sharded.
             **({} if shards == 1 else {"shard": f"{self.exchange.place % shards} of {shards}"}),
         }
 
-    # -- what others ask for --
+    # -- properties --
 
     @property
     def memory_kind(self) -> str:
@@ -509,20 +510,20 @@ class Session:
         return self._memory.now.name
 
     def supported(self, cf: float) -> float:
-        """The nearest CF that a step can be at."""
+        """The nearest CF that a step can have."""
         return self._sizes.supported(cf)
 
     @property
     def replica(self) -> Replica | None:
-        """None once it is garbage."""
+        """The replica; None once it is garbage."""
         return self._replica()
 
     @property
     def detached(self) -> bool:
-        """`detach` has been called: dense for good."""
+        """Whether `detach` was called: all later steps are dense."""
         return self.controller.forced_dense
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self._parameters.device

@@ -1,1 +1,1 @@
-"""What a script has chosen."""
+"""The user's settings: checked arguments, and the bytes that a step sends with them."""

@@ -1,4 +1,4 @@
-"""What the user chose: its defaults, which of it goes together, and all of it in words.
+"""The user's settings: defaults, checks of arguments that do not go together, a description.
 
 Errors name the argument, its value and what is accepted.
 """
@@ -36,47 +36,47 @@ USUAL: Mapping[str, Any] = {
     "memory": "auto",
     "granularity": "auto",
 }
-"""Arguments of `AdaptiveCompressor` where neither the user nor the policy names them."""
+"""Defaults of `AdaptiveCompressor`, for arguments that neither the user nor the policy sets."""
 
 DEBUG_EVERY = 100
 """Steps between two comparisons of the ranks' parameters with debug=True."""
 
 RUNGS = {2.0: "bf16", 4.0: "int8", 8.0: "int4"}
-"""The default compressors below cf_range, for a network that is only a little too slow. They lose
-next to nothing."""
+"""The default compressors below cf_range, by CF, for a network that is only a little too slow. They
+lose next to nothing."""
 
 VALUES = "int4"
-"""The default coding of a sparsifier's values: with error feedback as good as fp32. At CF 100 a
-kept element takes 13 bits instead of 41, its index included (docs/research/results.md)."""
+"""The default coding of a sparsifier's values: with error feedback it is as good as fp32. At CF 100
+a kept element takes 13 bits instead of 41, with its index (docs/research/results.md)."""
 
 
 def make_base(base: str | Compressor, memory: Any) -> Compressor:
-    """The compressor called `base`, or `base` itself if it is one. A sparsifier named without a "+"
-    sends its values in 4 bits, unless what rounding loses would be lost for good (memory "none").
+    """The compressor called `base`, or `base` itself if it is a compressor. A sparsifier named
+    without a "+" sends its values in 4 bits, unless rounding errors would be lost (memory "none").
     docs/research/results.md has the comparison.
 
-    ValueError for an unknown name, TypeError for anything else."""
+    ValueError for an unknown name, TypeError for a value of another type."""
     compressor = make_compressor(base)
-    says_nothing = isinstance(base, str) and "+" not in base
-    if says_nothing and memory != "none" and isinstance(compressor, Sparsifier):
+    names_no_coding = isinstance(base, str) and "+" not in base
+    if names_no_coding and memory != "none" and isinstance(compressor, Sparsifier):
         compressor = compressor.coded(VALUES)
     return compressor
 
 
 def default_policy(base: Compressor) -> str:
-    """The policy for `policy=None`: "goodput" for sparsifiers, whose progress by CF is known, else
-    "gravac". docs/research/results.md has the comparison."""
+    """The policy for `policy=None`: "goodput" for sparsifiers, because their progress at each CF is
+    known, else "gravac". docs/research/results.md has the comparison."""
     return "goodput" if isinstance(base.at(inf), Sparsifier) else "gravac"
 
 
 def with_ladder(
     base: Compressor, policy: Policy, exchange: str | Strategy, memory: str, low: float
 ) -> Compressor:
-    """`base`, or the `Ladder` of RUNGS below `low`, the smallest CF of cf_range, and `base` above.
+    """`base`, or a `Ladder`: RUNGS below `low` (the smallest CF of cf_range), and `base` above.
 
-    Policy "goodput" gets that ladder with a sparsifier whose errors stay in the residual: payloads
-    must not be summed on the wire. ValueError for a ladder of the user's that does not go with the
-    other arguments."""
+    Policy "goodput" gets the ladder if `base` is a sparsifier with error feedback, and payloads are
+    not summed on the wire. ValueError for a user's ladder that does not go with the other
+    arguments."""
     sends_payloads = exchange != "all_reduce"
     fits = isinstance(base.at(inf), Sparsifier) and not policy.layerwise and sends_payloads
     fits = fits and memory != "none"
@@ -85,8 +85,8 @@ def with_ladder(
         return Ladder(rungs, base) if fits and rungs and isinstance(policy, Goodput) else base
     if not fits:
         raise ValueError(
-            f"base={base!r}: a ladder needs a sparsifier above, a policy that gives no layers CFs "
-            f"of their own, a memory, and another exchange than 'all_reduce'; got policy "
+            f"base={base!r}: a ladder needs a sparsifier above, a policy with one CF for all "
+            f"layers, a memory, and another exchange than 'all_reduce'; got policy "
             f"{policy.name!r}, memory {memory!r}, exchange {exchange!r}"
         )
     for cf in base.rungs:
@@ -105,10 +105,12 @@ def below_range(base: Compressor) -> str:
 
 
 def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
-    """Whether the tensors of a bucket are compressed as one. "auto": where the largest elements of
-    all can be told, since each layer then gets its share of them: at CF 20 and 100 that saves most
-    of what compression costs an image model (docs/research/results.md). Quantizers code all tensors
-    of a bucket at once, whose scales stay apart unless `granularity` is "bucket"."""
+    """Whether the tensors of a bucket are compressed as one tensor.
+
+    "auto" does so if the compressor can compare elements of different layers: the largest elements
+    of the bucket are sent. At CF 20 and 100 this avoids most of the loss that compression causes in
+    an image model (docs/research/results.md). Quantizers code all tensors of a bucket at once, with
+    scales for each tensor unless `granularity` is "bucket"."""
     above = base.at(inf)
     if granularity == "bucket":
         return True
@@ -120,13 +122,13 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
 
 
 def _compresses(base: Compressor) -> bool:
-    """If not, a dense policy takes the place of the user's."""
+    """Whether `base` compresses; if it does not, a dense policy replaces the user's policy."""
     return base.nearest(Spec((10**6,), 100.0)) > 1
 
 
 def debug_interval(debug: Any) -> int:
-    """Steps between two comparisons of the ranks' parameters, 0 for none: True is `DEBUG_EVERY`,
-    None what the environment variable ADAPTIVE_DEBUG says."""
+    """Steps between two comparisons of the ranks' parameters, 0 for none. debug: True stands for
+    `DEBUG_EVERY`, None for the value of the environment variable ADAPTIVE_DEBUG."""
     argument, value = "debug", debug
     if debug is None:
         argument, text = "ADAPTIVE_DEBUG", os.environ.get("ADAPTIVE_DEBUG", "")
@@ -138,18 +140,17 @@ def debug_interval(debug: Any) -> int:
 
 
 def require(condition: bool, argument: str, value: object, accepted: str) -> None:
-    """TypeError that names an argument, its value and what is accepted, unless it is that."""
+    """TypeError, naming the argument, its value and the accepted values, unless `condition`."""
     if not condition:
         raise TypeError(f"{argument} must be {accepted}, got {value!r:.80}")
 
 
 @dataclass
 class Settings:
-    """The checked arguments of an `AdaptiveCompressor`, which says what they mean.
+    """The checked arguments of an `AdaptiveCompressor`, whose docstring explains them.
 
-    debug: steps between two comparisons of the ranks' parameters, 0 for none. may_stay_dense:
-    nobody has named a policy.
-    ValueError if they do not go together."""
+    debug: steps between two comparisons of the ranks' parameters, 0 for none. may_stay_dense: the
+    user has not named a policy. ValueError if settings do not go together."""
 
     base: Compressor
     granularity: str
@@ -166,25 +167,25 @@ class Settings:
 
     def __post_init__(self) -> None:
         base, policy = self.base, self.policy
-        # Nothing else can travel with payloads that are summed in half precision.
+        # Payloads that are summed in half precision cannot be sent together with fp32 tensors.
         in_half_precision = base.sums and base.sum_dtype is not None
         if self.dense_below and in_half_precision:
             raise ValueError(
                 f"dense_below must be 0 for base {base.name!r}, whose payloads are summed in half "
                 f"precision; got {self.dense_below}"
             )
-        compresses = _compresses(base)  # if not, a dense policy takes its place
+        compresses = _compresses(base)  # if not, a dense policy replaces the user's
         if policy.needs_sparsifier and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
-                f"redsync, sidco, threshold, adacomp), whose progress by CF it assumes; got "
-                f"base={base.name!r}"
+                f"redsync, sidco, threshold, adacomp), because it assumes their progress at each "
+                f"CF; got base={base.name!r}"
             )
         self._check_sync()
-        if base.name != "none":  # which switches compression off, whatever else is set
+        if base.name != "none":  # "none" switches compression off, whatever else is set
             self._check_used()
         if policy.layerwise:
-            why = f"policy {policy.name!r}, which gives layers CFs of their own"
+            why = f"policy {policy.name!r}, which chooses a CF for each layer"
             if self.granularity == "bucket":
                 raise ValueError(f"granularity must be 'layer' or 'auto' with {why}; got 'bucket'")
             if in_half_precision:
@@ -193,45 +194,45 @@ class Settings:
                 )
 
     def cutting(self) -> Granularity:
-        """How buckets are cut into what is compressed as one. What a quantizer codes at once has
-        scales for each tensor, unless the script asks for whole buckets."""
+        """How buckets are cut into the units that are compressed as one tensor. A quantizer's units
+        have scales for each tensor, unless the user asks for granularity "bucket"."""
         as_one = whole_buckets(self.granularity, self.base, self.policy)
         segments = as_one and self.granularity != "bucket" and isinstance(self.base, Quantizer)
         return Granularity(self.base, as_one, self.dense_below, segments)
 
     def keeps(self) -> list[Policy | Compressor]:
-        """The objects that hold state of one model: no two sessions may share them."""
+        """The objects that hold the state of one model, so that no two sessions may share them."""
         of_base = self.base, self.base.at(inf), *self.base.rungs.values()
         return [*_policies_in(self.policy), *of_base]
 
     def _check_sync(self) -> None:
-        """ValueError for what does not go with the way to synchronise."""
+        """ValueError for settings that do not go with `sync`."""
         sync, base = self.sync, self.base
-        told = f"sync={sync!r}"
-        beside = told, sync.among_all, sync.one_collective
+        argument = f"sync={sync!r}"
+        beside = argument, sync.among_all, sync.one_collective
         self.exchange = self.exchange.beside(*beside, base)
         memory = self.memory.options
         of_gradients = memory.clip_norm is not None or memory.dtype != torch.float32
         if of_gradients and sync.lets_ranks_differ:
             raise ValueError(
                 f"memory must have no clip_norm (clip p.grad instead) and dtype torch.float32 with "
-                f"{told}, which exchanges no gradients; got {memory!r}"
+                f"{argument}, which exchanges no gradients; got {memory!r}"
             )
         if len(sync.numbers) > 1 and not self.policy.chooses_local_steps:
             raise ValueError(
-                f"{told}: steps must be a whole number with policy {self.policy.name!r}, which "
+                f"{argument}: steps must be a whole number with policy {self.policy.name!r}, which "
                 f"does not choose it as 'goodput' does"
             )
         if len(sync.delays) > 1 and not self.policy.chooses_delay:
             raise ValueError(
-                f"{told}: steps must be one whole number with policy {self.policy.name!r}, which "
-                f"does not choose it"
+                f"{argument}: steps must be one whole number with policy {self.policy.name!r}, "
+                f"which does not choose it"
             )
         for policy in _policies_in(self.policy):
-            sync.check_policy(policy, _compresses(base))  # if not, a dense one takes its place
+            sync.check_policy(policy, _compresses(base))
 
     def _check_used(self) -> None:
-        """ValueError for a setting that nothing in this run would look at."""
+        """ValueError for a setting that would have no effect in this run."""
         compresses = _compresses(self.base)
         memory = self.memory.options
         if not self.base.feeds_back and memory.dtype != torch.float32:
@@ -250,7 +251,8 @@ class Settings:
         )
 
     def _check_written(self) -> None:
-        """ValueError for a CF that a policy names and cannot send, before there is a model."""
+        """ValueError for a CF that the user has named in a policy and that cannot be sent. Needs no
+        model."""
         low, high = self.cf_range
         policy = self.policy.then if isinstance(self.policy, Warmup) else self.policy
         named: dict[str, float] = {}
@@ -264,11 +266,12 @@ class Settings:
                 below = "".join(f" or {each:g}" for each in others)
                 raise ValueError(
                     f"policy={policy!r}: {name}={cf:g} must be 1 (dense) or inside cf_range "
-                    f"({low:g}, {high:g}){below}; cf_range=({cf:g}, {cf:g}) would have it"
+                    f"({low:g}, {high:g}){below}; cf_range=({cf:g}, {cf:g}) would contain it"
                 )
 
     def describe(self, memory: str) -> tuple[str, ...]:
-        """What must be alike on all ranks, in readable lines. memory: the one chosen."""
+        """The settings that must be the same on all ranks, in readable lines. memory: the chosen
+        memory's name."""
         rungs = dict(sorted(self.base.rungs.items()))
         others = "granularity dense_below exchange cf_range sync debug"
         return (
@@ -283,9 +286,9 @@ class Settings:
 
 
 def _policies_in(policy: Policy) -> list[Policy]:
-    """A policy, and those that it asks."""
+    """A policy, and all policies inside it."""
     found = [policy]
-    for each in found:  # which grows
+    for each in found:  # the list grows during the loop
         inner = [value for value in vars(each).values() if isinstance(value, Policy)]
         found += [value for value in inner if all(value is not known for known in found)]
     return found

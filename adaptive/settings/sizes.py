@@ -1,5 +1,5 @@
-"""How much a step sends at any CF: payload bytes, and bytes on the wire; and what policies and
-timelines are told of it at the start."""
+"""The bytes that a step sends at each CF (payload bytes, and bytes on the wire), and the start of a
+policy and a timeline with these numbers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from policies import DENSE, Context, Fixed, Policy
 from policies.base import DeclaredPolicy
 
 FASTER = 2.0
-"""How much faster a measured link may be than it was measured."""
+"""A link may be this many times as fast as it was measured."""
 
 
 @dataclass(eq=False)
 class Sizes:
-    """How many bytes a step sends at each CF. Where whole buckets are compressed, they are those of
-    a model that is a single bucket: next to the same, and they never change. Where parameters are
-    sharded, they are those of the largest shard, so that all ranks reckon with the same."""
+    """The bytes that a step sends at each CF. If whole buckets are compressed, the model counts as
+    a single bucket: the bytes are nearly the same, and never change. If parameters are sharded, the
+    bytes are those of the largest shard, the same number on all ranks."""
 
     parameters: ModelParameters
     granularity: Granularity
     choice: ExchangeChoice
     world_size: int
-    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)  # by CF; caches, all of them
+    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)  # this and the next: caches
     _payload_nbytes: dict[float, float] = field(default_factory=dict)
     _wire_bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
@@ -50,13 +50,13 @@ class Sizes:
         return sum(parameter.largest.numel() for parameter in self.parameters.values())
 
     def dense_nbytes(self) -> int:
-        """Bytes of these gradients in the precision of their parameters, in which DDP sends them,
-        and a dense step (with local steps that is no less than fp32)."""
+        """Bytes of these gradients in the precision of their parameters: DDP and dense steps send
+        them so (with local steps in fp32 at least)."""
         kept = self.parameters.values()
         return sum(each.largest.numel() * each.tensor.element_size() for each in kept)
 
     def element_nbytes(self) -> float:
-        """Of an element of these, on average."""
+        """Mean bytes of an element of these gradients."""
         return self.dense_nbytes() / self.numel() if self.numel() else float(torch.float32.itemsize)
 
     def layers(self) -> dict[str, torch.Size]:
@@ -71,7 +71,7 @@ class Sizes:
         return self._piece(self._by_name[layer], cf).nbytes
 
     def payload_nbytes(self, cf: float) -> float:
-        """Bytes handed to the collectives in a step at `cf`, all layers alike."""
+        """Bytes handed to the collectives in a step at `cf`, with the same CF for all layers."""
         if cf not in self._payload_nbytes:
             pieces = self._pieces(cf) if cf != DENSE else ()
             compressed = sum(piece.nbytes for piece in pieces)
@@ -79,7 +79,7 @@ class Sizes:
         return self._payload_nbytes[cf]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
-        """Bytes of a bucket's payloads in a step, roughly."""
+        """Approximate bytes of a bucket's payloads in a step."""
         nbytes = self.payload_nbytes(cfs.send)
         for layer, cf in cfs.layers.items():
             nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)
@@ -87,8 +87,8 @@ class Sizes:
         return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / of_bucket))
 
     def wire_bytes(self, cf: float, down_cf: float | None = None) -> float:
-        """Bytes a rank puts on the wire in a step at `cf`, of what may be compressed. down_cf: that
-        of the means in a sharded exchange; None: the one in use."""
+        """Bytes of compressible gradients that a rank puts on the wire in a step at `cf`. down_cf:
+        the CF of the means in a sharded exchange; None: the present one."""
         choice = self.choice
         down_cf = choice.means.cf if down_cf is None else down_cf
         key = (cf, down_cf, choice.link, choice.messages)
@@ -103,8 +103,7 @@ class Sizes:
         return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf, means)
 
     def supported(self, cf: float) -> float:
-        """The nearest CF that the base can really do, on the largest tensor that it compresses,
-        where it matters most."""
+        """The nearest CF that the base can reach, on the largest tensor that it compresses."""
         if cf == DENSE:
             return cf
         shapes = [piece.shape for piece in self._pieces(cf) if piece.cf != DENSE]
@@ -112,7 +111,7 @@ class Sizes:
         return self.granularity.compressor.at(cf).nearest(Spec.shaped(largest, cf))
 
     def _pieces(self, cf: float) -> list[Piece]:
-        """What a step at `cf` sends."""
+        """The tensors that a step at `cf` sends, with their compressors."""
         if cf not in self._pieces_at:
             pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
             if self.granularity.as_one:
@@ -132,9 +131,9 @@ class Sizes:
 
 
 def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Policy, Context]:
-    """Start `settings.policy`, which for a base that cannot compress becomes a dense one; returns
-    the policy that is at work, and what it was told. memory: the one in use. ValueError if the
-    settings do not go together or do not fit the model."""
+    """Start the policy of the settings. A base that cannot compress gets a dense policy in
+    `settings.policy`. Returns the started policy, and its context. memory: the memory in use.
+    ValueError if the settings do not go together or do not fit the model."""
     base, (low, high) = settings.base, settings.cf_range
     ends = tuple(map(sizes.supported, settings.cf_range))
     if ends[1] == DENSE < high and not base.rungs:
@@ -159,8 +158,8 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(
-            f"policy {settings.policy.name!r} gives layers CFs of their own: it needs "
-            f"attach(model), and layers that are not below dense_below"
+            f"policy {settings.policy.name!r} chooses a CF for each layer: it needs attach(model), "
+            f"and layers that are not below dense_below"
         )
     policy = sizes.choice.policy_of(settings.policy, sizes.wire_bytes)
     policy.start(context)
@@ -171,7 +170,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
 def _check_rungs(settings: Settings, context: Context) -> None:
     """ValueError for a rung of base at a CF that the policy never sends."""
     policy = settings.policy
-    if not isinstance(policy, DeclaredPolicy):  # one of the user's need not say what it sends
+    if not isinstance(policy, DeclaredPolicy):  # a user's policy need not declare its CFs
         return
     sends = {*context.cf_range, *policy.candidates()}
     if left := sorted(settings.base.rungs.keys() - sends):
@@ -183,16 +182,15 @@ def _check_rungs(settings: Settings, context: Context) -> None:
 
 
 def link_of(spec: LinkSpec | None, measured: LinkCost) -> tuple[float, float]:
-    """`Context.link` of an emulated link, or of one that was measured. That one is taken as FASTER
-    times as fast, since on a busy machine it was measured too slow."""
+    """`Context.link` of an emulated or a measured link. A measured link counts as FASTER times as
+    fast, because on a busy machine the measured speed is too low."""
     if spec is not None:
         return spec.latency, 8 / spec.bits_per_second
     return 0.0, 1 / (FASTER * measured.beta)
 
 
 def latency_of(network: Network, measured: LinkCost) -> float:
-    """Seconds of a message without its bytes: of an emulated or modelled link, or of the one
-    that was measured."""
+    """Latency of a message, in seconds: of an emulated or modelled link, or as measured."""
     if network.spec is not None:
         return network.spec.latency
     clock = network.clock
@@ -200,12 +198,12 @@ def latency_of(network: Network, measured: LinkCost) -> float:
 
 
 def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str) -> Header:
-    """memory: the name of the one in use."""
+    """The header of the timeline. memory: the name of the memory in use."""
     policy = settings.policy
     cfs = sorted({DENSE, *context.cf_range, *settings.cf_range, *policy.candidates()})
     supported = {cf: sizes.supported(cf) for cf in cfs}
     module = type(policy).__module__
-    ours = module.partition(".")[0] == "policies"
+    built_in = module.partition(".")[0] == "policies"
     return Header(
         policy=policy.name,
         settings=policy.state_dict().get("settings", {}),
@@ -228,7 +226,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         delays=context.delays,
         power=context.power,
         network=network_in_words(settings.network.clock, settings.network.spec),
-        expression=f"{'' if ours else f'{module}.'}{policy!r}",
+        expression=f"{'' if built_in else f'{module}.'}{policy!r}",
         gain=policy.gain,
         caveat=settings.sync.caveat,
         promise=policy.promise,

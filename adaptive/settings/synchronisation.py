@@ -22,24 +22,24 @@ from compressors import Compressor
 from policies import Policy, checks
 
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
-"""Beside SGD these do better than DiLoCo's 0.7 and 0.9, beside Adam and the like no better
+"""Better than DiLoCo's 0.7 and 0.9 with SGD, and no better with Adam and the like
 (docs/research/defaults.md)."""
 
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
 LATE = 0.04
-"""Seconds of a message from which `sync="auto"` lets ranks step by themselves, if the policy finds
-that worth while. It is half a round trip. At 20 ms the default is faster, at 100 ms it is not
-(docs/research/delay.md)."""
+"""The smallest latency of a message (half a round trip, in seconds) at which `sync="auto"` may use
+local steps, if the policy predicts that they pay. At 20 ms the default is faster, at 100 ms it is
+not (docs/research/delay.md)."""
 
 
 class Synchronisation:
-    """A way in which ranks keep their models together. All ranks must have the same.
+    """A way in which ranks keep their models together, the same on all ranks.
 
-    memories: the values of `memory` that it accepts. among_all: all ranks exchange with all, as the
+    memories: the accepted values of `memory`. among_all: all ranks exchange with each other, as the
     argument `exchange` says. one_collective: a bucket's exchange may take one collective only.
-    lets_ranks_differ: no gradients are exchanged, and the ranks' parameters may differ between
+    lets_ranks_differ: no gradients are exchanged, and ranks may have different parameters between
     steps. Then the model must have no sparse or complex gradients, because DDP itself averages
     these in every step.
     """
@@ -51,12 +51,12 @@ class Synchronisation:
     takes_optimizer: ClassVar[bool] = False
     """The memory may do a part of the optimizer's work."""
     keeps_unsent: ClassVar[bool] = False
-    """The rank's own parameters hold what it has not sent, so there is no residual."""
+    """The rank's own parameters hold the unsent part of updates, so there is no residual."""
     tied_to_ranks: ClassVar[str] = ""
-    """Why another number of ranks cannot load a state; "" if it can."""
+    """Why a state cannot be loaded with another number of ranks; "" if it can."""
     caveat: ClassVar[str] = ""
-    """A word for headlines if step times do not show what it does to quality: then no headline
-    claims a speed-up by step times alone. "" if it trains as well as a dense run."""
+    """A word for headlines if this way costs quality per step, so that no headline claims a
+    speed-up by step times alone. "" if it trains as well as a dense run."""
     default_policy: ClassVar[str] = ""
     """The default policy; "": the compressor's default."""
     overlap: int | None = None
@@ -82,7 +82,7 @@ class Synchronisation:
     def check_optimizers(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
     ) -> None:
-        """ValueError if it does not work with these optimizers. names: the names of the model's
+        """ValueError if this way does not work with these optimizers. names: of the model's
         parameters."""
 
     def for_base(self, base: Compressor) -> Synchronisation:
@@ -91,22 +91,22 @@ class Synchronisation:
         return self
 
     def check_policy(self, policy: Policy, compresses: bool) -> None:
-        """ValueError if it does not work with this policy. compresses: the base does."""
+        """ValueError if this way does not work with this policy. compresses: the base does."""
 
     def messages(self, ranks: int) -> float | None:
-        """How many messages a rank sends in an exchange, to its neighbours; None: all exchange with
-        all. ValueError if it does not work with so many ranks."""
+        """Number of messages that a rank sends to its neighbours in an exchange; None: all ranks
+        exchange with each other. ValueError if this way does not work with this number of ranks."""
         return None
 
     def start(self, averager: Any) -> Any:
-        """Its synchroniser, about to train with an `Averager`; None: `sync/__init__.py` has it."""
+        """The synchroniser, made for an `Averager`; None: `sync/__init__.py` makes it."""
         return None
 
 
 @dataclass(frozen=True)
 class EveryStep(Synchronisation):
     """The ranks exchange in every step: gradients with SGD or if no optimizer is handed over, else
-    mostly the changes that each rank's own optimizer step has made (docs/settings.md)."""
+    mostly the updates that each rank's own optimizer step has made (docs/settings.md)."""
 
     lets_ranks_differ: ClassVar[bool] = False
     takes_optimizer: ClassVar[bool] = True
@@ -117,7 +117,7 @@ class EveryStep(Synchronisation):
 
 @dataclass(frozen=True)
 class LocalSteps(Synchronisation):
-    """Each rank takes `steps` steps by itself, then the ranks exchange how far they have moved
+    """Each rank takes `steps` local steps, then the ranks exchange the sums of their updates
     (DiLoCo: Douillard and others 2023). This sends `steps` times fewer bytes, and works with any
     optimizer of torch's. A round is `steps` steps and their exchange. The policy and the
     timeline count each round as one step.
@@ -192,8 +192,8 @@ class Delayed(Synchronisation):
     compute, which hides latency (docs/research/delay.md). This takes 2 * steps + 2 copies of the
     parameters. It works with any optimizer of torch's.
 
-    steps: a whole number >= 1. Several, ascending, as (1, 2, 4): the policy chooses among them, if
-        it is one that does."""
+    steps: a whole number >= 1; or several, ascending, for instance (1, 2, 4), for a policy that
+        chooses among them."""
 
     steps: int | tuple[int, ...]
     memories: ClassVar[tuple[str, ...]] = ("auto", "residual", "none")
@@ -214,13 +214,13 @@ class Delayed(Synchronisation):
 def check_all_moved(
     what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> None:
-    """ValueError unless the optimizers together have all parameters. what: a name for the error."""
+    """ValueError unless the optimizers together have all parameters. what: named in the error."""
     moved = {p for each in optimizers for p in parameters_of(each)}
     left = [name for tensor, name in names.items() if tensor not in moved]
     if left:
         got = ", ".join(type(each).__name__ for each in optimizers) or "none"
         raise ValueError(
-            f"{what} needs an optimizer of all parameters, after whose step they are sent: "
-            f"attach(model, optimizer=...); got {got}, without {', '.join(left[:3])}"
+            f"{what} needs an optimizer of all parameters, because updates are sent after its "
+            f"step: attach(model, optimizer=...); got {got}, without {', '.join(left[:3])}"
             f"{', ...' if len(left) > 3 else ''}"
         )

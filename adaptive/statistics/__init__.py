@@ -1,1 +1,1 @@
-"""The numbers of a step, on which all ranks agree."""
+"""The statistics of a step, on which all ranks agree."""

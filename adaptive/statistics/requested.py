@@ -1,8 +1,8 @@
-"""Measurements that only some policies ask for: the sum of gradients, and statistics of their own.
+"""Measurements that only some policies ask for: sums of gradients, and a policy's own statistics.
 
 Accordion asks for the norm of the sum of the decoded mean gradients over an interval, of the whole
 model or of each layer (parameter). Ranks agree on the norms only in the steps whose plan reads
-them: with many layers they are more bytes than a step at a large CF sends.
+them, because the norms of many layers are more bytes than a step at a large CF sends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RequestedStatistics:
         self._policy = policy
 
     def observe(self, gradients: Tensor, tally: Tally) -> None:
-        """Take in a bucket's local gradients, flat. Those that are not finite are zero."""
+        """Let the policy measure a bucket's local gradients (flat; nonfinite ones are zero)."""
         if tally.measures:
             tally.at("measured").add_(self._policy.measure(gradients))
 
@@ -63,10 +63,10 @@ class GradientSum:
         total.add_(zeros_if(nonfinite, mean))
 
     def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
-        """The norm of the sum, 0-dim and in double, and each parameter's norm; begins a new sum."""
+        """The norm of the sum, and each parameter's norm (0-dim, float64). Starts a new sum."""
         total_energy: Scalar = 0.0
         norms = {}
-        # Means arrive in an order that differs from run to run.
+        # By name, because means arrive in another order in every run.
         for parameter, total in sorted(self._totals.items(), key=lambda item: item[0].name):
             energy = torch.as_tensor(squared_norm(total), dtype=torch.float64)
             norms[parameter] = energy.sqrt()

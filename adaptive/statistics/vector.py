@@ -48,7 +48,7 @@ class Tally:
     updates of the ranks' optimizers are exchanged. norms: the norms for gain "raw" are measured.
     samples: the gain before error feedback is measured. energies: what the CF that is sent keeps is
     measured, and in a dense step the norm of gradients; False: only what the plan probes.
-    ranks: number of ranks that decide alike. rank: this rank. shards: number of shards of each
+    ranks: number of ranks that sum statistics. rank: this rank. shards: number of shards of each
     replica of the model. known: by name, the numbers that the host knows.
     """
 
@@ -77,8 +77,8 @@ class Tally:
         end = 0
         for name, declared in _DECLARED.items():
             per, only = declared.get("per"), declared["only"]
-            asked = getattr(self, per) if per else 1
-            count = asked if isinstance(asked, int) else len(asked)
+            of_tally = getattr(self, per) if per else 1
+            count = of_tally if isinstance(of_tally, int) else len(of_tally)
             if only and not getattr(self, only):
                 count = 0
             self.places[name] = slice(end, end + count)
@@ -195,11 +195,11 @@ class Statistics:
     layer_levels: list[float] = _numbers("levels")
     """||a||^2, ||c||^2 and ||a - c||^2 of each layer at each CF, if the plan asks for them."""
     measured: list[float] = _numbers("measures")
-    """The policy's own statistics (`Policy.measure`)."""
+    """The statistics that the policy itself measures (`Policy.measure`)."""
     stepped: float = _number("sum", only="updates")
     """Number of ranks whose optimizers have stepped, if updates are exchanged."""
     sent_bytes: float = _number("mean", only="sharded")
-    """Bytes that a rank sent in the step, without statistics. Ranks may differ, since shards do."""
+    """Bytes that a rank sent in the step, without statistics. Shards have different numbers."""
     timed_bytes: float = _number("mean", only="sharded")
     """`sent_bytes` of the step whose times are reported."""
 
@@ -259,8 +259,8 @@ class Statistics:
 
 @cache
 def _as_declared(cfs: int, device: torch.device) -> Tensor:
-    """Where the statistics from `total` to `sample_error` are in the energies that `add_levels`
-    joins, row by row: (CFs, 3) of a tensor, then (CFs, 3) of its sample."""
+    """Indices that bring the energies joined by `add_levels` (row by row (CFs, 3) of a tensor, then
+    (CFs, 3) of its sample) into the order of the statistics from `total` to `sample_error`."""
     own, sample = torch.arange(6 * cfs).view(2, cfs, 3)
     places = (own[0, :1], sample[0, :1], own[:, 1], own[:, 2], sample[:, 2])
     return torch.cat(places).to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""One step: the way of a gradient, and the way of a decision."""
+"""One step: a gradient's way to the ranks' mean (reducer), and the policy's plan (controller)."""

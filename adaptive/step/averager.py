@@ -144,10 +144,10 @@ class Averager:
         if unscaled and self.watch.is_new(UNSCALED):
             controller.note(UNSCALED)
 
-    def warn_once(self, told: str) -> None:
+    def warn_once(self, message: str) -> None:
         """Log a warning on the first rank, unless it is empty or was logged before."""
-        if told and self.exchange.first and self.watch.is_new(told):
-            log.warning("%s", told)
+        if message and self.exchange.first and self.watch.is_new(message):
+            log.warning("%s", message)
 
     def listeners(self) -> tuple[OnGradient | None, OnGradient | None]:
         """(on_mean, on_local): callbacks for the mean gradients and the local gradients of this
@@ -243,10 +243,10 @@ class Averager:
     def _check_exchanged(self) -> None:
         if self.failed is not None:
             step, error = self.failed
-            told = str(error) or repr(error)
+            cause = str(error) or repr(error)
             raise RuntimeError(
-                f"the gradient exchange of step {step} failed, and what the ranks hold may differ "
-                f"since: start anew, or load a checkpoint on all ranks ({told})"
+                f"the gradient exchange of step {step} failed, and the ranks may have different "
+                f"parameters since: start anew, or load a checkpoint on all ranks ({cause})"
             )
 
     def abandon(self) -> None:

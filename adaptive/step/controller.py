@@ -1,8 +1,9 @@
-"""Runs one policy: from measurements to one agreed report a step, from reports to plans.
+"""The controller of one policy: turns measurements into one agreed report a step, and gets the plan
+of each step from the policy.
 
-A step's statistics are summed by a small all-reduce that starts at its last bucket and is read at
-the next step's first, so nothing waits and decisions lag one step; on a device, which copies the
-sum to the host meanwhile, always two. Every bucket of a step uses the same plan.
+A small all-reduce sums the statistics of a step. It starts at the step's last bucket, and is read
+at the first bucket of the next step, so that nothing waits. So decisions lag one step; on a device,
+which meanwhile copies the sum to the host, always two. Every bucket of a step has the same plan.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ from policies.words import in_short, named
 log = logging.getLogger("adaptive")
 
 TOO_SMALL = (
-    "dense: this model's gradients are so small that measuring them would cost more than it can "
-    "bring. A policy that is named, AdaptiveCompressor(policy=...), compresses them all the same"
+    "dense: this model's gradients are so small that measuring them would cost more than "
+    "compression can save. With a named policy, AdaptiveCompressor(policy=...), they are "
+    "compressed all the same"
 )
 
 RECORDED_EVERY = 10
-"""In one step of so many a gain is measured that decides nothing, for the record."""
+"""Steps between two measurements of a gain that is only recorded, and decides nothing."""
 
 
 class _Pending(NamedTuple):
-    """A step whose statistics are under way.
+    """A step whose statistics are not yet agreed.
 
-    report, recorded: the parts of its report and of its record that are known already. cfs, tally:
-    this rank's. summed: the sum of all ranks' tallies."""
+    report, recorded: the known parts of its report and of its record. cfs, tally: this rank's.
+    summed: the sum of all ranks' tallies."""
 
     report: StepReport
     cfs: StepCFs
@@ -60,17 +62,17 @@ class _Pending(NamedTuple):
 
 @dataclass(eq=False)
 class Controller(saved.Stateful):
-    """Owns the policy, and what is known of the run so far.
+    """Owns the policy, and the totals of the run so far.
 
     lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
-    memory_empty: that of every rank is. numbers: the numbers of local steps that a policy may
-    plan. local_steps: the number between two exchanges now. delays: those that a policy may plan.
-    delay: the one of the exchange that begins. skipped: backward passes since the last exchange.
-    lag: decisions always lag one step; with means under way this many more, or they would wait for
-    statistics that are sent after these. agreed: the
-    statistics of the last step that the ranks have agreed on. invalid: some rank has received bytes
-    that no rank can have sent. too_small: statistics would cost more than compression of this model
-    can bring, so every step is dense.
+    memory_empty: the memory of every rank is empty. numbers: the numbers of local steps that a
+    policy may plan. local_steps: the present number of steps between two exchanges. delays: the
+    delays that a policy may plan. delay: of the exchange that begins. skipped: backwards since the
+    last exchange. lag: further steps by which decisions lag, beside the usual one: the number of
+    means in flight, because statistics are sent after the means. agreed: the statistics of the last
+    step that the ranks have agreed on. invalid: some rank has received bytes that no rank can have
+    sent. too_small: statistics would cost more than compression of this model can save, so every
+    step is dense.
     """
 
     _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
@@ -103,12 +105,12 @@ class Controller(saved.Stateful):
     invalid: bool = False
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
-    _compressed_last: int = -1  # the step
-    _last_gain: tuple[float, float] = saved.saved((DENSE, 1.0))  # the CF, and its gain
-    _last_switch: tuple[int, str] = saved.saved((0, ""))  # the step, and why
+    _compressed_last: int = -1  # the last compressed step
+    _last_gain: tuple[float, float] = saved.saved((DENSE, 1.0))  # (CF, gain)
+    _last_switch: tuple[int, str] = saved.saved((0, ""))  # (step, reason)
 
     def begin_step(self) -> None:
-        """At the first bucket: learn how the last step went, and plan this one."""
+        """Called at the first bucket: observe the last agreed step, and plan this one."""
         now = self.stopwatch.stop(counts=self.step > 1)
         self._observe(now, keep=max(self.lag, int(self.tally.on_device)))
         for pending in self._pending:
@@ -130,17 +132,17 @@ class Controller(saved.Stateful):
         self.tally = self._open_tally(plan)
 
     def is_dense(self, cf: float) -> bool:
-        """A step at this CF is dense, in whatever precision: it sends all that residuals hold."""
+        """Whether a step at this CF is dense, in any precision: it sends the whole residuals."""
         return cf == DENSE or self.sizes.granularity.compressor.at(cf).sent_as_dense
 
     def note(self, reason: str) -> None:
-        """Put something that is no switch on record, in the log and in the timeline."""
+        """Record an event that is no switch of the CF, in the log and in the timeline."""
         if self.exchange.first:
             log.warning("%s", reason)
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's plan. It is dense after `detach()`, and where the memory wants that."""
+        """The policy's plan; a dense one after `detach()`, or if the memory needs a dense step."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -169,13 +171,13 @@ class Controller(saved.Stateful):
         return plan
 
     def _open_tally(self, plan: Plan) -> Tally:
-        """The statistics of the step that begins, with what is known of the one before."""
+        """The statistics of the step that begins, with the times and sums of the last step."""
         requested = self.requested
         known = {"lr": self.lr(), **self.stopwatch.start(plan.send, self.local_steps, self.delay)}
         tally = self._new_tally(plan, known)
         if tally.sharded:
             tally.at("timed_bytes").fill_(self.stopwatch.timed[1])
-        # Of the last step: backward has waited for its callbacks, which came to know it.
+        # Flags of the last step: backward has waited for the callbacks that appended them.
         for invalid in drain(self.exchange.invalid):
             tally.at("invalid").add_(invalid)
         if plan.read_sum:
@@ -188,7 +190,7 @@ class Controller(saved.Stateful):
         return tally
 
     def _new_tally(self, plan: Plan, known: dict[str, float]) -> Tally:
-        """Empty, for what a step with this plan measures."""
+        """An empty tally for the measurements of a step with this plan."""
         requested, recorded = self.requested, self._is_recorded(plan)
         layers = requested.layers if plan.read_sum else ()
         measured = requested.layers if plan.by_layer else ()
@@ -211,39 +213,39 @@ class Controller(saved.Stateful):
 
     @cached_property
     def _decides_by_samples(self) -> bool:
-        """The gain before error feedback, which is measured on samples, may move the policy."""
+        """Whether the policy decides by the gain before error feedback, measured on samples."""
         return self.policy.gain == "gradient" and len(self.policy.candidates()) > 1
 
     def _gain_decides(self, plan: Plan) -> bool:
-        """The policy may move by what this step's CF keeps."""
+        """Whether the policy may decide by the gain of this step's CF."""
         return not (plan.skip_gains or plan.send in self._known_gains or self.forced_dense)
 
     def _is_recorded(self, plan: Plan) -> bool:
-        """The gain of this step is measured for the record: it is one in so many, or the first at
-        this CF."""
+        """Whether the gain of this step is measured for the record: in every `RECORDED_EVERY`th
+        step, and in the first step at a CF."""
         of = self._last_gain[0], *self._known_gains
         first = plan.send not in of and not self.is_dense(plan.send)
         return first or self.step % RECORDED_EVERY == 0
 
     @property
     def _known_gains(self) -> Mapping[float, float]:
-        """The gains that are assumed, of rungs."""
+        """The assumed gains of rungs, by CF."""
         return self.sizes.granularity.compressor.known_gains
 
     def take_steps(self, local_steps: int) -> None:
         """Exchange after every `local_steps` steps from now on, until the policy plans another
         number."""
-        if self.skipped:  # nothing more of them is exchanged
+        if self.skipped:  # these steps get no exchange of their own any more
             self._totals.local_steps += self.skipped
             self._totals.dense_bytes += self.skipped * self.sizes.wire_bytes(DENSE)
         self.local_steps, self.skipped = local_steps, 0
 
     def end_step(self, found: Tensor | None) -> None:
-        """At the last bucket, after its own collective: start agreeing on the statistics.
+        """Called after the collectives of the last bucket: start the all-reduce of the statistics.
 
-        found: `changed` and `unscaled` of the step watch, where the gradients are; None: both are
-        0. Where others have issued collectives, they may issue more until the step is over: then
-        agreeing starts with the next step."""
+        found: `changed` and `unscaled` of the step watch, on the gradients' device; None: both are
+        0. If a DDP hook of another library has issued collectives, it may issue more until the step
+        is over. Then the all-reduce starts with the next step."""
         tally = self.tally
         if found is not None:
             tally.at("changed").add_(found[:1])
@@ -280,8 +282,8 @@ class Controller(saved.Stateful):
         self.step += 1
 
     def ranks_that_stepped(self) -> Tensor:
-        """How many ranks' optimizers stepped in the last step: a 0-dim tensor (float64) where the
-        gradients are. Waits for the other ranks."""
+        """The number of ranks whose optimizers stepped in the last step: a 0-dim tensor (float64)
+        on the gradients' device. Waits for the other ranks."""
         last = self._pending[-1]
         return last.summed.wait()[last.tally.places["stepped"]].sum()
 
@@ -290,19 +292,19 @@ class Controller(saved.Stateful):
         return self._new_tally(Plan(DENSE), {}).vector.nbytes
 
     def count_dense_step(self) -> None:
-        """A dense step is over, in which nothing was measured."""
+        """Count a dense step in which nothing was measured."""
         traffic = self.exchange.take_traffic()
         self._totals.add_step(DENSE, traffic, self.sizes.wire_bytes(DENSE), 1)
         self.step += 1
 
     def flush(self) -> None:
-        """Observe the last step's statistics now, and not in one of the next steps."""
+        """Observe the statistics of all steps now, and not in the next steps."""
         self._observe(self.stopwatch.ends())
 
     def close(self) -> None:
-        """Take in the last step and close the timeline; later steps are not recorded."""
+        """Record the last step, and close the timeline. Later steps are not recorded."""
         if self._pending and self._pending[-1].summed.work is None:
-            self._pending.pop()  # perhaps not all ranks close, and it would have to be summed
+            self._pending.pop()  # its sum is a collective, and perhaps not all ranks close
         try:
             self.flush()
         finally:
@@ -321,8 +323,8 @@ class Controller(saved.Stateful):
         )
 
     def explain(self, detail: bool = False) -> str:
-        """Whether compression is worth it; the CF, since when and why; the policy's verdict.
-        detail: also the arithmetic behind the last switch, and the numbers of the policy's rule."""
+        """The state in words: whether compression pays; the CF, since when and why; the policy's
+        verdict. detail: also the numbers behind the last switch, and those of the policy's rule."""
         step, reason = self._last_switch
         if self.too_small:
             return TOO_SMALL
@@ -357,14 +359,14 @@ class Controller(saved.Stateful):
     def load_state_dict(
         self, state: Mapping[str, Any], same_clock: bool = True, resharded: bool = False
     ) -> None:
-        """same_clock: see `Stopwatch.load_state_dict`. resharded: the state was made for another
-        number of ranks."""
+        """same_clock: see `Stopwatch.load_state_dict`. resharded: the state was converted from
+        another number of ranks."""
         super().load_state_dict(state)
         fits = self.local_steps in self.numbers and self.skipped >= 0
-        told = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
-        saved.require(fits, f"{told}, and 'skipped' not negative")
-        told = f"'delay' must be one of {self.delays}, got {self.delay}"
-        saved.require(self.delay in self.delays, told)
+        message = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
+        saved.require(fits, f"{message}, and 'skipped' not negative")
+        message = f"'delay' must be one of {self.delays}, got {self.delay}"
+        saved.require(self.delay in self.delays, message)
         self._pending, self.agreed, self.invalid = deque(), Statistics(), False
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
@@ -375,14 +377,14 @@ class Controller(saved.Stateful):
             self.dense_timer.contrast = Contrast()
 
     def abandon(self) -> None:
-        """Forget the statistics that are under way, and what was counted for the next ones."""
+        """Drop the statistics that are not yet agreed, and counts for the next ones."""
         self._pending = deque()
         self.exchange.take_traffic()
         self.exchange.invalid.clear()
         self.invalid = False
 
     def _observe(self, now: float, keep: int = 0) -> None:
-        """Take in what the ranks have agreed on, but for the last `keep` steps."""
+        """Observe all steps with agreed statistics, except the last `keep` steps."""
         while len(self._pending) > keep:
             report, cfs, recorded, tally, summed = self._pending.popleft()
             requested, step = self.requested, report.step
@@ -406,7 +408,7 @@ class Controller(saved.Stateful):
                 report = replace(report, wire_bytes=wire, timed_bytes=timed, down_bytes=nan)
             totals = self._totals
             dense = self.dense_timer.observe(report)
-            if step > 0:  # whose report is of the step before
+            if step > 0:  # a report has the time of the step before
                 totals.pace.add(report.median_seconds, report.timed_steps, dense)
             if not self.forced_dense:
                 self.policy.observe(report)
@@ -419,9 +421,9 @@ class Controller(saved.Stateful):
             self.recorder.step(report, self.policy, now, **recorded)
 
     def _gain(self, report: StepReport) -> float:
-        """The gain of what was sent, by the definition that the policy decides on: its own average,
-        or, where it keeps none, that of the last step at this CF that has measured it; nan if none
-        is known. A rung has an assumed one."""
+        """The gain of the CF that was sent, by the definition that the policy decides on: the
+        policy's average; without one the gain last measured at this CF; nan if none is known. A
+        rung may have an assumed gain."""
         if report.cf == DENSE:
             return 1.0
         if report.cf in self._known_gains:

@@ -103,8 +103,8 @@ class Reducer:
 
     memory: may be replaced between steps. settling: number of backwards after which DDP no longer
     rebuilds its buckets. clip_norm: the largest norm that a parameter's local gradient may have,
-    already divided by sqrt(N). layouts: of settled buckets, by their parameters. They hold what is
-    kept of parameters, and are made anew where it has moved or has gone.
+    already divided by sqrt(N). layouts: of settled buckets, by their parameters. A layout holds the
+    memory's tensors of its parameters, and is built again if these tensors were moved or freed.
     """
 
     granularity: Granularity
@@ -137,7 +137,7 @@ class Reducer:
         strategy: how payloads become the mean. to: where the mean is added; None: to `buffer`, in
         place of the gradients. energy: the bucket's squared norm, if the caller knows it. The
         caller calls `Pipeline.finish` after the last bucket."""
-        if step.updates is not self._sent_updates:  # other buckets, to which memory moves
+        if step.updates is not self._sent_updates:  # the memory moves to the layouts of new buckets
             self._sent_updates = step.updates
             self.layouts.clear()
         bucket = self._open(step, buffer, parameters, energy)  # 1
@@ -197,10 +197,10 @@ class Reducer:
         send: replaces the all-reduce: makes the ranks' mean of the buffer.
         narrow: the precision of the all-reduce; rounding errors are not kept in any residual.
         """
-        bucket: Bucket | None = None  # None: nothing is kept of it, or looked at
+        bucket: Bucket | None = None  # None: no memory or statistic needs the gradients
         tally, memory = step.tally, self.memory
-        looked_at = tally.cfs or tally.measures or step.on_local or send
-        untouched = not looked_at and self.clip_norm is None
+        needed = tally.cfs or tally.measures or step.on_local or send
+        untouched = not needed and self.clip_norm is None
         if untouched and all(memory.is_empty(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan
             tally.at("grad").add_(known)
@@ -257,8 +257,8 @@ class Reducer:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         key = Key("", step.number, rank=self.exchange.rank)
-        # The number of the step counts, too: a resumed run repeats its first steps as they were,
-        # with unsettled buckets, though throwaway backwards have settled DDP's buckets since.
+        # The step number counts, too: a resumed run must repeat its first steps with unsettled
+        # buckets, even if discarded backwards have settled DDP's buckets before.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         layout = self.layouts.get(of := tuple(parameters)) or BucketLayout(of)
@@ -294,8 +294,8 @@ class Reducer:
 def _payload(
     step: Step, bucket: Bucket, unit: Unit, memory: BucketMemory, strategy: Strategy
 ) -> Payload:
-    """What this rank hands to a strategy for a unit: the payload, or the error-fed gradient itself.
-    The residual holds the error-fed gradient afterwards; `_decode` subtracts what was sent.
+    """The payload of a unit for the strategy; with `takes_error_fed` the error-fed gradient itself.
+    The residual holds the error-fed gradient afterwards; `_decode` subtracts the sent part.
 
     The payload of a nonfinite bucket is NaN, so that the mean is non-finite on all ranks."""
     compressor, nonfinite = unit.compressor, bucket.nonfinite
@@ -318,19 +318,19 @@ def _payload(
 
 
 def _end_dense(memory: NoMemory, bucket: Bucket, mean: Tensor, nonfinite: Flag) -> None:
-    """A dense step has sent what waited for it, unless it is nonfinite."""
+    """End a dense step: it has sent the whole memory, unless the step is nonfinite."""
     for parameter, start, stop in bucket.parts:
         parameter.end_dense(either(nonfinite, bucket.skipped.get(parameter, False)))
         if nonfinite is not True:
             memory.received(parameter, mean[start:stop], DENSE, nonfinite)
-    # Residuals were kept then, so the optimizer must not step with their sum.
+    # A nonfinite step has kept the residuals, so the optimizer must not step with their sum.
     fill_if(nonfinite, mean, nan)
 
 
 def _measures(step: Step, unit: Unit) -> bool:
-    """Whether this step measures what compression keeps of a unit."""
-    alone = unit.levels == (unit.cf,)
-    return not alone or step.tally.energies or bool(step.tally.by_layer)
+    """Whether this step measures the gain of a unit's compression."""
+    sent_only = unit.levels == (unit.cf,)
+    return not sent_only or step.tally.energies or bool(step.tally.by_layer)
 
 
 def _lost_share(payloads: Sequence[Payload]) -> Scalar:
@@ -351,9 +351,9 @@ def _decode(
     exchange: Exchange,
     to: Destination | None,
 ) -> None:
-    """Subtract what this rank has sent from its residuals, and add the mean to `to` (None: write it
-    to the bucket). Units are decoded one after the other, so that the decoded payloads of one unit
-    only are in memory. In a nonfinite step payloads count as zeros."""
+    """Subtract the part that this rank has sent from its residuals, and add the mean to `to` (None:
+    write it to the bucket). Units are decoded one after the other, so that only the decoded
+    payloads of one unit are in memory. In a nonfinite step payloads count as zeros."""
     nonfinite = received.nonfinite
     invalid: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):

@@ -1,4 +1,4 @@
-"""How the ranks keep their models together: the synchronisers, and the choice of one."""
+"""The synchronisers, which keep the parameters of the ranks together, and the choice of one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def start(averager: Averager) -> Synchroniser:
 
 
 def gradients_or_steps(averager: Averager) -> Synchroniser:
-    """Ranks that exchange in every step: what, the memory says."""
+    """The synchroniser of ranks that exchange in every step: updates or gradients, depending on
+    the memory."""
     by_steps = isinstance(averager.memory.now, UpdateMemory)
     return OwnStepSync(averager) if by_steps else EveryStepSync(averager)

@@ -1,19 +1,19 @@
-"""One own step or several between two exchanges, as the policy chooses while the ranks train.
+"""Rounds of local steps, one step or several between two exchanges, as the policy plans.
 
-After a round of one step the ranks exchange what it has done (own_step.py). After a round of
-several steps they exchange what all of them have done together (anchor.py). In both, what was not
-sent is the residual. The two differ in where the residual is meanwhile:
+After a round of one step the ranks exchange the update of this step (own_step.py). After a round of
+several steps they exchange the sum of the round's updates (anchor.py). In both, the part that was
+not sent is the residual. The place of the residual differs:
 
-- before a round of one step it waits, in updates, and all ranks stand alike;
-- before a round of several steps it moves the rank's own parameters away from the anchor.
-  (In a round of several steps what waits would be late by all of them; docs/research/defaults.md
-  has the measurements.)
+- In a round of one step it is a tensor, in units of updates. All ranks have the same parameters.
+- In a round of several steps it is in the rank's own parameters, as their distance from the anchor.
+  (In a tensor it would be delayed by the whole round; docs/research/defaults.md has the
+  measurements.)
 
-So another number of steps takes no state of its own: a round begins with the residual in its place.
+So the number of steps may change at any round: a round begins by moving the residual to its place.
 
-An exchange of several steps begins after the last of them, and the ranks go on. It lands before a
-step that is fixed beforehand: the next one, or with an *overlap* a later one (Streaming DiLoCo:
-Douillard and others 2025, section 2.2). Before a round of one step it lands at once.
+An exchange of several steps begins after the last of them, while the ranks train on. It lands
+before a step that is fixed beforehand: the next one, or with an *overlap* a later one (Streaming
+DiLoCo: Douillard and others 2025, section 2.2). Before a round of one step it lands at once.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from policies.step_time import overlapped
 
 
 class AutoStepsSync(OwnStepSync):
-    """The rounds of one model.
+    """The synchroniser of rounds whose number of local steps the policy plans.
 
-    steps: of the round under way. backwards: of this round; of a round of one step none. open: the
-    last backward of a round of several has ended, and its exchange is to come. anchor: in a round
-    of several steps, from its first step on.
+    _steps: number of steps of this round. _backwards: number of backwards so far in this round;
+    0 in a round of one step. _open: the last backward of a round of several steps has ended, and
+    its exchange has not begun. _anchor: exists from the first step of a round of several steps on.
     """
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
         super().__init__(averager)
-        self.handover.always_updates = True  # what waits moves the ranks' own parameters
+        self.handover.always_updates = True  # a residual of gradients cannot move parameters
         self._overlap = choice.overlap
         self._steps, self._backwards = 1, 0
         self._open = False
-        self._to_step: set[Optimizer] = set()  # optimizers, before the exchange
+        self._to_step: set[Optimizer] = set()  # optimizers that must step before the exchange
         self._chunks = chunked(averager.parameters.values())
         self._anchor: Anchor | None = None
 
@@ -69,7 +69,7 @@ class AutoStepsSync(OwnStepSync):
             self.make_up()
             self._steps = self.averager.controller.local_steps
             if 1 < self._steps == self._backwards + 1:
-                self.averager.begin(self.alike, of_gradients=False)  # and plan the next round
+                self.averager.begin(self.alike, of_gradients=False)  # this plans the next round
         return super().reduce(bucket) if self._steps == 1 else done_with(bucket.buffer())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
@@ -119,8 +119,8 @@ class AutoStepsSync(OwnStepSync):
                 self._close_anchor(anchor)
 
     def _send(self, anchor: Anchor) -> None:
-        """Begin to exchange how far each rank has come from the anchor."""
-        memory = NoMemory(self.averager.parameters.maybe_unused)  # the parameters keep the rest
+        """Begin to exchange each rank's unsent distance from the anchor."""
+        memory = NoMemory(self.averager.parameters.maybe_unused)  # the residual is in parameters
         reducer = replace(self.averager.reducer, memory=memory)
         due = max(1, overlapped(self._overlap, self.averager.controller.local_steps))
         anchor.begin(due, reducer, updates=True)
@@ -131,8 +131,8 @@ class AutoStepsSync(OwnStepSync):
 
     @torch.no_grad()
     def _open_anchor(self) -> Anchor:
-        """In a round of several steps, from its first step on: the anchor is where all ranks stand,
-        and the residual moves this rank's own parameters."""
+        """The anchor, made in the first step of a round of several steps: all ranks' parameters
+        become the anchor, then the residual moves this rank's own parameters."""
         self.handover.begin_local_steps()
         if self._anchor is not None:
             return self._anchor
@@ -146,8 +146,8 @@ class AutoStepsSync(OwnStepSync):
 
     @torch.no_grad()
     def _close_anchor(self, anchor: Anchor) -> None:
-        """A round of one step follows: all ranks stand at the anchor, and what was not sent waits
-        as updates."""
+        """Called before a round of one step: set the parameters of all ranks to the anchor, and
+        put the unsent part into the residuals, in units of updates."""
         anchor.land()
         for chunk in anchor.chunks:
             rest = anchor.reset_to_anchor(chunk)
@@ -158,7 +158,7 @@ class AutoStepsSync(OwnStepSync):
     # -- between steps --
 
     def discard(self) -> None:
-        if self._anchor is None:  # else nothing waits but in the parameters
+        if self._anchor is None:  # with an anchor, only the parameters hold unsent updates
             super().discard()
 
     @property
@@ -187,8 +187,8 @@ class AutoStepsSync(OwnStepSync):
         return (self._anchor or Anchor(self.averager, self._chunks)).by_name().items()
 
     def _catch_up(self) -> Anchor | None:
-        """What is under way moves the parameters, and steps that this rank has left out are made
-        up for. From here on all ranks have an anchor, or none."""
+        """Do the exchange that this rank owes, and land all flights. Afterwards all ranks have an
+        anchor, or none has. Returns the anchor."""
         self.make_up()
         if self._backwards:
             self._open_anchor()

@@ -1,4 +1,4 @@
-"""Gradients are exchanged in every step: autograd gets the ranks' mean, and the optimizer steps."""
+"""Synchronisers that exchange gradients in every step: autograd gets the ranks' mean gradient."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from compressors.kernels import kernels_for
 
 
 class AsDDP(Synchroniser):
-    """What DDP does without a hook, with the bytes counted and nothing measured: for models that
-    are too small for statistics."""
+    """The exchange that DDP makes without a hook, with its bytes counted and no statistics: for
+    models that are too small for statistics."""
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         exchange, buffer = self.averager.exchange, bucket.buffer()
@@ -40,22 +40,22 @@ class AsDDP(Synchroniser):
 
 
 class EveryStepSync(Synchroniser):
-    """The mean of gradients takes the gradients' place.
+    """Replaces the gradients by the ranks' mean gradient.
 
-    On a device several of DDP's buckets are compressed and exchanged as one piece: an exchange
-    costs the host as many launches whatever its size. Steps that are not compressed take DDP's
-    buckets as they come."""
+    On a device several of DDP's buckets are joined to one piece, which is compressed and exchanged
+    as a whole: the number of launches of an exchange does not depend on its size. Dense steps
+    exchange each of DDP's buckets by itself."""
 
     _stood: tuple[Tensor, int, Tensor] | None = None
-    """A parameter after a backward that no optimizer has stepped by yet, its number of writes, and
-    a sample of it: after the first one without an optimizer, and while `p.grad` holds velocities.
-    """
+    """A parameter, its number of writes and a sample of its values, as the last backward left them;
+    None once an optimizer has stepped. Set after the first backward if no optimizer was handed
+    over, and after every backward while `p.grad` holds velocities."""
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
-        # Of the backward under way, pieces whose mean DDP may keep from some parameters.
+        # Pieces of this backward whose mean DDP does not write to the `p.grad` of some parameters.
         self._withheld: list[tuple[list[ModelParameter], Future[Tensor]]] = []
-        # Buckets that wait to be exchanged as one piece, and the futures that DDP has of them.
+        # Buckets that will be exchanged as one piece, and the futures that DDP got for them.
         self._piece: list[dist.GradBucket] = []
         self._promised: list[Future[Tensor]] = []
 
@@ -86,7 +86,7 @@ class EveryStepSync(Synchroniser):
         return done
 
     def _join(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of the mean of a bucket, which may wait for those that follow."""
+        """A future of a bucket's mean. The bucket may be exchanged together with later buckets."""
         buffer = bucket.buffer()
         if self._piece and self._piece[0].buffer().dtype != buffer.dtype:
             self._exchange()
@@ -102,8 +102,8 @@ class EveryStepSync(Synchroniser):
         return done
 
     def _exchange(self) -> Future[Tensor]:
-        """Make the ranks' mean of the piece, in units of the scaled loss as its gradients came. The
-        memory is in units of the loss itself."""
+        """Exchange the piece: a future of the ranks' mean, in units of the scaled loss, as the
+        gradients are. The memory is in units of the unscaled loss."""
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         buckets, self._piece = self._piece, []
         promised, self._promised = self._promised, []
@@ -132,7 +132,7 @@ class EveryStepSync(Synchroniser):
                 for each in promised:
                     each.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
                 raise
-            for each, buffer in zip(promised, buffers, strict=False):  # of one bucket there is none
+            for each, buffer in zip(promised, buffers, strict=False):  # none for a single bucket
                 each.set_result(buffer)
             return mean
 
@@ -144,10 +144,10 @@ class EveryStepSync(Synchroniser):
 
     @torch.no_grad()
     def _hand_over_withheld(self) -> None:
-        """DDP has brought the means into `p.grad`, but for parameters that no rank has used. SGD
-        moves these, too, if the script has set their gradients to zero."""
+        """Write the means to every `p.grad` that exists. DDP has done so except for parameters that
+        no rank has used. SGD moves an unused parameter, too, if its gradient is zero, not None."""
         for parameters, finished in self._withheld:
-            # DDP has waited for the buckets of a piece; the piece itself may be a moment later.
+            # DDP has waited for the buckets' futures. The piece's future may be set a moment later.
             pieces = finished.wait().split([parameter.numel for parameter in parameters])
             grads, means = [], []
             for parameter, piece in zip(parameters, pieces, strict=True):
@@ -160,9 +160,9 @@ class EveryStepSync(Synchroniser):
         self._withheld.clear()
 
     def _notice_moves(self) -> None:
-        """Before a backward: have parameters moved since the last one, and no optimizer stepped?
-        Then nobody has handed it over, or the script climbs by what it takes for a gradient (SAM).
-        """
+        """Called before a backward: notice parameters that have moved since the last backward
+        although no known optimizer has stepped. Either the optimizer was not handed over, or the
+        script has moved them along `p.grad` itself, as SAM does."""
         if self._stood is None:
             return
         (p, writes, before), self._stood = self._stood, None
@@ -183,12 +183,12 @@ class EveryStepSync(Synchroniser):
             loss_scale(averager.scaler, averager.parameters.device),
         )
         averager.end()
-        # After `detach` nobody would compare gradients.
+        # Gradients of a last backward before `detach` could no longer be compared.
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
         compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
         if first or (compare and "velocity" in memory.keeps):
-            for p in itertools.islice(averager.parameters, 1):  # there may be none
+            for p in itertools.islice(averager.parameters, 1):  # a model may have none
                 self._stood = p, p._version, sample(local(p).detach()).clone()
 
         def waited() -> None:
@@ -205,7 +205,7 @@ class EveryStepSync(Synchroniser):
         if not averager.optimizers:
             averager.warn_once(memory.not_handed_over(optimizer))
         if not averager.watch.ours:
-            return None  # another DDP's gradients, say, which no memory has changed
+            return None  # gradients that no memory has changed (of another DDP, say)
         changed = memory.now.handover.before_step(optimizer, groups)
         if memory.now.handover.other_optimizer:
             averager.watch.note_change()
@@ -220,7 +220,7 @@ class EveryStepSync(Synchroniser):
         self._forget()
 
     def _forget(self) -> None:
-        """What is left of a backward that has raised."""
+        """Drop all that a backward that has raised has left behind."""
         self._withheld.clear()
         self._piece.clear()
         self._promised.clear()

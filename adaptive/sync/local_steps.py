@@ -1,13 +1,14 @@
-"""Local steps and delayed averaging: ranks step by themselves, and exchange how far they have come.
+"""Local steps and delayed averaging: each rank makes local steps, and the ranks exchange the sum of
+their updates.
 
-After every H steps of its own a rank sends, with the next backward, what it has not sent yet of its
-way from the anchor (`adaptive/sync/anchor.py`). The exchange hides behind that backward, and lands
-before the step after it, or before a later one that is fixed beforehand, so that runs can be
-repeated. Other backwards send nothing. Autograd always gets the rank's own gradient.
+After every H local steps a rank sends, with the next backward, the unsent part of its distance from
+the anchor (`adaptive/sync/anchor.py`). The exchange overlaps with that backward. It lands before
+the next optimizer step, or before a later step that is fixed beforehand, so that runs are
+reproducible. The other backwards send nothing. Autograd always gets the local gradient.
 
-`LocalSteps(H)` takes H steps, and its exchange lands before the next one starts. `Delayed(D)` takes
-one step, and D exchanges are under way. Of several D the policy plans one for each flight: those
-that are under way keep the steps before which they land.
+`LocalSteps(H)` makes H steps, and its exchange lands before the next exchange starts. `Delayed(D)`
+makes one step, and D exchanges are in flight. If a script gives several D, the policy plans a D for
+each new flight. Flights under way keep the step before which they land.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ NO_STEP = (
 
 
 class LocalStepsSync(Synchroniser):
-    """The flights of one model: one every few backwards.
+    """The synchroniser that begins a flight after every few local steps.
 
-    every: own steps between two flights. delay: further steps until a flight lands, or where the
-    policy plans them the most. outer_lr, outer_momentum: see `Anchor`.
+    every: local steps between two flights. delay: further steps until a flight lands (the largest
+    number, if the policy plans it). outer_lr, outer_momentum: see `Anchor`.
     """
 
     def __init__(
@@ -60,16 +61,17 @@ class LocalStepsSync(Synchroniser):
         outer_momentum: float = 0.0,
     ) -> None:
         super().__init__(averager)
-        # By a user's rule what is not sent stays in the residual, and all ranks go to the anchor.
+        # With a user's memory rule the unsent part stays in the residual: each landing sets the
+        # parameters of all ranks to the anchor.
         feeds_back = averager.memory.now.name == Residual.name
         pieces = chunked(averager.parameters.values())
         self._most = 1 + delay // every
         self._anchor = Anchor(averager, pieces, feeds_back, outer_lr, outer_momentum, self._most)
         self._every, self._delay = every, delay
-        self._count = 0  # backwards, as many on all ranks
+        self._count = 0  # number of backwards, the same on all ranks
         self._next = every  # the backward with which the next flight begins
-        self._stepped = True  # an optimizer has, since the last flight began
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
+        self._stepped = True  # an optimizer has stepped since the last flight began
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
         self._moved = MovedBetweenSteps(
             averager.parameters, averager.optimizers, averager.settings.sync
         )
@@ -78,11 +80,11 @@ class LocalStepsSync(Synchroniser):
 
     @property
     def _due(self) -> bool:
-        """The backward under way exchanges."""
+        """The backward under way begins a flight."""
         return self._count == self._next
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The chunks go one with each bucket, so that they are compressed beside backward."""
+        """Send one chunk with each bucket, so that compression overlaps with backward."""
         if self._due:
             averager, stopwatch = self.averager, self.averager.controller.stopwatch
             if bucket.index() == 0:
@@ -114,7 +116,8 @@ class LocalStepsSync(Synchroniser):
         return last
 
     def _land_late(self) -> None:
-        """Before a flight begins: those land whose step has not come."""
+        """Called before a flight begins: land the flights that are due and whose optimizer step
+        did not come."""
         if self._anchor.flights and not self._stepped:
             log.warning("%s", NO_STEP)
         self._anchor.land(self._count)
@@ -135,7 +138,8 @@ class LocalStepsSync(Synchroniser):
     # -- a step --
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        """The first optimizer that steps has all parameters moved by the flights that land."""
+        """Land the flights that are due. With several optimizers, the first step moves the
+        parameters of all of them."""
         self._optimizers.add(optimizer)
         self._stepped = True
         with self.averager.noting_failure():
@@ -152,13 +156,14 @@ class LocalStepsSync(Synchroniser):
         return self._anchor.by_name().items()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Flights land now, if that changes the mean of the ranks' parameters."""
+        """Lands all flights first, if landing changes the mean of the ranks' parameters; otherwise
+        the flights that are due."""
         self._anchor.land(None if self._anchor.moves_mean else self._count)
         return averaged([*self.averager.parameters.values()], self.averager.exchange)
 
     def unite(self) -> Sequence[Optimizer]:
-        """The optimizers are those that were handed over (which may not have stepped since a state
-        was loaded), and all that stepped."""
+        """Returns the optimizers that were handed over (some may not have stepped since a state was
+        loaded) and all others that have stepped."""
         self._anchor.land()
         parameters, exchange = [*self.averager.parameters.values()], self.averager.exchange
         unite(parameters, exchange)
@@ -177,7 +182,7 @@ class LocalStepsSync(Synchroniser):
     # -- saved --
 
     def state_dict(self) -> dict[str, Any]:
-        """Between steps; flights that are due land first."""
+        """The synchroniser's own state, between steps. Flights that are due land first."""
         self._anchor.land(self._count)
         since = self._count - (self._next - self._every)
         return {"backwards": since, **self._anchor.state_dict(self._count)}
@@ -187,8 +192,8 @@ class LocalStepsSync(Synchroniser):
         since = rest.pop("backwards", None)
         check_anchor(rest, self.averager.parameters.values(), self._most, empty=False)
         fits = isinstance(since, int) and 0 <= since <= self._every
-        told = f"'sync: backwards' must be a whole number in [0, {self._every}], got {since!r}"
-        require(fits, told)
+        message = f"'sync: backwards' must be a whole number in [0, {self._every}], got {since!r}"
+        require(fits, message)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count, self._next = state["backwards"], self._every

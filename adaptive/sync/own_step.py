@@ -32,17 +32,17 @@ UNDER_WAY = 4
 chunk's buffers are freed once its mean has moved the parameters."""
 
 BY_GRADIENTS = (
-    "From now on gradients are exchanged, with plain error feedback. Beside an optimizer that "
-    "divides by a second moment that costs quality at large CFs: compare with a dense run"
+    "From now on gradients are exchanged, with plain error feedback. With an optimizer that "
+    "divides by a second moment this costs quality at large CFs: compare with a dense run"
 )
 TAKES_ITS_PLACE = (
-    "{new} steps parameters of {old}, which was handed over: its steps are compressed as they are, "
-    "with all of their momentum. To have that corrected, detach() before, and attach a new "
-    "AdaptiveCompressor with the new optimizer"
+    "{new} steps parameters of {old}, which was handed over: the steps of {new} are compressed "
+    "with all of their momentum, uncorrected. To have the momentum corrected, call detach() before "
+    "this step, and attach a new AdaptiveCompressor with the new optimizer"
 )
 UNSERVED = -1e9
-"""A rank whose inspection of an optimizer has found something adds this to the agreed statistic
-`changed`, which is then negative on all ranks."""
+"""The number that a rank adds to the agreed statistic `changed` if its inspection of an optimizer
+has found something. `changed` is then negative on all ranks."""
 
 
 class OwnStepSync(EveryStepSync):
@@ -111,8 +111,9 @@ class OwnStepSync(EveryStepSync):
             self.handover.begin_step(averager.exchange, controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The local gradients of a bucket, added to the statistics. Gradients become the ranks'
-        mean if only DDP can average them, or if no optimizer in `attach` steps their parameters."""
+        """A future of the local gradients of a bucket, after adding their norm to the statistics.
+        Gradients that only DDP can average, and gradients of parameters that no optimizer in
+        `attach` steps, become the ranks' mean."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if is_left_to_ddp(buffer, of):
             return self.averager.exchange.mean_as_ddp(buffer)
@@ -148,7 +149,7 @@ class OwnStepSync(EveryStepSync):
         self.averager.controller.tally.at("grad").add_(energy)
 
     def _mean_of(self, buffer: Tensor, pieces: Sequence[Tensor]) -> Future[Tensor]:
-        """Replace these pieces of `buffer` by the ranks' mean, uncompressed: its future."""
+        """Replace these pieces of `buffer` by the ranks' dense mean: a future of `buffer`."""
         exchange = self.averager.exchange
         flat = torch.cat([*pieces]).div_(exchange.world_size)
         exchange.count_floats(flat.numel())
@@ -162,7 +163,7 @@ class OwnStepSync(EveryStepSync):
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """If some rank's gradients are not finite, all ranks get NaN in the last bucket. So a
-        script or a `GradScaler` does the same on all ranks."""
+        script or a `GradScaler` acts in the same way on all ranks."""
         averager, controller = self.averager, self.averager.controller
         if not self.by_updates:
             return super().end_backward(last)
@@ -187,8 +188,8 @@ class OwnStepSync(EveryStepSync):
 
         def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            # On a device this stream has waited for the flag's collective; `last.wait()` lets it
-            # wait for the bucket's. `collect_all` of both knows no device, and waits for neither.
+            # On a device this stream has waited for the flag's collective; `last.wait()` makes it
+            # wait for the bucket's. (`collect_all` ignores devices: it would wait for neither.)
             sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
@@ -222,10 +223,10 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
 
     def make_up(self) -> None:
-        """Exchange the updates of the optimizers' steps; move the parameters by the mean update.
+        """Exchange the updates of the optimizers' steps, and move the parameters by the mean.
 
-        Once for each compressed backward, on every rank. If a rank has left its step out, this is
-        before its next forward, since other ranks may have stepped."""
+        Called once for each compressed backward, on every rank. If a rank has left its step out, it
+        is called before the rank's next forward, because other ranks may have stepped."""
         updates, averager, controller = self.handover, self.averager, self.averager.controller
         updates.steps.forget_raised()
         if not updates.steps.pending:
@@ -244,7 +245,7 @@ class OwnStepSync(EveryStepSync):
             sparse = averager.sizes.granularity.compressor.at(cfs.send).selects
             under_way: deque[tuple[Chunk, Destination | None, Future[Tensor]]] = deque()
             arrivals: list[Span] = []
-            # With so many under way, all collectives of the oldest chunk have been issued.
+            # With more than `most` chunks under way, the oldest has issued all its collectives.
             most = max(UNDER_WAY, strategy.collectives(averager.exchange.world_size))
             for i, chunk in enumerate(updates.chunks):
                 work, energy = updates.outgoing(chunk)
@@ -258,7 +259,7 @@ class OwnStepSync(EveryStepSync):
             tally.at("grad").copy_(grad)
             controller.end_step(averager.watch.take_found())
             arrivals += [self._apply_mean(*each) for each in under_way]
-        # Backward's stream has waited for the hook's, and the hook's for all callbacks.
+        # Backward's stream has waited for the hook's stream, which has waited for all callbacks.
         stream.backward_waited()
         updates.exchanged()
         stopwatch.decoded(drain(averager.pipeline.decoded))

@@ -1,1 +1,1 @@
-"""The record of what happened, where it goes, and what it comes to."""
+"""The timeline of a run: its records, the sinks that write them, and the summary."""

@@ -1,4 +1,4 @@
-"""What a timeline records of a run: a header, a record for each step, an event for each switch.
+"""The records of a run in a timeline: a header, a record for each step, an event for each switch.
 
 A record holds the whole agreed `StepReport`. So a policy can be run again over a run's records.
 """
@@ -19,16 +19,16 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Header:
-    """The facts of a run that its policy was told. Readers must ignore unknown fields.
+    """The facts of a run that its policy gets at the start. Readers must ignore unknown fields.
 
     policy, settings: the policy's name and arguments. expression: the Python call that makes the
     policy. gain: the kind of gain that the policy decides on. assumed: gains by CF that are assumed
     and not measured. rungs: names of the compressors at these CFs. uncoded: see `Context`.
     base, memory: names of the compressor and of the memory.
-    numel: elements of all gradients. layers: shapes by name of the parameters that may have CFs of
-    their own.
+    numel: elements of all gradients. layers: shapes, by name, of the parameters whose CFs a policy
+    may choose separately.
     dense_bytes: bytes that a rank puts on the wire in a dense step, in the parameters' precision.
-    supported: by CF that the policy may send, the nearest CF that the compressor can do.
+    supported: for each CF that the policy may send, the nearest CF that the compressor can reach.
     wire_bytes: by supported CF, the bytes of a step without statistics. link, latency: see
     `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
@@ -67,7 +67,7 @@ class Header:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one step, which with local steps is one exchange.
+    """The record of one step; with local steps, of one exchange.
 
     report: the step's agreed statistics. elapsed: seconds since the first step, on the writing
     rank. t_sys: steps/s, or samples/s where the samples of a step are known. t_comp: t_sys times
@@ -75,11 +75,11 @@ class StepRecord:
     layer_cfs: CFs of the layers whose CF is not the report's. read_sum: the policy read the norm of
     the sum of mean gradients in this step, and a new sum began.
     local_steps: steps that each rank took for this exchange.
-    gain: the gain of the CF sent, of the policy's kind; 1 when dense. It is the policy's average
-    where there is one, else the gain of this step.
+    gain: the gain of the CF sent, of the policy's kind; 1 when dense. It is the policy's average if
+    there is one, else the gain of this step.
     Totals since the run began, also across a resumption: pace, sent (bytes that this rank sent),
-    dense (bytes of a dense run), dense_steps (steps that were sent dense), inside (with two levels,
-    where the others are of a node: bytes that this rank sent inside it).
+    dense (bytes of a dense run), dense_steps (number of dense steps), inside (with two levels:
+    bytes that this rank sent inside its node; the other bytes are then those of a node).
     verdict: the policy's conclusion, "" without one.
     """
 
@@ -115,7 +115,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """A switch of CF with its reason. cf_before == cf: a remark that is no switch."""
+    """A switch of the CF, with its reason. cf_before == cf: a remark without a switch."""
 
     step: int
     cf_before: float
@@ -135,8 +135,8 @@ _MOVED = {
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """A step's numbers by name, nan where not known, in the units of `StepRecord`. Names are
-    cf/*, gain/*, gain_of_step/*, throughput/*, bytes/*, time/*, policy/* and gradient/*."""
+    """A step's numbers by name (nan: unknown), in the units of `StepRecord`. Names are cf/*,
+    gain/*, gain_of_step/*, throughput/*, bytes/*, time/*, policy/* and gradient/*."""
     report = record.report
     sent = report.measurements.get(report.cf, Measurement())
     parts = ("compress", "exchange", "network", "decode", "compute", "rest")
@@ -164,7 +164,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
 
 def final_scalars(record: StepRecord) -> dict[str, float]:
-    """A run's numbers by name, from the record of its last step: final/*, nan where not known."""
+    """A run's numbers by name, from the record of its last step: final/* (nan: unknown)."""
     return {
         "final/bytes_sent": record.sent,
         "final/wire_factor": record.dense / record.sent if record.sent > 0 else nan,

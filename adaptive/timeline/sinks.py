@@ -1,5 +1,5 @@
-"""Sinks, where the records of a run go: memory, JSON lines, or a tracker's logging function; and
-the writing of records, by the one rank that writes, to sinks that may fail (`Recorder`)."""
+"""Sinks, which get the records of a run: memory, JSON lines, or a tracker's logging function; and
+the `Recorder`, which makes the records on the one rank that writes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LogFunction = Callable[[dict[str, float], int], object]
 
 
 class Timeline:
-    """A sink for records and events; a subclass overrides the methods that it needs. `start` comes
-    once a run, before everything else. Nothing comes after `close`."""
+    """A sink for records and events. A subclass overrides the methods that it needs. `start` is
+    called once a run, before all other methods. No method is called after `close`."""
 
     def start(self, header: Header) -> None: ...
 
@@ -34,13 +34,13 @@ class Timeline:
     def event(self, event: Event) -> None: ...
 
     def flush(self) -> None:
-        """Hand everything recorded so far over to the operating system."""
+        """Hand all records so far to the operating system."""
 
     def close(self) -> None: ...
 
 
 class MemoryTimeline(Timeline):
-    """Keeps everything: `header`, and two lists, `steps` and `events`."""
+    """A sink that keeps all records: `header`, and two lists, `steps` and `events`."""
 
     def __init__(self) -> None:
         self.header: Header | None = None
@@ -61,8 +61,8 @@ class JSONLTimeline(Timeline):
     """A sink that writes one JSON object a line, at full precision, with null for unknown numbers.
     The header is the first line, unless the run resumes in another file than it began in.
 
-    path: the file. It is made with its folder at the first record, so on the writing rank only.
-    append: go on at the end of the file (resuming).
+    path: the file. It is made, with its folder, at the first record, so only on the writing rank.
+    append: add to the end of an existing file (for a resumed run).
     """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
@@ -113,8 +113,8 @@ def _plain(value: Any) -> Any:
 class ThinnedTimeline(Timeline):
     """A sink that writes the numbers of some steps only. A subclass implements `_write_numbers`.
 
-    interval: write every this many steps; None: at most one step in `shortest` seconds. The two
-    steps around a switch of CF are always written.
+    interval: number of steps from one written step to the next; None: at most one step in
+    `shortest` seconds. The two steps around a switch of CF are always written.
     """
 
     shortest: float
@@ -174,8 +174,8 @@ class LogTimeline(ThinnedTimeline):
 
     log: called as `log(numbers, step)`, on rank 0 only. The numbers are finite and named as
         `adaptive.timeline.records.scalars` says. `close` logs the final/* numbers.
-    interval: call it every this many steps; None: at most once a second. The two steps around a
-        switch of CF are always logged.
+    interval: number of steps between two calls; None: at most one call a second. The two steps
+        around a switch of CF are always logged.
     The reason of a switch is text, and is not logged: a subclass may override `event`.
     TypeError if `log` cannot be called.
     """
@@ -195,12 +195,12 @@ class LogTimeline(ThinnedTimeline):
 log = logging.getLogger("adaptive")
 
 Sink = Timeline | LogFunction
-"""Where records can go: a `Timeline`, or the logging function of an experiment tracker."""
+"""A receiver of records: a `Timeline`, or the logging function of an experiment tracker."""
 
 
 class SafeTimeline(Timeline):
-    """A sink made of several. A sink that fails is dropped with one warning, because a full disk
-    must not stop one rank while the others wait for it in a collective.
+    """Several sinks as one. A sink that fails is dropped with one warning, because a full disk must
+    not stop one rank while the others wait for it in a collective.
 
     TypeError unless every sink is a `Timeline` or a function.
     """
@@ -250,8 +250,8 @@ class SafeTimeline(Timeline):
 class Recorder(Stateful):
     """Turns agreed steps and switches into records, on the one rank that writes.
 
-    writes: this rank is the one. header: makes the run's header, at the first record. samples:
-    samples of all ranks in a step of the optimizer; 1 if unknown, and throughput is steps/s.
+    writes: this rank writes. header: makes the run's header, called at the first record. samples:
+    samples of all ranks in a step of the optimizer; 1 if unknown: throughput is then in steps/s.
     """
 
     timeline: SafeTimeline
@@ -302,7 +302,7 @@ class Recorder(Stateful):
         )
 
     def close(self) -> None:
-        """Close the sinks; nothing is recorded from here on."""
+        """Close the sinks. Later steps are not recorded."""
         self.timeline.close()
         self.writes = False
 
@@ -312,7 +312,7 @@ class Recorder(Stateful):
             self.header = None
 
     def load_state_dict(self, state: Mapping[str, Any], pause: float = 0.0) -> None:
-        """Go on after a pause of so many seconds, which `elapsed` leaves out."""
+        """Load a `state_dict()`. pause: seconds since it was saved, which `elapsed` leaves out."""
         super().load_state_dict(state)
         if self._started_at is not None:
             self.header = None

@@ -1,7 +1,7 @@
-"""What a run sent and how fast it was: totals, a table, and the headline.
+"""The summary of a run, its bytes and its speed: totals, a table, and the headline.
 
-The headline says in one sentence whether compression was worth it. The summary, `explain()`, the
-end of `train`, `compare`, the report and the dashboard all begin with it.
+The headline is one sentence that says whether compression was worth it. The summary, `explain()`,
+the end of `train`, `compare`, the report and the dashboard all begin with the headline.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ class Summary(Stateful):
     bytes_sent: bytes on the wire. payload_bytes: bytes handed to the collectives. floats_sent:
     elements sent, without indices. dense_bytes: bytes that DDP without a hook would have sent, by a
     dense all-reduce in every local step, in the parameters' precision. inside_bytes: with two
-    levels, bytes that a rank sent inside its node; the others are then a node's. element_bytes:
-    mean bytes of an element of the dense gradients: 4 in fp32, 2 in bf16.
+    levels, bytes that a rank sent inside its node; the other bytes are then those of a node.
+    element_bytes: mean bytes of an element of the dense gradients: 4 in fp32, 2 in bf16.
     gains: by CF, (number of steps whose gain is known, sum of their gains).
     pace: seconds of steps and of dense steps. verdict: the policy's conclusion, "" without one.
-    network: an emulated or modelled link in words; "" for the real network. sync: what the way to
-    synchronise tells of itself, a line; "" if it has nothing to tell. caveat: see
-    `Synchronisation`. promise: see `Policy`. rungs: names of the compressors at CFs whose gains are
-    assumed, not measured.
+    network: an emulated or modelled link in words; "" for the real network. sync: the
+    synchroniser's own line; "" if it has none. caveat: see `Synchronisation`. promise: see
+    `Policy`. rungs: names of the compressors at CFs whose gains are assumed, not measured.
     """
 
     steps: int = field(default=0, metadata=SAVED)
@@ -71,11 +70,11 @@ class Summary(Stateful):
 
     @property
     def headline(self) -> str:
-        """One sentence: was compression worth it."""
+        """One sentence that says whether compression was worth it."""
         if not self.steps:
             return "no step yet"
         if not self.bytes_sent:
-            return "nothing was sent: there is nobody to send gradients to"
+            return "nothing was sent: there is no other rank to send gradients to"
         return headline(
             self.pace,
             1 - self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0,
@@ -94,7 +93,7 @@ class Summary(Stateful):
 
     @property
     def fp32_wire_factor(self) -> float:
-        """The wire factor against a dense exchange in fp32, which papers report. For a model in
+        """The wire factor against a dense exchange in fp32, as papers report it. For a model in
         half precision it is twice `wire_factor`."""
         return self.wire_factor * 4 / self.element_bytes if self.bytes_sent else 1.0
 
@@ -151,7 +150,7 @@ class Summary(Stateful):
         rows.append(f"payload {_bytes(self.payload_bytes)}, floats sent {self.floats_sent:,.0f}")
         if self.inside_bytes:
             inside = _bytes(self.inside_bytes)
-            rows.append(f"these of a node; inside it each rank sent {inside} more, dense")
+            rows.append(f"these are of a node; inside it each rank sent {inside} more, dense")
         return "\n".join([*rows, *filter(None, (self.sync, self.verdict))])
 
 
@@ -175,20 +174,19 @@ def headline(
     caveat: str = "",
     promise: str = "",
 ) -> str:
-    """One sentence in plain words: was compression worth it.
+    """One sentence in plain words that says whether compression was worth it.
 
-    It claims no speed-up if the policy concluded that dense is to be sent, or if most steps were
-    dense. Why the policy sends dense is told in the policy's own words, up to their first colon:
-    "dense is right" of one that has judged the network, something else of one whose bar no gain
-    has reached.
+    It claims no speed-up if the policy has concluded that dense is better, or if most steps were
+    dense. The reason for dense steps is the policy's verdict up to its first colon: "dense is
+    right" if the policy has judged the network, other words if no gain was large enough for it.
 
     saved_share: the share of a dense run's bytes that was not sent; negative if more was sent. cf:
     the CF in use. dense_share: the share of the steps that were dense. verdict: the policy's
     conclusion. network: a link in words, such as "emulated 10 Mbit/s link"; "" for the real
     network. quality: the run's quality compared with a dense run's, in words; "" if unknown.
-    caveat: a word for a run whose step times do not show its quality: without `quality` no speed-up
-    is claimed. See `Synchronisation`. promise: of the run's quality, told where compressed steps
-    are compared with dense ones and `quality` is unknown. See `Policy`.
+    caveat: a word for a run that may lose quality per step: then no speed-up is claimed without
+    `quality`. See `Synchronisation`. promise: words about the run's quality, used if compressed
+    steps are compared with dense ones and `quality` is unknown. See `Policy`.
     """
     where = f"on this {network or 'network'}"
     sent, than_dense = bytes_in_words(saved_share), bytes_in_words(saved_share, "dense")
@@ -201,38 +199,38 @@ def headline(
     factor = f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
     kept = f"{sent}, {promise}" if promise and not quality else sent
     if caveat and not quality:
-        told = f"{caveat}: {bytes_in_words(saved_share, 'a dense all-reduce')}"
-        told += f", {here} {where}" if timed else ""
+        text = f"{caveat}: {bytes_in_words(saved_share, 'a dense all-reduce')}"
+        text += f", {here} {where}" if timed else ""
     elif dense_share == 1:
-        told = "dense all along" + (f": {here} {where}" if timed else "")
+        text = "dense all along" + (f": {here} {where}" if timed else "")
     elif (concluded := bool(verdict) and cf == DENSE) or dense_share > 0.5:
-        told = f"{verdict.partition(':')[0] if concluded else 'mostly dense'} {where}: "
-        told += f"{here}, " if timed else ""
-        told += f"{dense_share:.0%} of the steps dense; {sent}"
+        text = f"{verdict.partition(':')[0] if concluded else 'mostly dense'} {where}: "
+        text += f"{here}, " if timed else ""
+        text += f"{dense_share:.0%} of the steps dense; {sent}"
     elif not timed:
-        told = f"{than_dense}; no step was timed"
+        text = f"{than_dense}; no step was timed"
     elif not isfinite(dense):
-        told = f"{than_dense}, {here}; dense was not timed {where}"
+        text = f"{than_dense}, {here}; dense was not timed {where}"
     elif pace.is_faster:
-        told = f"{factor}x faster than dense {where} ({instead}), {kept}"
+        text = f"{factor}x faster than dense {where} ({instead}), {kept}"
     elif not pace.is_measured:  # a modelled dense step is the shortest possible
         least = f", dense a modelled {seconds_in_words(dense)} or more"
-        told = f"dense may be as fast {where} ({here}{least}), {kept}"
+        text = f"dense may be as fast {where} ({here}{least}), {kept}"
     elif pace.is_slower:
-        told = f"{factor}x slower than dense {where} ({instead}), {kept}"
+        text = f"{factor}x slower than dense {where} ({instead}), {kept}"
     else:
-        told = f"about as fast as dense {where} ({here}), {kept}"
-    return f"{told}, {quality}" if quality else told
+        text = f"about as fast as dense {where} ({here}), {kept}"
+    return f"{text}, {quality}" if quality else text
 
 
 def headline_of(
     record: StepRecord, header: Header | None, network: str = "", quality: str = ""
 ) -> str:
-    """The headline of a run so far, from its last record; "" if the record has no bytes. network:
-    where the header names none. quality: see `headline`."""
+    """The headline of a run so far, from its last record; "" if the record has no bytes. network: a
+    link in words, if the header has none. quality: see `headline`."""
     if not (record.sent > 0 and record.dense > 0):
         return ""
-    told = {} if header is None else {"caveat": header.caveat, "promise": header.promise}
+    words = {} if header is None else {"caveat": header.caveat, "promise": header.promise}
     return headline(
         record.pace,
         1 - record.sent / record.dense,
@@ -241,5 +239,5 @@ def headline_of(
         verdict=record.verdict,
         network=network if header is None else header.network or network,
         quality=quality,
-        **told,
+        **words,
     )

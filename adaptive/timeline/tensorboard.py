@@ -28,7 +28,7 @@ SWITCHES = f"{PLUGIN}/switches"
 HEADLINE = f"{PLUGIN}/headline"
 
 HEADLINE_SECONDS = 10.0
-"""Least seconds between two headlines. An event and the end of the run write one at any time."""
+"""Least seconds between two headlines. An event and the end of the run always write a headline."""
 
 
 class TensorBoardTimeline(ThinnedTimeline):

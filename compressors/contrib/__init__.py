@@ -1,1 +1,1 @@
-"""Compressors that only some need: imported when they are named (`compressors/registry.py`)."""
+"""Optional compressors, imported at their first use (`compressors/registry.py`)."""

@@ -23,10 +23,10 @@ class AdaComp(Sparsifier):
         H = G + latest gradient          (the soft threshold: what G is about to become)
         an element is sent if |H| >= the maximum of |G| over its bin
 
-    Zeros are not sent, and at most the k elements with the largest |G|. The latest gradient is what
-    `compress` adds. Without `add` the tensor itself is taken for it.
+    Zeros are not sent, and at most the k elements with the largest |G|. The latest gradient is the
+    argument `add` of `compress`, or without `add` the tensor itself.
 
-    bin_size: elements a bin (the paper: 50 in convolutions, 500 elsewhere); None: numel / k.
+    bin_size: elements of a bin (the paper: 50 in convolutions, 500 elsewhere); None: numel / k.
     """
 
     name = "adacomp"

@@ -17,7 +17,7 @@ from compressors.wire.values import Cut, Layout, Parts
 
 
 class _Float(NamedTuple):
-    """This says how a floating-point number lies in an integer of as many bits."""
+    """The bit layout of a floating-point number, read as an integer of the same size."""
 
     integer: torch.dtype
     sign: int  # the highest bit
@@ -39,8 +39,8 @@ class Natural(OneFormat):
     definition 1: unbiased, with a variance of at most 1/8 of the energy (theorem 3).
 
     The paper sends a sign and all 8 bits of the exponent. Here 7 bits count from an offset for each
-    CODE_BLOCK elements, so that an element takes one byte. What is below 2**-126 of the largest
-    magnitude there becomes 0, a bias far beyond the precision of any sum.
+    CODE_BLOCK elements, so that an element takes one byte. Magnitudes below 2**-126 of the largest
+    one in their block become 0, a bias far below the precision of any sum.
 
     Rounding is done on the bits: adding a random number to the mantissa carries into the exponent
     with a probability equal to the mantissa. Denormal numbers become 0 or the smallest normal one.
@@ -84,8 +84,8 @@ class Natural(OneFormat):
         return fused.encode_natural(x, add, random, decode, rows)
 
     def _codes(self, x: Tensor, random: Tensor, offsets: Tensor) -> Tensor:
-        """Codes, still as wide as the elements, for rows that have an offset each, which is filled
-        in. `random`: whole numbers of 16 bits; overwritten."""
+        """The codes of rows, in integers as wide as the elements. Fills `offsets`, one for each
+        row. `random`: whole numbers of 16 bits; overwritten."""
         form = _FLOATS[x.dtype]
         bits = x.view(form.integer)
         most = torch.iinfo(form.integer).max

@@ -23,14 +23,14 @@ class SIDCo(ThresholdSparsifier):
     Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression
     Technique for Distributed Training Systems" (MLSys 2021):
 
-        stage 1: fit all magnitudes; the threshold is what a quarter of them should exceed
-        stage m: fit by how much the others exceed the last threshold; raise it
+        stage 1: fit all magnitudes; a quarter of them should exceed the threshold
+        stage m: fit the excess of the remaining magnitudes over the last threshold, and raise it
 
     Stage 1 keeps 1/4, each other of M stages (4 k / numel) ** (1 / (M - 1)), as in the authors'
-    code. The paper moves M step by step; here that one of M = 1 to 4 is taken which comes nearest
-    to k in the sample, so nothing is carried from step to step. Zeros, which no continuous
-    distribution has, are left out and allowed for in the share. This is SIDCo-E, the paper's choice
-    for speed.
+    code. The paper changes M by one from step to step. Here the best of M = 1 to 4 (nearest to k in
+    the sample) is taken in each step, so there is no state. Zeros, which no continuous distribution
+    has, are left out, and the share is corrected for them. This is SIDCo-E, the paper's choice for
+    speed.
     """
 
     name = "sidco"
@@ -61,8 +61,8 @@ def fitted_threshold(xp: Any, x: Any, wanted: float) -> Any:
 
 
 def staged_thresholds(xp: Any, x: Any, log_share: Any) -> Any:
-    """The thresholds that this share of the magnitudes `x` should exceed, found in 1, 2, 3 and 4
-    stages. There is one stage if the first of several would have nothing to do."""
+    """The thresholds that this share of the magnitudes `x` should exceed, fitted in 1, 2, 3 and 4
+    stages. If the share is above that of the first stage, all are fitted in one stage."""
     shares = xp.stack([log_share, xp.full_like(log_share, _FIRST_SHARE)])
     alone, first = fitted_quantiles(xp, x[None], shares)
     x = (x - first).clip(min=0.0)
@@ -79,7 +79,8 @@ def staged_thresholds(xp: Any, x: Any, log_share: Any) -> Any:
 
 
 def fitted_quantiles(xp: Any, x: Any, log_shares: Any) -> Any:
-    """What a share of an exponential distribution exceeds that is fitted to what is not 0 in a row
-    of `x` (float64), by its mean (section 2 of the paper); nan if all is 0."""
+    """The quantile that a share of an exponential distribution exceeds. The distribution is fitted,
+    by its mean, to the nonzero numbers in a row of `x` (float64) (section 2 of the paper). nan if
+    all are 0."""
     mean = x.sum(1) / xp.count_nonzero(x, 1)
     return -mean * log_shares

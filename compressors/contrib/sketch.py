@@ -5,17 +5,17 @@ Algorithm 1; Rothchild and others, "FetchSGD" (ICML 2020). Sketches are linear: 
 are summed (round 1), every rank reads the same k coordinates off the sum, and their exact values
 are summed (round 2). The bytes do not grow with the number of ranks, and the residual is exact.
 
-The hashes change with every step, or else elements that cancel with others in the table would never
-be sent. (FetchSGD has to keep its hashes, because its memory is a sketch.)
+The hashes change with every step. Otherwise elements that cancel with others in the table would
+never be sent. (FetchSGD has to keep its hashes, because its memory is a sketch.)
 
-A table of at most numel / cf numbers can only find coordinates that stand far out. In a normally
-distributed gradient it finds no more than chance would; in a heavy-tailed one (Student's t with 3
-degrees of freedom, CF 100) five times as much, a seventh of what top-k keeps (measured).
+A table of at most numel / cf numbers can only find coordinates far above the others. In a normally
+distributed gradient it finds no more than random selection; in a heavy-tailed one (Student's t with
+3 degrees of freedom, CF 100) five times as much energy, a seventh of top-k's (measured).
 
 A count sketch (Charikar, Chen, Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002)
-is a table of signed sums. Every row of it adds each element, with a sign, to one of its columns;
-sign and column are hashes of the position. An element's estimate is the median over the rows of its
-sign times the sum it was added to.
+is a table of signed sums. Each row of the table adds each element, with a sign, to one of the row's
+columns; sign and column are hashes of the position. The estimate of an element is the median, over
+the rows, of sign times the sum that contains the element.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from compressors.rounds import (
 
 
 class Budget(NamedTuple):
-    """A budget says which numbers are sent for a tensor.
+    """The numbers that are sent for a tensor.
 
-    k: values, at coordinates found with a table of `columns` columns. If k is 0, all `dense` values
-    of the tensor travel instead.
+    k: number of values, at coordinates found with a table of `columns` columns. If k is 0, all
+    `dense` values of the tensor are sent instead.
     """
 
     k: int
@@ -56,7 +56,7 @@ class Budget(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """This is one tensor of a bucket, flat."""
+    """One tensor of a bucket, flat."""
 
     spec: Spec
     flat: Tensor
@@ -71,15 +71,15 @@ class _Part(NamedTuple):
 class Sketch(RoundsCompressor):
     """Count-sketch compression sends about numel / cf numbers: values, and a table to find them.
 
-    rows: of the table, an odd number. More rows give surer estimates of fewer heavy coordinates.
-    share: of the numbers that are values, between 0 and 1.
+    rows: of the table, an odd number. With more rows, estimates are better, of fewer coordinates.
+    share: share of values among the numbers sent, between 0 and 1.
     seed: of the hashes, the same on all ranks.
 
-    parts: indices (int32, k elements, by falling estimate), values (k elements). If table and
-    values would be no smaller than the tensor, there are no indices, and all values.
+    parts: indices (int32, k elements, by descending estimate), values (k elements). If table and
+    values would be no smaller than the tensor, there are no indices, and all values are sent.
 
-    `smaller` keeps the first of the coordinates found: the most that the larger CF, whose table
-    is smaller, can keep.
+    `smaller` keeps the first of the coordinates found. This is an upper bound for the larger CF,
+    which finds coordinates with a smaller table.
     """
 
     name = "sketch"
@@ -113,14 +113,14 @@ class Sketch(RoundsCompressor):
     ) -> Rounds:
         parts = [self._part(*each) for each in zip(tensors, specs, strict=True)]
         totals = squared_norms(tensors)
-        # Of each its table, or all its values.
+        # For each tensor its table, or all its values.
         tables = [p.hashes.table(p.flat).view(-1) if p.budget.k else p.flat for p in parts]
         first = torch.cat(tables)
         fill_if(not_finite(totals), first, nan)
         first = yield first
 
         bad = not_finite(first)
-        fill_if(bad, first, 0.0)  # so that there are estimates
+        fill_if(bad, first, 0.0)  # so that estimates are finite
         sums = first.split([table.numel() for table in tables])
         found = [
             part.hashes.heaviest(summed.view(self.rows, -1), part.budget.k, part.flat.numel())
@@ -189,9 +189,9 @@ class Sketch(RoundsCompressor):
 class CountSketch:
     """A count sketch hashes elements into a table of `rows` x `columns` sums.
 
-    Element i goes to h = a i + b mod 2^64, of which the upper half picks one of 2 x columns:
-    pairwise independent for i < 2^32 (Dietzfelbinger 1996). The second half of those counts
-    negative, so neither direction ever computes a sign.
+    Element i is hashed to h = a i + b mod 2^64. The upper half of h selects one of 2 x columns:
+    pairwise independent for i < 2^32 (Dietzfelbinger 1996). The second half of these columns counts
+    as negative, so no sign is ever computed.
 
     rows: an odd number. identity: seeds the hashes; the same on every rank."""
 
@@ -210,8 +210,8 @@ class CountSketch:
         return (sums[:, : self.columns] - sums[:, self.columns :]).to(x.dtype)
 
     def heaviest(self, table: Tensor, k: int, numel: int) -> Tensor:
-        """Positions (int32) of the `k` largest estimates of `numel`, the largest first, among equal
-        ones the lower. `table` must be finite."""
+        """Positions (int32) of the `k` largest of `numel` estimates, in descending order of the
+        estimates; among equal ones the lower position. `table` must be finite."""
         signed = torch.cat([table, -table], 1)
         return kernels_for(table).heaviest(partial(self._estimates, signed), k, numel)
 
@@ -221,7 +221,7 @@ class CountSketch:
         return _median([row.index_select(0, slots) for row, slots in rows]).abs_()
 
     def _slots(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
-        """For each row the columns that the elements from `start` to `stop` go to."""
+        """For each row, the columns of the elements from `start` to `stop`."""
         positions = torch.arange(start, stop, device=device)
         for factor, offset in self.hashes:
             yield kernels_for(positions).slots(positions, factor, offset, self.columns)

@@ -1,9 +1,9 @@
 """Kernels: the loops over all elements of a gradient.
 
-`Kernels` (reference.py) is their contract, and does each loop by torch operations on any device.
-`Host` (host.py) overrides what NumPy does far faster on CPU tensors, `Triton` (triton/) what a
-kernel does faster on a GPU. `kernels_for` and `kernels_at` say which of them a tensor is for; their
-callers never ask where it is.
+`Kernels` (reference.py) is the contract, and does each loop by torch operations on any device.
+`Host` (host.py) overrides loops that NumPy does far faster on CPU tensors, `Triton` (triton/) loops
+that a kernel does faster on a GPU. `kernels_for` and `kernels_at` choose the kernels for a tensor;
+callers never check its device.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ HOST, REFERENCE, TRITON = Host(), Kernels(), Triton()
 
 
 def kernels_for(x: Tensor) -> Kernels:
-    """The kernels that tensor `x` is for."""
+    """The kernels for tensor `x`."""
     if is_host(x.device):
         return HOST
     return TRITON if takes_triton(x) else REFERENCE
 
 
 def kernels_of(numbers: Numbers) -> Kernels:
-    """The kernels that native numbers are for."""
+    """The kernels for native numbers."""
     return HOST if isinstance(numbers, np.ndarray) else REFERENCE
 
 
 def kernels_at(device: torch.device) -> Kernels:
-    """The kernels for tensors of a device that are yet to be made."""
+    """The kernels for new tensors on a device."""
     return HOST if is_host(device) else REFERENCE
 
 
@@ -54,7 +54,7 @@ def squared_norm(tensor: Tensor) -> Scalar:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The squared norm of each of flat `tensors`, of one device: float64, flat, where they are."""
+    """The squared norm of each of flat `tensors` on one device: float64, flat, on that device."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     if is_host(tensors[0].device):
@@ -64,9 +64,9 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def judge(energies: Tensor, x: Tensor, total: Tensor, nonfinite: Tensor) -> Flag:
-    """Whether `x` has an element that is not finite. energies: the squared norms of its pieces, of
-    a device in float64. Adds them to `total`, and 1 to `nonfinite` if one of them is not finite in
-    x's precision (float64, one element each)."""
+    """Whether `x` has an element that is not finite. energies: the squared norms of its pieces
+    (float64). Adds their sum to `total`, and 1 to `nonfinite` if a norm is not finite in x's
+    precision (total, nonfinite: float64, one element each)."""
     most = torch.finfo(x.dtype).max
     if triton := triton_for_flags(x):
         return triton.judge(energies, most, total, nonfinite)
@@ -84,8 +84,8 @@ def judge(energies: Tensor, x: Tensor, total: Tensor, nonfinite: Tensor) -> Flag
 
 
 def cut_large(energies: Tensor, x: Tensor, largest: float) -> None:
-    """On a device: bring the elements of x into [-largest, largest], at least if its squared norm
-    (the sum of `energies`) is not finite in its precision."""
+    """On a device: clamp the elements of x to [-largest, largest] if its squared norm (the sum of
+    `energies`) is not finite in its precision. May also clamp otherwise."""
     if triton := triton_for_flags(x):
         triton.clamp_if_above(energies, torch.finfo(x.dtype).max, x, largest)
     else:
@@ -96,7 +96,7 @@ def all_finite(tensor: Tensor) -> Flag:
     """Whether all elements are finite."""
     if not tensor.numel():
         return True
-    if is_host(tensor.device):  # a finite sum is faster found, and needs no copy
+    if is_host(tensor.device):  # a finite sum is faster to check, and needs no copy
         return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
     return torch.linalg.vector_norm(tensor, inf) < inf  # fewer operations than isfinite
 

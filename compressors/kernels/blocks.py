@@ -1,7 +1,8 @@
-"""What the kernels for the host and for a device share: numbers, blocks, working memory, results.
+"""The common parts of the kernels for the host and for a device: numbers, blocks, working memory,
+results.
 
-A number made from data is a `Scalar` and a truth about data a `Flag`: on the host Python's own, on
-a device a tensor of no dimensions, so that nobody waits for the device to know them.
+A number computed from data is a `Scalar`, a truth value computed from data a `Flag`: on the host a
+Python number or bool, on a device a 0-dim tensor, so that the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -30,51 +31,52 @@ Numbers = Any
 """Native numbers, for arithmetic on whole numbers: a NumPy array on the host, else a tensor."""
 
 Scalar = float | Tensor
-"""A number made from data: a float on the host, a 0-dim float64 tensor on a device."""
+"""A number computed from data: a float on the host, a 0-dim float64 tensor on a device."""
 
 Flag = bool | Tensor
-"""Whether something is so of data: a bool on the host, a 0-dim bool tensor on a device."""
+"""A truth value computed from data: a bool on the host, a 0-dim bool tensor on a device."""
 
 force_device_path = os.environ.get("ADAPTIVE_DEVICE_PATH") == "1"
-"""CPU tensors are treated as those of a device: this is how tests run the device path."""
+"""CPU tensors are treated like tensors on a device. Tests run the device path in this way."""
 
 force_triton = False
-"""Triton's kernels are also for tensors that are treated as a device's: this is how tests run them
-by Triton's interpreter, which needs the environment variable TRITON_INTERPRET=1."""
+"""Triton's kernels are also used for CPU tensors that are treated like tensors on a device. Tests
+run the kernels in Triton's interpreter in this way, with the environment variable
+TRITON_INTERPRET=1."""
 
 
 class ThresholdSearch(NamedTuple):
     """A search for a threshold: (magnitudes, mean of all magnitudes, k) -> the threshold.
 
     by_counting: magnitudes are an array with the k + 1 largest among them. at_once: a tensor of
-    the k + 1 largest, descending, whose values nobody reads."""
+    the k + 1 largest, descending, whose values are not read."""
 
     by_counting: Callable[[Array, float, int], float]
     at_once: Callable[[Tensor, Tensor, int], Tensor]
 
 
 CACHE_BLOCK = 1 << 17
-"""Elements that selection reads at a time: they fit the second-level cache, with some scratch."""
+"""Elements that selection reads at a time. With some scratch they fit the second-level cache."""
 
 CODE_BLOCK = 1 << 19
-"""Elements that quantizers work on at a time on the host: a block and its scratch stay in the
+"""Elements that quantizers work on at a time on the host. A block and its scratch stay in the
 last-level cache (a quarter of this takes 1.3 to 1.8 times as long). Part of the wire format."""
 
 LARGE = 1 << 22
-"""Bytes of an array from which on NumPy asks for large pages."""
+"""The smallest number of bytes of an array for which NumPy asks for large pages."""
 
 _local = threading.local()
 
 
 class InvalidPayload(ValueError):  # noqa: N818
-    """This error says that no compressor can have sent the received bytes (size, indices)."""
+    """The received bytes have a size or indices that no compressor can have sent."""
 
 
 class Selected(NamedTuple):
-    """This is the result of a selection: the elements that are kept of a flat tensor x.
+    """The result of a selection: the kept elements of a flat tensor x.
 
-    indices: their positions (int32, ascending). values: the elements there. total: ||x||^2. On a
-    device places for which no element was found come last, with index x.numel() and value 0.
+    indices: positions of the elements (int32, ascending). values: the elements. total: ||x||^2. On
+    a device empty places come last, with index x.numel() and value 0.
     """
 
     indices: Tensor
@@ -83,11 +85,11 @@ class Selected(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How coded values are decoded, for kernels that do so as they read them.
+    """A coding of values, for kernels that decode values while they read them.
 
-    kind: "floats" are the values themselves (float32 or of 16 bits), "levels" whole numbers times a
-    scale, "natural" powers of two times an offset. bits: of a code. bucket: values that share a
-    scale or offset.
+    kind: "floats": the values themselves (float32 or 16 bits); "levels": whole numbers times a
+    scale; "natural": powers of two times an offset. bits: of a code. bucket: number of values that
+    share a scale or offset.
     """
 
     kind: str
@@ -96,10 +98,10 @@ class Coding(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What a kernel has made of values x: the parts of a payload, and what they decode to, c, or
-    None if nobody asked for it.
+    """The result of a kernel that encodes values x.
 
-    norms: (programs, 3), float64: ||x||^2, ||c||^2 and ||x - c||^2 of the values of each program.
+    parts: of the payload. decoded: the decoded values c; None if not asked for. norms: (programs,
+    3), float64: ||x||^2, ||c||^2 and ||x - c||^2 of the values of each program.
     """
 
     parts: tuple[Tensor, ...]
@@ -118,8 +120,8 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether Triton's kernels may work on the tensor: it is on a CUDA device, has a dtype that
-    they know, and the package is there. Fake tensors have no memory that a kernel could read."""
+    """Whether Triton's kernels may work on the tensor: it is on a CUDA device, has a dtype that the
+    kernels know, and Triton works. (Fake tensors have no memory that a kernel could read.)"""
     if type(tensor) is not Tensor or tensor.dtype not in (torch.float32, torch.uint8, torch.int32):
         return False
     return _has_triton() if tensor.is_cuda else force_triton and force_device_path
@@ -127,13 +129,13 @@ def takes_triton(tensor: Tensor) -> bool:
 
 @cache
 def _has_triton() -> bool:
-    """Whether Triton is there, and has been seen to work: it compiles a kernel for each use, which
-    takes a C compiler and a folder that can be written."""
+    """Whether Triton is installed, and a trial kernel works: Triton compiles its kernels at first
+    use, which needs a C compiler and a writable folder."""
     if os.environ.get("ADAPTIVE_TRITON") == "0" or find_spec("triton") is None:
         return False
     import triton
 
-    # What the extra `gpu` asks for. torch 2.6 brings 3.2 along, on which nothing was tried.
+    # The version in the extra `gpu`. torch 2.6 comes with 3.2, which was never tested.
     major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (3, 3) and triton_works(torch.device("cuda"))
 
@@ -168,8 +170,8 @@ def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
 
 
 def either(a: Flag, b: Flag) -> Flag:
-    """Whether `a` or `b` is set; no operation on a device where the host knows one, or where both
-    are the same tensor."""
+    """Whether `a` or `b` is set. Without an operation on the device if the host knows one of them,
+    or if both are the same tensor."""
     if a is False:
         return b
     return a if b is False or a is b else a | b
@@ -216,7 +218,7 @@ def scale_if(flag: Flag, x: Tensor, factor: float) -> None:
 
 
 def triton_for_flags(*tensors: Tensor) -> ModuleType | None:
-    """The module that makes and reads flags in Triton, if it may with these tensors."""
+    """The module of Triton's kernels for flags, if it supports these tensors; else None."""
     for x in tensors:
         known = takes_triton(x) and x.dtype == torch.float32
         if not known or not x.is_contiguous() or not x.numel():
@@ -262,25 +264,25 @@ def scratch_like(use: str, tensor: Tensor) -> Tensor:
 
 def uninitialized(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor of `count` elements with arbitrary contents. NumPy asks Linux for large pages:
-    to write 50 MB for the first time then takes 8 ms, after `torch.empty` 24."""
+    the first write of 50 MB then takes 8 ms, and 24 ms after `torch.empty`."""
     if not is_host(device) or count * dtype.itemsize < LARGE:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
 
 
 def reused(buffers: dict[Use, Tensor], device: torch.device) -> dict[Use, Tensor]:
-    """`buffers`: working memory by its use, which the next step finds again. On a device an empty
-    dictionary: its allocator keeps memory."""
+    """`buffers`, working memory by use that the next step reuses. On a device an empty dictionary,
+    because its allocator keeps freed memory."""
     return buffers if is_host(device) else {}
 
 
 def block_size(numel: int, device: torch.device, size: int = CODE_BLOCK) -> int:
-    """Elements that are worked on at a time: `size`, and on a device all."""
+    """The number of elements of a block: `size`; on a device all."""
     return size if is_host(device) else max(numel, 1)
 
 
 def block_bounds(x: Tensor, size: int = CODE_BLOCK) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each block of `size` elements of flat `x`; on a device one for all."""
+    """(start, stop) of each block of `size` elements of flat `x`; on a device one block."""
     size = block_size(x.numel(), x.device, size)
     return ((start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -292,8 +294,8 @@ def fill_up(x: Tensor, size: int) -> Tensor:
 
 
 def rows(x: Tensor, width: int) -> list[Tensor]:
-    """Flat `x` as a matrix of `width` columns, then one of a single row for the rest; only those
-    that have elements."""
+    """Flat `x` as a matrix of `width` columns, then a matrix of one row for the rest. Empty ones
+    are left out."""
     whole = x.numel() // width * width
     if whole == x.numel():
         return [x.view(-1, width)] if whole else []
@@ -302,8 +304,8 @@ def rows(x: Tensor, width: int) -> list[Tensor]:
 
 
 def numbers_of_rows(numbers: Tensor, x: Tensor, width: int) -> list[Tensor]:
-    """`numbers`, equally many for each row of `x` (not empty), as a matrix beside each of
-    `rows(x, width)`, with as many rows."""
+    """For each matrix of `rows(x, width)` a matrix with the numbers of its rows. numbers: the same
+    count for each row of `x` (not empty), flat."""
     whole = x.numel() // width
     if whole * width == x.numel():
         return [numbers.view(whole, -1)]

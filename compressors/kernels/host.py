@@ -1,13 +1,13 @@
 """The kernels in NumPy, on the memory of CPU tensors (float32 or float64), block by block.
 
-Where magnitudes are equal, the element with the lower index is chosen, so every selection is a
-function of the values alone.
+Among equal magnitudes the element with the lower index is chosen, so every selection is a function
+of the values alone.
 
-Exact selection costs little more than reading the tensor, where `torch.topk` costs some 60 copies
-of it. One pass over blocks that fit the cache adds the new gradient, sums the squared norm, and
-collects the elements that reach a threshold guessed from a strided sample; the k largest are found
-among those few. The result never depends on the guess: if fewer than k elements reach it, a lower
-one is tried; if more than twice k do, it is raised on the way.
+Exact selection costs little more than reading the tensor; `torch.topk` costs about 60 copies of it.
+One pass over blocks that fit the cache adds the new gradient, sums the squared norm, and collects
+the elements that reach a threshold, guessed from a strided sample. The k largest are found among
+these few elements. The result never depends on the guess: if fewer than k elements reach the
+threshold, a lower one is tried; if more than twice k do, it is raised during the pass.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from compressors.kernels.blocks import (
 )
 from compressors.kernels.reference import Found, Kernels, by_householder
 
-_ROW = 2048  # elements summed in the array's own precision; their sums are carried on in double
-_TINY = 1e-20  # squares of float32 below 1e-38 vanish: not to be trusted in a sum this small
+_ROW = 2048  # elements summed in the array's own precision; sums of rows are added in double
+_TINY = 1e-20  # a float32 sum of squares below this is inexact: squares below 1e-38 vanish
 
 # Measured: a larger sample, or a guess for fewer elements, costs more than it saves.
 _RANK_SAMPLE, _RANK_STRIDE = 1 << 13, 17  # elements, at most, that bracket the k-th largest
@@ -45,11 +45,11 @@ _PARTITION_BELOW = 1 << 11  # elements; under this a plain partition is as fast
 _SAMPLE, _STRIDE = 1 << 15, 65  # elements looked at, at most, to guess a threshold
 _PLAIN_BELOW, _PLAIN_CF = 1 << 13, 4  # for fewer elements, or more of them kept, nothing is guessed
 _GUESS_BINS_FROM = 1 << 14  # elements, for bins
-_SHORT_BIN = 24  # elements; the maxima of bins so short are found faster column by column
+_SHORT_BIN = 24  # elements; up to this length the maxima are found faster column by column
 _BITS_BLOCK = 1 << 17  # bits unpacked at a time, a byte each: they fit the cache
 _ODD = np.uint16(40503)  # 2**16 over the golden ratio
-_USES = 4  # elements that a random word serves
-_WIDE = 8  # rows up to which they are made orthonormal in double precision
+_USES = 4  # number of elements that use the same random word
+_WIDE = 8  # up to this number, rows are made orthonormal in double precision
 
 _local = threading.local()
 
@@ -69,7 +69,7 @@ def _norm(x: Array, add: Array | None) -> float:
 
 
 def block_square(block: Array) -> float:
-    """||block||^2; pass the sum over all blocks through `checked_norm`.
+    """||block||^2. The sum over all blocks must be checked by `checked_norm`.
 
     Rows are too short for BLAS to split among threads, so the result depends on `block` alone."""
     rows = block.size // _ROW
@@ -82,7 +82,7 @@ def block_square(block: Array) -> float:
 
 
 def checked_norm(total: float, x: Array) -> float:
-    """`total`, or ||x||^2 computed anew in double if float32 may have overflowed or vanished."""
+    """`total`, or ||x||^2 computed again in double if float32 may have overflowed or vanished."""
     if x.dtype != np.float32 or _TINY < total < inf:
         return total
     starts = range(0, x.size, CACHE_BLOCK)
@@ -102,7 +102,7 @@ def largest_positions(x: Array, k: int) -> NDArray[np.intp]:
     keep = np.flatnonzero(magnitude >= smallest)
     if keep.size == k:
         return keep
-    if keep.size < k:  # NaN, which nothing compares to: counted as infinite
+    if keep.size < k:  # NaN compares to nothing: count it as infinite
         return largest_positions(np.where(np.isnan(x), inf, x), k)
     above = magnitude.take(keep) > smallest
     ties = np.flatnonzero(~above)
@@ -111,8 +111,9 @@ def largest_positions(x: Array, k: int) -> NDArray[np.intp]:
 
 
 def _rank_value(x: Array, k: int) -> float:
-    """The `k`-th largest element of `x`, 1 <= k <= x.size, faster than by partitioning: two
-    elements of a strided sample bracket it, and what is inside (else all) is partitioned."""
+    """The `k`-th largest element of `x`, 1 <= k <= x.size, faster than by partitioning `x`: two
+    elements of a strided sample bracket it, and the elements inside are partitioned (all elements
+    if the bracket is wrong)."""
     if x.size < _PARTITION_BELOW:
         return _partitioned(x, k)
     sample = x[:: max(x.size // _RANK_SAMPLE | 1, _RANK_STRIDE)]
@@ -127,8 +128,8 @@ def _rank_value(x: Array, k: int) -> float:
 
 
 def _rank_bounds(sample: int, share: float) -> tuple[int, int]:
-    """Ranks in a sample of that many elements, 4 standard deviations on either side of the element
-    that a `share` of the whole array reaches; either may be out of the sample."""
+    """Two ranks in a sample of `sample` elements, 4 standard deviations above and below the element
+    that a `share` of the whole array reaches. Either rank may be outside the sample."""
     wanted = sample * share
     margin = 4.0 * (wanted * (1.0 - share)) ** 0.5 + 4.0
     return int(wanted - margin), int(wanted + margin) + 1
@@ -143,12 +144,12 @@ def _partitioned(x: Array, rank: int) -> float:
 
 
 class Candidates:
-    """Candidates are the elements that may be among the k largest, in a list that is kept short.
+    """The elements that may be among the k largest, in a list that is kept short.
 
-    threshold: magnitude below which an element is of no interest. It only ever rises.
-    compare: how a magnitude must compare to the threshold: numpy's >= or >.
+    threshold: smaller magnitudes are not collected. It only rises.
+    compare: comparison of a magnitude with the threshold: numpy's >= or >.
     indices, values: runs of elements in the order of their indices; `count` in all.
-    total, magnitudes: the sums of squares and of magnitudes of all elements seen.
+    total, magnitudes: the sums of squares and of magnitudes of all elements so far.
     """
 
     def __init__(self, k: int, threshold: float) -> None:
@@ -161,8 +162,8 @@ class Candidates:
         self.total = self.magnitudes = 0.0
 
     def extend(self, indices: NDArray[np.int32], values: Array) -> None:
-        """Append a run; keep the k largest so far if too many are held. Later elements must exceed
-        the smallest of them, as an equal one has a higher index."""
+        """Append a run; if the list is too long, keep only the k largest so far. Later elements
+        must then exceed the smallest of them, because an equal one has a higher index."""
         self.indices.append(indices)
         self.values.append(values)
         self.count += indices.size
@@ -173,11 +174,11 @@ class Candidates:
             self.compare = np.greater
 
     def all(self) -> tuple[NDArray[np.int32], Array]:
-        """(indices, values) of all elements held, of which there must be at least one run."""
+        """(indices, values) of all collected elements, of at least one run."""
         return np.concatenate(self.indices), np.concatenate(self.values)
 
     def largest(self) -> tuple[NDArray[np.int32], Array]:
-        """(indices, values) of the k largest elements held, or of all if they are fewer."""
+        """(indices, values) of the k largest collected elements, or of all if there are fewer."""
         indices, values = self.all()
         keep = largest_positions(values, self.k)
         return indices.take(keep), values.take(keep)
@@ -187,8 +188,8 @@ class Candidates:
 
 
 def _gather(x: Array, k: int, add: Array | None, sum_magnitudes: bool = False) -> Candidates:
-    """Candidates with the `k` largest among them: all elements of short tensors, for a large share,
-    and where fewer than `k` compare at all because the others are NaN."""
+    """Candidates that include the `k` largest. All elements are candidates in a short tensor, for a
+    large share k / numel, and if fewer than `k` elements are not NaN."""
     if x.size >= _PLAIN_BELOW and _PLAIN_CF * k <= x.size:
         sample = _sample(x, add)
         rank = _rank_bounds(sample.size, k / x.size)[1]
@@ -209,8 +210,8 @@ def _gather(x: Array, k: int, add: Array | None, sum_magnitudes: bool = False) -
 
 
 def _sample(x: Array, add: Array | None) -> Array:
-    """Magnitudes of evenly spread elements of x + add. The stride is odd, so that patterns of the
-    usual even layer widths do not fall in step with it."""
+    """Magnitudes of evenly spread elements of x + add. The stride is odd, because usual layer
+    widths are even: an even stride would sample the same columns again and again."""
     stride = max(x.size // _SAMPLE | 1, _STRIDE)
     sample = x[::stride]
     return np.abs(sample if add is None else sample + add[::stride])
@@ -222,7 +223,8 @@ def _guess(sample: Array, rank: int) -> float:
 
 
 def _guess_in_bins(x: Array, bin_size: int, k: int, add: Array | None) -> float:
-    """What somewhat more than `k` of the elements let through should reach; 0 if unknown."""
+    """A magnitude that somewhat more than `k` of the elements chosen by `select_bins` should reach;
+    0 if unknown."""
     bins = x.size // bin_size
     if x.size < _GUESS_BINS_FROM or bins == 0:
         return 0.0
@@ -244,9 +246,9 @@ def _collect(
     sum_magnitudes: bool = False,
     bins: tuple[int, Array] | None = None,
 ) -> Candidates:
-    """One pass over `x`: the elements that reach the threshold, and the sums.
+    """One pass over `x`: collects the elements that reach the threshold, and the sums.
 
-    bins: (bin size, latest): of those elements only the ones that `select_bins` lets through."""
+    bins: (bin size, latest): collect only elements that `select_bins` chooses."""
     candidates = Candidates(k, threshold)
     size, latest = bins or (1, x)
     if bins and not threshold:
@@ -263,7 +265,7 @@ def _collect(
             candidates.magnitudes += _block_sum(magnitude)
         above = candidates.compare(magnitude, candidates.threshold, out=mask[: block.size])
         peaks = _peaks(magnitude, size) if bins else magnitude
-        if bins and not candidates.threshold:  # nearly all elements are to be looked at
+        if bins and not candidates.threshold:  # nearly all elements must be compared
             coming = np.add(block, latest[start : start + step], out=magnitude)
             above &= np.abs(coming, out=coming) >= np.repeat(peaks, size)[: block.size]
         found = above.nonzero()[0]
@@ -277,7 +279,7 @@ def _collect(
 
 
 def _block_sum(block: Array) -> float:
-    """The sum of a block, in double precision beyond a row."""
+    """The sum of a block. Sums of rows are added in double precision."""
     rows = block.size // _ROW
     head, tail = block[: rows * _ROW].reshape(rows, 1, _ROW), block[rows * _ROW :]
     ones = np.ones((_ROW, 1), block.dtype)  # a product with ones is the fastest sum
@@ -310,7 +312,7 @@ def _peaks(magnitude: Array, bin_size: int) -> Array:
 
 
 class Host(Kernels):
-    """The kernels for CPU tensors. Norms are of any dtype, selections of float32 or float64."""
+    """The kernels for CPU tensors: norms of any dtype, selections of float32 or float64."""
 
     may_read = True
     xp = np
@@ -375,8 +377,9 @@ class Host(Kernels):
         return torch.float64
 
     def fill_random16(self, out: Tensor, digest: bytes) -> None:
-        """As drawing is slow, each random word serves four elements, a quarter of the length of
-        `out` apart: as it is, and times powers of an odd number, which permute the words."""
+        """Drawing is slow, so four elements use the same random word, at distances of a quarter of
+        the length of `out`: the word itself, and its products with powers of an odd number, which
+        permute the words."""
         each = -(-out.numel() // _USES)
         drawn = np.asarray(_random_bits(digest).random_raw(-(-each // 4)))
         words, array = drawn.view(np.uint16)[:each], out.numpy()
@@ -452,8 +455,8 @@ class Host(Kernels):
         return _selected(indices.take(at), values.take(at), candidates.total)
 
     def select_bins(self, x: Tensor, bin_size: int, k: int, add: Tensor | None) -> Selected:
-        """So that not all are gathered first, a few bins tell a magnitude that somewhat more than k
-        of them will reach. If they mislead, a second pass gathers all."""
+        """A few bins give a magnitude that somewhat more than k of the chosen elements will reach,
+        so that not all are collected. If this guess is wrong, a second pass collects all."""
         array, latest = x.numpy(), _array(add)
         with np.errstate(all="ignore"):
             guess = _guess_in_bins(array, bin_size, k, latest)
@@ -492,13 +495,13 @@ class Host(Kernels):
     def progression(
         self, k: int, start: int, stride: int, numel: int, device: torch.device
     ) -> Tensor:
-        indices = np.empty(k, np.uint32)  # by additions: products and remainders of all are slow
+        indices = np.empty(k, np.uint32)  # by additions, because products and remainders are slow
         done = min(k, 1024)
         indices[:done] = (np.arange(done) * stride + start) % numel
-        while done < k:  # the next ones are those so far, moved on by stride * done
+        while done < k:  # the next ones are the ones so far, plus stride * done
             more = indices[done : 2 * done]
             np.add(indices[: more.size], np.uint32(stride * done % numel), out=more)
-            np.minimum(more, more - np.uint32(numel), out=more)  # below 0 wraps round to the top
+            np.minimum(more, more - np.uint32(numel), out=more)  # negative ones wrap to large ones
             done += more.size
         return torch.from_numpy(indices.view(np.int32))
 
@@ -516,7 +519,7 @@ class Host(Kernels):
         nbits = 8 * packed.size
         flags = np.empty(min(_BITS_BLOCK, nbits), np.bool_)
         starts = range(0, nbits, _BITS_BLOCK)
-        # Starts of another dtype than the positions would have all of those converted.
+        # With starts of another dtype, numpy would convert all positions.
         cuts = [*np.searchsorted(at, np.array(starts, at.dtype)), at.size]
         for start, low, high in zip(starts, cuts, cuts[1:], strict=False):
             block = flags[: nbits - start]

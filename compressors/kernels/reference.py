@@ -24,23 +24,23 @@ from compressors.kernels.blocks import (
 Found = TypeVar("Found")
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-_TO_TOP_BYTE = 0x0102040810204080  # times this, bit 8 i of an int64 becomes bit 56 + i
+_TO_TOP_BYTE = 0x0102040810204080  # the product with it has bit 8 i of an int64 as bit 56 + i
 
 
 class Kernels:
     """The loops over the elements of a tensor. This class works on any device; `Host` and `Triton`
-    override what they do faster, and `kernels_for` picks one of the three.
+    override methods that they do faster, and `kernels_for` picks one of the three.
 
-    No method here reads a value, and the number of operations does not depend on that of elements.
-    So results have as many places as were asked for, whatever the data (see `Selected`). Among
-    equal magnitudes any element may be chosen. NaN counts as larger than every threshold, so that
-    it is not hidden.
+    No method here reads a value, and the number of operations does not depend on the number of
+    elements. So results always have the requested number of places (see `Selected`). Among equal
+    magnitudes any element may be chosen. NaN counts as larger than every threshold, so that it is
+    not hidden.
 
-    All tensors are flat. `add`, where it is not None, has the dtype and length of `x`, and is added
-    to it in place first. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0.
+    All tensors are flat. `add`, if it is not None, has the dtype and length of `x`, and is first
+    added to `x` in place. Counts satisfy 1 <= k <= numel < 2**31, or k = 0 if numel is 0.
 
-    may_read: the values of a tensor may be read, since no device has to finish first. Then wrong
-        bytes raise an error there and then, and results have no empty places.
+    may_read: values of tensors may be read, because no device has to finish first. Then invalid
+        bytes raise an error at once, and results have no empty places.
     xp: the module of the functions for native numbers.
     """
 
@@ -59,27 +59,27 @@ class Kernels:
         return x.unbind()
 
     def flag(self, x: Tensor) -> Flag:
-        """A truth (0-dim, bool)."""
+        """A truth value (0-dim, bool) as a `Flag`."""
         return x
 
     def look(self, at: Callable[[], Found], otherwise: Found) -> Found:
-        """What is found by reading values of a tensor; `otherwise` if a device would have to finish
-        first."""
+        """The result of `at`, which reads values of a tensor; `otherwise` if the host would have to
+        wait for a device."""
         return otherwise
 
     def scalar(self, number: Any) -> Scalar:
-        """A native number."""
+        """A native number as a `Scalar`."""
         return number
 
     def any_nan(self, x: Tensor) -> Flag:
         """Whether an element is NaN."""
         return self.flag(x.isnan().any())
 
-    # Native numbers: a tensor, or a NumPy array of its memory, which starts an operation on a few
-    # elements five times as fast
+    # Native numbers: a tensor, or on the host a NumPy array of its memory, with which operations on
+    # a few elements start five times as fast
 
     def native(self, x: Tensor) -> Numbers:
-        """What arithmetic on whole numbers is fastest with."""
+        """`x` as native numbers, for arithmetic on whole numbers."""
         return x.detach()
 
     def wide(self, numbers: Numbers) -> Numbers:
@@ -87,7 +87,8 @@ class Kernels:
         return numbers.int()
 
     def ranks(self, numbers: Numbers, below: int) -> Numbers:
-        """0, 1, ... for as many numbers. below: what arithmetic with these stays under."""
+        """0, 1, ..., one for each of the numbers. below: all results of arithmetic with them are
+        smaller."""
         return torch.arange(numbers.numel(), device=numbers.device)
 
     def fold(self, digits: Numbers, base: int, runs: int, out: Numbers) -> None:
@@ -99,8 +100,8 @@ class Kernels:
         torch.sum(digits, -2, dtype=torch.uint8, out=out)
 
     def unfold(self, folded: Numbers, base: int, runs: int, use: str) -> Numbers:
-        """The digits (..., runs * length; uint8) that `fold` made `folded` of. On the host they are
-        valid until the next call for the same `use`."""
+        """The digits (..., runs * length; uint8) in `folded`: the inverse of `fold`. On the host
+        they are valid until the next call for the same `use`."""
         if runs == 1:
             return folded
         return (folded.unsqueeze(-2) // _powers(base, runs, folded.device) % base).flatten(-2)
@@ -108,8 +109,8 @@ class Kernels:
     def received(
         self, indices: Numbers, numel: int, exact: bool, invalid: Flag
     ) -> tuple[Tensor, Flag]:
-        """Decoded indices (int32), and whether they are invalid. exact: no place is empty. On the
-        host invalid ones raise InvalidPayload, and empty places are taken off."""
+        """Decoded indices (int32), and whether they are invalid. exact: no place is empty. The host
+        raises InvalidPayload for invalid indices, and removes empty places."""
         return indices.clip(max=numel - exact).int(), invalid
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +138,7 @@ class Kernels:
         memory = memory.detach().add_(tensor)
         return self.squared_norm(memory)
 
-    # Pieces: neighbouring runs of elements, `counts` long, which are those of the whole tensor
+    # Pieces: consecutive runs of elements, with lengths `counts`, that make up the whole tensor
 
     def sum_pieces(self, x: Tensor, counts: Array) -> Tensor:
         """The sum of each piece (float64)."""
@@ -155,7 +156,7 @@ class Kernels:
         return x.new_zeros(len(counts)).scatter_reduce_(0, of, x, "amax").double()
 
     def spread(self, numbers: Tensor, counts: Array) -> Tensor:
-        """The number of its piece for each element, or one number for all if there is one piece."""
+        """For each element the number of its piece; one number for all if there is one piece."""
         if len(counts) == 1:
             return numbers
         # `repeat_interleave` has a single warp write a whole piece: 6 ms for 38 million elements.
@@ -180,9 +181,9 @@ class Kernels:
         return Selected(indices, x.index_select(0, indices), total)
 
     def select_rows(self, x: Tensor, rows: int, k: int, add: Tensor | None) -> Selected | None:
-        """`select` in each of so many tensors of equal length, which lie one behind the other in x.
-        Positions are those in their tensor; total: of all. None where they cannot be selected from
-        at once, and nothing is done."""
+        """`select` in each of `rows` consecutive tensors of equal length in x. Positions count from
+        the start of their tensor; total: of all. None, and nothing is done, if it is impossible to
+        select in all at once."""
         return None
 
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
@@ -198,8 +199,8 @@ class Kernels:
     ) -> Selected:
         """As `select_above`, with the threshold that `search` finds by counting; k < numel.
 
-        It counts among the k + 1 largest elements or somewhat more: up to k, counts are the same
-        there as in the whole tensor."""
+        The search counts among the k + 1 largest elements or somewhat more, where counts up to k
+        are the same as in the whole tensor."""
         total, magnitude = self._added(x, add), x.abs()
         most = magnitude.topk(min(k + 1, x.numel())).values
         threshold = search.at_once(most, magnitude.mean(dtype=torch.float64), k)
@@ -229,8 +230,8 @@ class Kernels:
     ) -> Selected:
         """The `k` largest elements that are not `excepted`; if all are, the largest one.
 
-        The bits of numbers that are not negative, read as integers, are ordered as the numbers are.
-        With the sign bit set they are negative, and still in this order."""
+        The bits of nonnegative numbers, read as integers, have the order of the numbers. With the
+        sign bit set they are negative integers, still in this order."""
         bits = magnitude.view(_INTEGERS[x.element_size()])
         sign = torch.iinfo(bits.dtype).min
         best = bits.add(excepted, alpha=sign).topk(k)
@@ -240,11 +241,12 @@ class Kernels:
         return Selected(indices, self.take_present(x, indices), total)
 
     def heaviest(self, estimates: Callable[[int, int], Tensor], k: int, numel: int) -> Tensor:
-        """Positions (int32) of the `k` largest of `numel` estimates, the largest first, among equal
-        ones the lower. estimates: gives those from a start to a stop; all are finite and >= 0."""
+        """Positions (int32) of the `k` largest of `numel` estimates, in descending order of the
+        estimates; among equal ones the lower position. estimates: (start, stop) -> the estimates
+        between; all are finite and >= 0."""
         return estimates(0, numel).sort(descending=True, stable=True).indices[:k].int()
 
-    # Lists of indices, ascending, on a device with empty places last: these hold the index `numel`
+    # Lists of ascending indices. On a device empty places come last, with index `numel`
 
     def take_present(self, x: Tensor, indices: Tensor) -> Tensor:
         """The elements of `x` at `indices`, and 0 for every index beyond the last element."""
@@ -252,20 +254,20 @@ class Kernels:
         return values.masked_fill_(indices >= x.numel(), 0)
 
     def in_bounds(self, indices: Tensor, numel: int) -> Tensor:
-        """The indices, with any that is within [0, numel) in the empty places."""
+        """The indices, with some index within [0, numel) in the empty places."""
         return indices.clamp(max=numel - 1)
 
     def without_empty(self, values: Tensor, indices: Tensor, numel: int) -> Tensor:
-        """The values of `indices`, one for each place, and 0 where that is empty."""
+        """The values, one for each place of `indices`, with 0 for an empty place."""
         return values.masked_fill(indices >= numel, 0)
 
     def filled(self, indices: Tensor, numel: int) -> Tensor | None:
-        """Which places hold something; None: all of them."""
+        """Which places are not empty; None: no place is empty."""
         return indices < numel
 
     def union(self, indices: Tensor, least: int, numel: int) -> Tensor:
-        """The different ones among `indices` (in any order), with empty places for the others, at
-        least so many places in all."""
+        """The distinct indices among `indices` (given in any order), ascending. On a device there
+        are empty places for repeated indices, and at least `least` places in all."""
         indices = indices.sort().values
         again = torch.zeros_like(indices, dtype=torch.bool)
         again[1:] = indices[1:] == indices[:-1]
@@ -301,8 +303,8 @@ class Kernels:
         out.copy_(self.pack_bits(bits)[:-1])
 
     def find_bits(self, data: Tensor, count: int) -> Tensor:
-        """Ascending positions of the first `count` bits that are set in `data` (uint8); places for
-        which there is none hold 8 * len(data)."""
+        """Ascending positions of the first `count` bits that are set in `data` (uint8). Empty
+        places hold 8 * len(data)."""
         rank = torch.arange(count, dtype=torch.int32, device=data.device)
         found = _bits(data).cumsum(0, dtype=torch.int32)
         return torch.searchsorted(found, rank, right=True, out_int32=8 * data.numel() < 2**31)
@@ -323,7 +325,7 @@ class Kernels:
 
 
 def by_householder(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    if rows.dtype == dtype:  # then squares could overflow or vanish
+    if rows.dtype == dtype:  # without a wider dtype, squares could overflow or vanish
         largest = rows.abs().amax(1, keepdim=True)
         rows = rows / torch.where(largest > 0, largest, 1.0)
     columns = torch.linalg.qr(rows.t()).Q
@@ -340,7 +342,7 @@ def seeded(device: torch.device, digest: bytes) -> torch.Generator | None:
 
 @cache
 def _powers(base: int, runs: int, device: torch.device) -> Tensor:
-    """What the digits of a byte are multiplied by: (runs, 1), uint8."""
+    """The factors of a byte's digits: (runs, 1), uint8."""
     powers = [[base**i] for i in range(runs)]
     return torch.tensor(powers, dtype=torch.uint8).to(device, non_blocking=True)
 

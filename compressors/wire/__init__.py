@@ -1,1 +1,1 @@
-"""What travels: how indices, values and small whole numbers become bytes, and back."""
+"""The wire formats: how indices, values and small whole numbers become bytes, and back."""

@@ -1,4 +1,4 @@
-"""How the indices of kept elements travel: by the Elias-Fano code or a bit map, whichever is less.
+"""The wire formats of the indices of kept elements: the Elias-Fano code or a bit map.
 
 Elias, "Efficient Storage and Retrieval by Content and Address of Static Files" (JACM 1974), and
 Fano, "On the Number of Bits Required to Implement an Associative Memory" (1971).
@@ -23,15 +23,15 @@ from compressors.wire.packing import numbers_nbytes, pack_numbers, unpack_number
 class IndexFormat:
     """An index format writes at most `capacity` of the positions in range(numel) as bytes.
 
-    How many there are is told by the bytes. 0 <= capacity <= numel < 2**31. On a device there are
-    always `capacity` indices: places that hold nothing come last, as `numel`.
+    The bytes tell the number of positions. 0 <= capacity <= numel < 2**31. On a device there are
+    always `capacity` indices: empty places come last, as `numel`.
 
-    low: None for a bit map, which has a bit for every element of the tensor: the smallest format
-        where about a fourth or more are kept. A number for the Elias-Fano code: the `low` lowest
-        bits (0 to 30) of an index are written as they are, the others (its high part) in unary.
-        High parts never fall, so in a map of (capacity + number of high parts) bits, bit (high part
-        + rank) is set for each index: no two meet, and the rank is the number of bits set below.
-        The low bits follow, with a slot for each of `capacity`.
+    low: None for a bit map, with a bit for every element of the tensor: the smallest format if
+        about a fourth or more are kept. A number for the Elias-Fano code: the `low` lowest bits (0
+        to 30) of an index are written unchanged, the other bits (its high part) in unary. High
+        parts never descend, so in a map of (capacity + number of high parts) bits, bit (high part +
+        rank) is set for each index: no bit is set twice, and the rank of an index is the number of
+        bits set below. The low bits follow the map, in `capacity` slots.
     """
 
     low: int | None
@@ -77,9 +77,9 @@ class IndexFormat:
         values: Sequence[Tensor] = (),
         rows: int = 1,
     ) -> bool:
-        """Fill `out` with the parts of coded `values`, at most two, and the bytes of `indices`
-        after them, by one of Triton's kernels; False where it cannot, and nothing is done. rows: of
-        so many payloads, one after the other; `indices` and each part are theirs in turn."""
+        """Fill `out` with the parts of coded `values`, at most two, and then the bytes of
+        `indices`, by one of Triton's kernels. False, and nothing is done, if it cannot. rows:
+        number of consecutive payloads in `out`; `indices` and each part hold theirs in turn."""
         if indices.numel() > rows * capacity:
             raise ValueError(f"indices must be at most {capacity}, got {indices.numel() // rows}")
         size = rows * self.nbytes(numel, capacity) + sum(part.nbytes for part in values)
@@ -94,13 +94,12 @@ class IndexFormat:
     def decode(
         self, data: Tensor, numel: int, capacity: int, exact: bool = False
     ) -> list[tuple[Tensor, Flag]]:
-        """Of each row of `data` (ranks, bytes; uint8): the indices (int32, flat), and whether the
-        bytes are invalid. Where Triton's kernels do so, all have the same flag, which says whether
-        any of them is invalid.
+        """For each row of `data` (ranks, bytes; uint8): the indices (int32, flat), and whether the
+        bytes are invalid. From Triton's kernels all rows have the same flag: some row is invalid.
 
-        On the host InvalidPayload unless a row is what is made of indices that ascend strictly
-        within [0, numel), as many as `capacity` if `exact`. On a device a flag says whether that is
-        so, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
+        Bytes are valid if they encode indices that ascend strictly within [0, numel), exactly
+        `capacity` of them if `exact`. The host raises InvalidPayload for invalid bytes. A device
+        sets the flag, and no index is beyond `numel` (if `exact`, `numel` - 1)."""
         nbytes = self.nbytes(numel, capacity)
         if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] != nbytes:
             raise InvalidPayload(
@@ -115,10 +114,10 @@ class IndexFormat:
         return [(row, invalid) for row in indices.unbind()]
 
     def _decode(self, data: Tensor, numel: int, capacity: int, exact: bool) -> tuple[Tensor, Flag]:
-        """One more index than there can be is decoded, and counts as `numel`. Each must be below
-        the next one: the last one bounds all. Unless `exact`, those that are not present, or beyond
-        the last element, become `numel` plus the bits in their slots, and must not be above the
-        next one: slots that hold nothing have no bits."""
+        """Decode one row. One index more than `capacity` is decoded, and counts as `numel`. Each
+        index must be below the next one, so the last one bounds all. Unless `exact`, an index that
+        is missing, or beyond the last element, becomes `numel` plus the bits in its slot, and must
+        not be above the next one: so empty slots must have no bits."""
         kernels, size = kernels_for(data), self._map_nbytes(numel, capacity)
         positions = kernels.native(kernels.find_bits(data[:size], capacity + 1))
         follows: Flag = False

@@ -1,11 +1,11 @@
-"""The bit packer: whole numbers below a power of two, or below 3, in as few bytes as they take.
+"""The bit packer: packs whole numbers below a power of two, or below 3, into few bytes.
 
 A number is cut into digits of 8, 4, 2 and 1 bits, the lowest bits first; a number below 3 is one
-digit of base 3. A byte holds several digits of one base: five of base 3, since 3**5 = 243. The
-digits of all numbers are cut into as many runs of equal length, which are laid above each other in
-the same bytes: byte j = sum over i of base**i * digit[j + i * length].
+digit of base 3. A byte holds several digits of one base: five of base 3, because 3**5 = 243. The
+digits of all numbers are cut into runs of equal length, as many as a byte holds digits. Byte j has
+digit j of each run: byte j = sum over i of base**i * digit[j + i * length].
 
-What works on `Numbers` takes what `Kernels.native` gives.
+Functions of `Numbers` accept the results of `Kernels.native`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compressors.kernels import kernels_for, kernels_of
 from compressors.kernels.blocks import CODE_BLOCK, Flag, Numbers, fill_up, scratch
 
 _PER_BYTE = {256: 1, 16: 2, 4: 4, 3: 5, 2: 8}
-"""How many digits of a base a byte holds."""
+"""The number of digits of each base in a byte."""
 
 
 # Numbers -----------------------------------------------------------------------------------------
@@ -48,10 +48,10 @@ def pack_numbers(numbers: Numbers, levels: int, count: int, out: Numbers) -> Non
 
 
 def unpack_numbers(data: Numbers, levels: int, count: int) -> tuple[Numbers, Flag]:
-    """The numbers (..., count) that `pack_numbers` packed into `data`, as uint8, or int32 if
-    `levels` > 256; and whether more than zeros follows them there.
+    """(numbers, follows): the numbers (..., count) that `pack_numbers` packed into `data`, as
+    uint8, or int32 if `levels` > 256; and whether some number after them is not zero.
 
-    They are valid until the next call, and may be a view of `data`. 1 < levels <= 2**31."""
+    The numbers are valid until the next call, and may be a view of `data`. 1 < levels <= 2**31."""
     kernels, numbers, start, follows = kernels_of(data), None, 0, False
     for low, base in _digits(levels):
         length = -(-count // _PER_BYTE[base])
@@ -84,10 +84,10 @@ def _digits(levels: int) -> tuple[tuple[int, int], ...]:
 
 # Codes of values ---------------------------------------------------------------------------------
 #
-# Eight codes of b bits take b bytes, five of base 3 one byte. Codes are packed block by block of
-# CODE_BLOCK, each filled up to a multiple of eight (five). They lie in memory as eight rows, their
-# bytes as b rows. On a device all blocks are packed by the same few operations: the rows of the
-# last one are made as long as those of the others, and what that adds is cut off again.
+# Eight codes of b bits take b bytes, five codes of base 3 one byte. Codes are packed in blocks of
+# CODE_BLOCK, each padded to a multiple of eight (five). In memory a block of codes is eight rows,
+# and its bytes are b rows. On a device all blocks are packed by the same few operations: the rows
+# of the last block are padded to the length of the others, and the padding is cut off again.
 
 
 def codes_nbytes(count: int, levels: int) -> int:
@@ -103,8 +103,8 @@ def pack_codes(q: Tensor, levels: int, offset: int, out: Tensor, tensors: int = 
     """Pack the codes q + offset, each below `levels`, into `out`; with 256 levels q in two's
     complement.
 
-    q: flat whole numbers. out: uint8, codes_nbytes elements. tensors: of equal length, which are
-    packed one by one, on a device all at once."""
+    q: flat whole numbers. out: uint8, codes_nbytes elements. tensors: number of tensors of equal
+    length in q, each packed separately, on a device all at once."""
     if levels == 256:
         out.view(torch.int8).copy_(q)
         return
@@ -147,7 +147,7 @@ def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor, tensors:
 
 
 def pack_bits(bits: Tensor, tensors: int) -> Tensor:
-    """`Kernels.pack_bits` of so many tensors of equal length, each by itself."""
+    """`Kernels.pack_bits` for each of `tensors` consecutive tensors of equal length."""
     if tensors > 1:
         each = bits.view(tensors, -1)
         bits = fill_up(each, -(-each.shape[1] // 8) * 8).view(-1)
@@ -166,21 +166,21 @@ def unpack_bits(packed: Tensor, out: Tensor, tensors: int) -> None:
 
 
 def _blocks(tensors: Tensor, size: int) -> list[Tensor]:
-    """(tensors, blocks, elements): the rows of a matrix in blocks of `size` elements, then what is
-    left of them; only those that have elements."""
+    """(tensors, blocks, elements): the rows of a matrix in blocks of `size` elements; then their
+    last, shorter blocks. Empty ones are left out."""
     whole = tensors.shape[1] // size * size
     pieces = tensors[:, :whole].unflatten(1, (-1, size)), tensors[:, None, whole:]
     return [piece for piece in pieces if piece.numel()]
 
 
 def _rows(levels: int) -> tuple[int, int]:
-    """(codes, bytes) of a column."""
+    """(number of codes, number of bytes) of a column."""
     return (5, 1) if levels == 3 else (8, levels.bit_length() - 1)
 
 
 def _by_columns(x: Tensor, size: int, rows: int) -> Tensor:
-    """(blocks, elements): flat `x` in blocks of `size`, each filled up to whole columns, and the
-    last one to as many columns as the others have."""
+    """(blocks, elements): flat `x` in blocks of `size`, each padded to whole columns, and the last
+    one to the number of columns of the others."""
     whole = x.numel() // size * size
     columns = -(-size // rows)
     blocks = fill_up(x[:whole].view(-1, size), columns * rows)

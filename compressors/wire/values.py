@@ -1,4 +1,4 @@
-"""How values travel: in full, in half precision, or as levels with a shared scale.
+"""The wire formats of values: full precision, half precision, or levels with a shared scale.
 
 A `ValueFormat` turns the values that a sparsifier keeps (`TopK(values="bf16")`), or all values of a
 tensor (`compressors.quantizers`), into the parts of a payload. A `BlockFormat` does so block by
@@ -41,7 +41,7 @@ from compressors.kernels.reference import seeded
 from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
 
 STEP = 2.0**-16
-"""Times this, the numbers of `fill_random16` are in [0, 1)."""
+"""The factor that brings the numbers of `fill_random16` into [0, 1)."""
 
 WIDER = 1 + 2.0**-20
 """Scales are larger by this factor: rounding errors must not put a value past the last level."""
@@ -60,12 +60,12 @@ Parts = tuple[Tensor, ...]
 class ValueFormat(ABC):
     """A value format writes the values of a flat tensor as the parts of a payload.
 
-    Any pattern of bytes decodes to something. At least one part holds floating-point numbers: if
-    these are all NaN, all values decode to NaN, and if all are 0, to 0.
+    Any bytes can be decoded. At least one part holds floating-point numbers: if these are all NaN,
+    all values decode to NaN, and if all are 0, to 0.
 
     name: the registered name, or that of the compressor.
-    lossless: decodes to exactly what was encoded.
-    coding: how Triton's kernels decode it; None if they do not know it. fuses: they also write it.
+    lossless: decoded values are exactly the encoded ones.
+    coding: how Triton's kernels decode the format; None if they cannot. fuses: they also encode it.
     """
 
     name: str = ""
@@ -79,20 +79,20 @@ class ValueFormat(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor, key: Key) -> tuple[Parts, Tensor]:
-        """The parts, contiguous, as `layout` says, and what they decode to. `values` (flat) are
-        left as they are."""
+        """(parts, decoded values). The parts are contiguous, with the sizes of `layout`. `values`
+        (flat) do not change."""
 
     @abstractmethod
     def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> Tensor:
-        """The values that `parts` stand for: bit by bit the same wherever it is called."""
+        """The decoded values: the same bit by bit on every rank and device."""
 
     def fused(
         self, x: Tensor, add: Tensor | None, key: Key, decode: bool = True, rows: int = 1
     ) -> Encoded | None:
         """x += add in place (if given), then `encode` x (flat) by Triton's kernels, with squared
-        norms; what it decodes to only if `decode`. None where they cannot, and nothing is done.
-        rows: so many tensors of equal length, each coded by itself; each part has theirs in
-        turn."""
+        norms; decoded values only if `decode`. None, and nothing is done, if they cannot. rows:
+        number of tensors of equal length in x, each coded separately; each part holds those of the
+        tensors in turn."""
         return None
 
     def size(self, count: int, dtype: torch.dtype) -> int:
@@ -101,7 +101,7 @@ class ValueFormat(ABC):
 
 
 class Pieces:
-    """Pieces are runs of elements of a flat tensor, each with a scale of its own.
+    """Pieces are runs of elements of a flat tensor, each with its own scale.
 
     lengths: of the pieces, at least 1 (int64). width: the longest piece that a segment is cut into;
         None: pieces are the segments."""
@@ -119,7 +119,7 @@ class Pieces:
         return len(self.lengths)
 
     def within(self, start: int, stop: int) -> Cut:
-        """The pieces that elements [start, stop) lie in."""
+        """The pieces of elements [start, stop)."""
         first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
         if first == last:
             return Cut(slice(first, first + 1), np.array([stop - start]))
@@ -128,8 +128,10 @@ class Pieces:
 
 
 class Cut(NamedTuple):
-    """The pieces of a block: which they are, and how many of the block's elements each has. rows:
-    the block has so many tensors of equal length, whose codes are packed one by one."""
+    """The pieces of a block.
+
+    which: slice of the pieces. counts: for each piece, its number of elements in the block. rows:
+    number of tensors of equal length in the block, whose codes are packed separately."""
 
     which: slice
     counts: Array
@@ -137,7 +139,7 @@ class Cut(NamedTuple):
 
 
 NO_CUT = Cut(slice(0), np.empty(0, np.int64))
-"""Of a format without `shared` parts."""
+"""The cut for a format without `shared` parts."""
 
 
 @lru_cache(maxsize=256)
@@ -150,15 +152,15 @@ class BlockFormat(ValueFormat):
     """A block format is a value format that codes block by block (on a device: all at once).
 
     shared: number of leading parts that hold a number for each of `pieces_of`. They are known only
-        once all blocks were looked at. The other parts are cut into blocks.
+        after a first pass over all blocks (`look_at`). The other parts are cut into blocks.
     """
 
     shared: int = 0
     codes_rows: bool = False
-    """It codes tensors of equal length at once (`Cut.rows`) by torch's operations."""
+    """The format codes tensors of equal length at once (`Cut.rows`) by torch's operations."""
     block: int = CODE_BLOCK
-    """Elements of a block on the host: a multiple of CODE_BLOCK, unless each element is a byte or
-    more by itself, and nothing is random."""
+    """Elements of a block on the host: a multiple of CODE_BLOCK, unless each element has whole
+    bytes, and nothing is random."""
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces | None:
         """The pieces that have numbers in the `shared` parts."""
@@ -175,7 +177,7 @@ class BlockFormat(ValueFormat):
         return (*numbers, *self.block_layout(count, dtype))
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
-        """Add what a block tells of the scales of its pieces to `sums` (3, pieces), float64."""
+        """Add a block's part of the scales of its pieces to `sums` (3, pieces; float64)."""
 
     def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         """Fill the `shared` parts, from `sums` over all blocks and the lengths of the pieces."""
@@ -183,7 +185,7 @@ class BlockFormat(ValueFormat):
     @abstractmethod
     def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
         """Code the block `x` (not empty, float32 or float64), from `start` on, into its slices of
-        the parts. Returns what they decode to, in working memory."""
+        the parts. Returns the decoded values, in working memory."""
 
     @abstractmethod
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
@@ -195,7 +197,7 @@ class BlockFormat(ValueFormat):
         return parts, decoded
 
     def _empty(self, x: Tensor, spec: Spec) -> Parts:
-        """Memory for the parts that `x` becomes."""
+        """Uninitialized memory for the parts of `x`."""
         layout = self.layout(x.numel(), x.dtype, spec.segments)
         return tuple(uninitialized(size, dtype, x.device) for size, dtype in layout)
 
@@ -214,8 +216,8 @@ class BlockFormat(ValueFormat):
         dtype: torch.dtype,
         rows: int = 1,
     ) -> None:
-        """Decode the elements from `start` on, a block of them, into `out`. rows: of all, `out` has
-        so many tensors of equal length, each coded by itself."""
+        """Decode a block of elements, from `start` on, into `out`. rows: above 1, `out` is the
+        whole, and consists of this many tensors of equal length, each coded separately."""
         if rows > 1:
             of = self.pieces_of(segments)
             cut = NO_CUT if of is None else of.within(0, out.numel())
@@ -250,8 +252,9 @@ class BlockFormat(ValueFormat):
 def encode_sum(
     form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, decoded: Tensor | None = None
 ) -> tuple[Parts, Tensor | None]:
-    """x += add in place (if given), then encode x. Returns the parts and, unless what they decode
-    to is wanted in `decoded`, `Payload.energies`, if they are asked for."""
+    """x += add in place (if given), then encode x. Returns (parts, `Payload.energies`); energies
+    are None if `spec` does not ask for them, or with `decoded`, which then gets the decoded values.
+    """
     x, add = x.detach(), None if add is None else add.detach()
     fused = None if decoded is not None else form.fused(x, add, spec.key, decode=False)
     if fused is not None:
@@ -290,8 +293,8 @@ def encode_sum(
 def encode_rows(
     form: BlockFormat, x: Tensor, add: Tensor | None, spec: Spec, rows: int
 ) -> tuple[Parts, Tensor] | None:
-    """`encode_sum`, on a device, of tensors of equal length that lie one behind the other, each
-    coded by itself: each part has theirs in turn. None where they cannot be coded at once."""
+    """`encode_sum`, on a device, of `rows` consecutive tensors of equal length, each coded
+    separately: each part holds those of the tensors in turn. None if this format cannot."""
     fused = form.fused(x, add, spec.key, False, rows)
     if fused is not None:
         return fused.parts, fused.norms.sum(0)
@@ -315,20 +318,20 @@ def encode_rows(
 
 
 def decodes_rows(form: BlockFormat, like: Tensor) -> bool:
-    """Whether what `encode_rows` makes can be decoded at once."""
+    """Whether the result of `encode_rows` can be decoded at once."""
     return form.codes_rows or (
         form.coding is not None and kernels_for(like).fused(like) is not None
     )
 
 
 def sum_scalars(numbers: Sequence[Scalar]) -> Scalar:
-    """The sum; no operation on a device if there is one number."""
+    """The sum of numbers; no operation on a device if there is only one."""
     first, *others = numbers
     return sum(others, first)
 
 
 class Full(ValueFormat):
-    """This value format changes nothing: it sends the values in their own dtype, not copied."""
+    """The lossless value format: sends the values in their own dtype, without a copy."""
 
     name = "fp32"
     lossless = True
@@ -353,10 +356,10 @@ class Full(ValueFormat):
 
 
 class Half(BlockFormat):
-    """This value format rounds each value to the nearest number of 16 bits.
+    """The value format that rounds each value to the nearest number of 16 bits.
 
-    headroom: how many values must be able to be summed: they are cut to the largest such number
-        divided by this. What is cut off is part of the error, and fed back with it.
+    headroom: number of values that can be summed without overflow: values are clipped to the
+        largest number / headroom. The clipped part belongs to the compression error.
     parts: values (float16 or bfloat16).
     """
 
@@ -388,7 +391,7 @@ class Half(BlockFormat):
 
 
 class Levels(BlockFormat):
-    """This value format decodes x to scale * q, with a scale for each bucket of values.
+    """The value format that decodes x to scale * q, with a scale for each bucket of values.
 
     q is a whole number from -levels to levels, levels = 2**(bits - 1) - 1.
 
@@ -486,8 +489,8 @@ def add_largest(x: Tensor, cut: Cut, largest: Tensor) -> None:
 
 
 class ScaledCodes(BlockFormat):
-    """This is the base of value formats that decode x to scale * q, with a scale for each segment
-    of the spec: for a whole tensor.
+    """The base of value formats that decode x to scale * q, with a scale for each segment of the
+    spec (a whole tensor).
 
     q is a whole number, and q + offset a code from 0 to codes - 1.
     parts: scales (one for each segment), packed codes.
@@ -523,15 +526,16 @@ class ScaledCodes(BlockFormat):
 
 
 class TensorLevels(ScaledCodes):
-    """This value format is `Levels` with a scale for each segment of the spec, a whole tensor.
+    """The value format `Levels` with a scale for each segment of the spec (a whole tensor).
 
     bits, norm, seed: see `Levels`; always rounded at random. With "l2" the norm is at level
-        2**(bits - 1), one more than `Levels` has. As a positive value that level has no code, and
-        becomes the one below: only an element that is next to the whole tensor comes near it.
+        2**(bits - 1), one level more than in `Levels`. The positive value of this level has no
+        code, and becomes the level below. Only an element with nearly the norm of the whole tensor
+        comes near it.
     """
 
     def __init__(self, name: str, bits: int, norm: str = "l2", seed: int = 0) -> None:
-        of_buckets = Levels(name, bits, CODE_BLOCK, norm, seed)  # checks what is given
+        of_buckets = Levels(name, bits, CODE_BLOCK, norm, seed)  # checks the arguments
         self.name, self.bits, self.norm, self.seed = name, bits, norm, seed
         self._largest = of_buckets.levels  # code
         self.levels = of_buckets.levels + (norm == "l2")
@@ -552,7 +556,7 @@ class TensorLevels(ScaledCodes):
 
 
 def check_bucket(bucket: int) -> None:
-    """Raise ValueError unless so many values can share a scale."""
+    """ValueError unless `bucket` values can share a scale."""
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket not in _BUCKETS:
         raise ValueError(f"bucket must be a power of two from 8 to {CODE_BLOCK}, got {bucket!r}")
 

@@ -1,7 +1,7 @@
-"""The kernels for CUDA devices, where Triton is installed.
+"""The kernels for CUDA devices, if Triton is installed.
 
-This file says which tensors they are for. The other files of this folder import Triton, and are
-imported by whoever has a tensor for them.
+This file decides which tensors the kernels support. The other files of this folder import Triton,
+and are imported only when a kernel is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def fits(x: Tensor, *others: Tensor | None) -> bool:
 
 
 class Triton(Kernels):
-    """Norms and selections take fewer passes over a tensor in Triton. What it does not know, and
-    tensors of a single element, are left to the reference."""
+    """Norms and selections with fewer passes over a tensor, in Triton. Tensors that the kernels do
+    not support, and tensors of a single element, are left to the reference."""
 
     def fused(self, *tensors: Tensor | None) -> Any:
         given = [x for x in tensors if x is not None]

@@ -21,21 +21,21 @@ from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, Flag
 from compressors.kernels.triton.launching import launch, power_of_2
 
 ELEMENTS = 2048
-"""Elements that a program works on."""
+"""The number of elements that a program works on."""
 
 COLUMNS = 256
-"""Columns of eight codes that a program packs."""
+"""The number of columns of eight codes that a program packs."""
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # added and taken off again, it rounds to the nearest even
+_TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds to the nearest even
 
 
 class Coded(NamedTuple):
-    """The coded values of several ranks, equally many each.
+    """The coded values of several ranks, the same number for each.
 
     numbers: (ranks, numbers of one): scales, or the values themselves. codes: (ranks, bytes of
-    one), uint8. size: values of a rank. coding: how they are decoded. What lies one behind the
-    other in a tensor, and not on top of each other, is coded likewise: a row for each shard."""
+    one), uint8. size: number of values of a rank. coding: how they are decoded. Consecutive shards
+    of one tensor are represented in the same way: a row for each shard."""
 
     numbers: Tensor
     codes: Tensor
@@ -44,20 +44,19 @@ class Coded(NamedTuple):
 
 
 def coded(parts: Sequence[Sequence[Tensor]], count: int, coding: Coding) -> Coded:
-    """The coded values whose parts are `parts` (for each rank one or two)."""
+    """The coded values in `parts` (one or two for each rank)."""
     columns = [as_rows(column) for column in zip(*parts, strict=True)]
     return Coded(columns[0], columns[-1], count, coding)
 
 
 def coded_rows(parts: Sequence[Tensor], count: int, coding: Coding, rows: int) -> Coded:
-    """The coded values of so many tensors of `count` elements, whose parts lie one behind the
-    other."""
+    """The coded values of `rows` tensors of `count` elements, with consecutive parts."""
     return Coded(parts[0].view(rows, -1), parts[-1].view(rows, -1), count, coding)
 
 
 def as_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Equally long flat tensors as the rows of a matrix, without a copy if they already lie at
-    equal distances in one memory, as what was gathered from the ranks does."""
+    """Flat tensors of equal length as the rows of a matrix. Without a copy if they are at equal
+    distances in one memory, as after an all-gather."""
     first = tensors[0]
     if len(tensors) == 1:
         return first[None]
@@ -153,8 +152,8 @@ def write_values(
 ) -> None:
     """out = scale * (sum over the ranks of their values), in the ranks' order; zeros if `as_zeros`.
 
-    out: flat, float32, as many elements as a rank has values. add: on top of what is there.
-    side_by_side: the rows of values lie one behind the other in `out`."""
+    out: flat, float32, as many elements as a rank has values. add: `out` += instead of `out` =.
+    side_by_side: the rows of values are consecutive in `out`, and not summed."""
     rows, ranks = (len(values.numbers), 1) if side_by_side else (1, len(values.numbers))
     launch(
         _dense_mean, (-(-values.size // ELEMENTS), rows), out, out, *decoding(values),
@@ -164,7 +163,7 @@ def write_values(
 
 
 def decoding(values: Coded) -> tuple[Tensor, int, Tensor, int]:
-    """What kernels are given to decode values: where these are, and the distance of the ranks."""
+    """Arguments of kernels that decode values: the tensors, and the distances between ranks."""
     numbers = values.numbers
     if numbers.dtype == torch.bfloat16:
         numbers = numbers.view(torch.int16)
@@ -172,7 +171,7 @@ def decoding(values: Coded) -> tuple[Tensor, int, Tensor, int]:
 
 
 def decoding_sizes(values: Coded) -> dict[str, Any]:
-    """What kernels are compiled for to decode values."""
+    """Compile-time arguments of kernels that decode values."""
     kind, bits, bucket = values.coding
     if values.numbers.dtype == torch.bfloat16:
         kind = "bfloat16"
@@ -180,7 +179,7 @@ def decoding_sizes(values: Coded) -> dict[str, Any]:
 
 
 def flag_in_memory(flag: Flag, otherwise: Tensor) -> Tensor:
-    """A flag as a kernel reads it, or a tensor that stands in for one that is not looked at."""
+    """A flag as a tensor for a kernel; `otherwise`, which the kernel does not read, for a bool."""
     return flag.view(torch.uint8) if isinstance(flag, Tensor) else otherwise
 
 
@@ -213,8 +212,8 @@ def _load_sum(x, add, i, present, ADD: tl.constexpr):
 
 @triton.jit
 def _quantized(x, scale, random, i, present, RANDOM: tl.constexpr):
-    """Levels (float32, whole) of x for its scale; 0 where that is not a number, as are x or the
-    scale, so that the bytes are the same everywhere."""
+    """Levels (float32, whole) of x for its scale; 0 if the level is NaN (because x or the scale
+    is), so that the bytes are the same everywhere."""
     exact = tl.div_rn(x, scale)
     if RANDOM:
         exact += tl.load(random + i, mask=present, other=0.0)
@@ -230,7 +229,7 @@ def _bucket_levels(
     ADD: tl.constexpr, RANDOM: tl.constexpr, CODES: tl.constexpr, DECODED: tl.constexpr,
     BUCKET: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The scale of each bucket; with CODES also all the rest, for codes of a byte."""
+    """The scale of each bucket; with CODES also the codes and all results, for codes of a byte."""
     program, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     x += tensor * count
     add += tensor * count
@@ -279,7 +278,7 @@ def _pack_levels(
     RANDOM: tl.constexpr, DECODED: tl.constexpr, BITS: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of less than a byte, once the scales are there: columns of eight (`wire.packing`)."""
+    """Codes of less than a byte, once scales are computed: columns of eight (`wire.packing`)."""
     block, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     x += tensor * count
     random += tensor * count
@@ -321,9 +320,9 @@ def encode_levels(
 ) -> Encoded:
     """x += add, then levels of x with a scale for each bucket (`values.Levels`, norm "max").
 
-    steps: how many scales are the largest magnitude of a bucket. random: numbers from 0 to below 1
-    to round with, for each element at least; None: to the nearest. tensors: so many of equal length
-    in x, each coded by itself. codes_nbytes: of each of them."""
+    steps: the largest magnitude of a bucket / scale. random: numbers in [0, 1) for rounding, at
+    least one for each element; None: rounding to the nearest. tensors: number of tensors of equal
+    length in x, each coded separately. codes_nbytes: of each tensor."""
     count = x.numel() // tensors
     buckets = -(-count // bucket)
     scales = x.new_empty(tensors * buckets)
@@ -361,7 +360,7 @@ def _floats(
     exact = _load_sum(x, add, i, present, ADD)
     kept = exact
     if KIND != "float32":
-        kept = tl.where(kept > limit, limit, kept)  # NaN stays, which a minimum might drop
+        kept = tl.where(kept > limit, limit, kept)  # keeps NaN, unlike a minimum
         kept = tl.where(kept < -limit, -limit, kept)
         if KIND == "bfloat16":
             bits = kept.to(tl.int32, bitcast=True)
@@ -452,8 +451,8 @@ def encode_natural(
 ) -> Encoded:
     """x += add, then powers of two (`compressors.contrib.natural.Natural`).
 
-    random: whole numbers of 16 bits (int32), at least one for each element. tensors: so many of
-    equal length in x, each coded by itself."""
+    random: whole numbers of 16 bits (int32), at least one for each element. tensors: number of
+    tensors of equal length in x, each coded separately."""
     count = x.numel() // tensors
     blocks = -(-count // CODE_BLOCK)
     grid = -(-min(count, CODE_BLOCK) // ELEMENTS), blocks, tensors

@@ -1,8 +1,8 @@
-"""What a device does only if a flag is set, and how it finds out, as Triton's kernels.
+"""Triton's kernels that make flags, and that change a tensor only if a flag is set.
 
-torch's operations on a flag read and write the whole tensor whether it is set or not. These kernels
-look at the flag first, and leave the tensor alone if there is nothing to do: that a bucket is
-nonfinite is rare, and to be ready for it costs next to nothing.
+torch's operations on a flag read and write the whole tensor whether the flag is set or not. These
+kernels read the flag first, and do not touch the tensor if there is nothing to do. Nonfinite
+buckets are rare, so the kernels cost next to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIONS: dict[str, Any] = {"block": BLOCK, "num_warps": 8}
 
 
 def fill_if(flag: Tensor, x: Tensor, value: float) -> None:
-    """See `blocks.fill_if`; x: contiguous float32, as everything here."""
+    """See `blocks.fill_if`. x: contiguous float32, as in all functions here."""
     launch(_fill_if, _grid(x), x, flag, x, value, x.numel(), **_OPTIONS)
 
 
@@ -37,8 +37,8 @@ def scale_if(flag: Tensor, x: Tensor, factor: float) -> None:
 
 
 def clamp_if_above(energies: Tensor, most: float, x: Tensor, largest: float) -> None:
-    """Bring the elements of x into [-largest, largest] if the sum of `energies` (float64, flat) is
-    not at most `most`."""
+    """Clamp the elements of x to [-largest, largest] unless the sum of `energies` (float64, flat)
+    is at most `most`."""
     sizes = (energies.numel(), x.numel())
     launch(_clamp_if_above, _grid(x), x, energies, most, x, largest, *sizes, **_OPTIONS)
 

@@ -1,5 +1,5 @@
-"""What kernels do in a few launches for a whole payload, or a whole step of an optimizer: the loops
-that `Triton.fused` gives."""
+"""The kernels that handle a whole payload, or a whole optimizer step, in a few launches: the module
+that `Triton.fused` returns."""
 
 from compressors.kernels.triton.codec import (
     Coded,

@@ -1,4 +1,4 @@
-"""How Triton's kernels are started, and over how many programs."""
+"""The launch of Triton's kernels, and the number of programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 def launch(
     kernel: Any, grid: tuple[int, ...], where: Tensor, *arguments: Any, **sizes: Any
 ) -> None:
-    """Start one of Triton's kernels on the device of `where`. Callbacks of collectives run on
-    threads whose current device may be another one. Products and sums are never fused but where a
-    kernel says so: what a rank takes off its residual is exactly what the others decode."""
+    """Launch one of Triton's kernels on the device of `where`. (Callbacks of collectives run on
+    threads whose current device may be another one.) Products and sums are only fused if a kernel
+    says so, so that a rank subtracts from its residual exactly the values that others decode."""
     with torch.cuda.device_of(where):
         kernel[grid](*arguments, **sizes, enable_fp_fusion=False)
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many pieces of `size` hold `count`. Triton's own takes ten times as long."""
+    """count / size, rounded up. Triton's own function takes ten times as long."""
     return -(-count // size)
 
 

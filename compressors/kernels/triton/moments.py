@@ -1,5 +1,5 @@
-"""Updates of an optimizer's step, made as large as the mean gradient's: one launch in Triton that
-reads each moment once."""
+"""Triton's kernels that enlarge an optimizer's updates to the size of the mean gradient's update
+(adaptive/memory/moments.py), in one launch that reads each moment once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def enlarge(
 ) -> None:
     """update /= sqrt(p), with p = factor * mean^2 / (square + least) + constant, not below
     `least_share` and not above 1 (adaptive/memory/moments.py). update, mean and square are flat,
-    float32, and alike in length. factor: a number, or one for each parameter (flat); ends: then
-    where each parameter ends, in elements (int64)."""
+    float32, of equal length. factor: a number, or one for each parameter (flat); ends: then the end
+    of each parameter, in elements (int64)."""
     share = factor, constant, least_share, least, ends
     _launch(update, mean, square, None, None, None, share)
 
@@ -51,7 +51,7 @@ def take_step(
     """before *= shrink; now = rate * (before - now), enlarged as by `enlarge`. Before that mean =
     old_mean + weight * (mean - old_mean), unless `old_mean` is None.
 
-    All tensors are flat, float32, and alike in length. Returns the squared norm of `now` in pieces
+    All tensors are flat, float32, of equal length. Returns the squared norm of `now` in pieces
     (float64)."""
     squares = now.new_empty(cdiv(now.numel(), BLOCK), dtype=torch.float64)
     share = factor, constant, least_share, least, ends
@@ -119,7 +119,7 @@ def _enlarge(
 
 @triton.jit
 def _parameter_of(at, ends, parameters):
-    """Which parameter an element is of, by bisection: the first that ends beyond it."""
+    """The parameter of an element, by bisection: the first that ends after it."""
     low = (at * 0).to(tl.int32)
     high = low + parameters - 1
     width = parameters

@@ -1,13 +1,13 @@
 """The norm and the selections of `reference.py` as Triton's kernels, which read the tensor once.
 
 Exact top-k without sorting, and with one pass over the tensor. The bits of a magnitude, read as an
-integer, are ordered as magnitudes are: they are its key, of 31 bits. A sample of the tensor tells a
-key that somewhat more than k elements reach. These elements are listed, and a radix select among
-them finds the key of the k-th largest in digits of 8, 8, 8 and 7 bits: a histogram of a digit, over
-the elements whose key begins as the k-th largest's does, tells the digit (Alabi, Blanchard, Gordon
-and Steinbach, "Fast k-Selection Algorithms for Graphics Processors", ACM JEA 17, 2012). Triton
-counts a histogram of n bins by n / 32 population counts an element, so that bins are few and the
-elements are the listed ones only. The kernels of `select`, a launch each:
+integer, have the order of magnitudes: they are its key, of 31 bits. From a sample of the tensor
+comes a key that somewhat more than k elements reach. These elements are listed. A radix select
+among them finds the key of the k-th largest in digits of 8, 8, 8 and 7 bits: each digit comes from
+a histogram over the elements whose keys begin with the digits found so far (Alabi, Blanchard,
+Gordon and Steinbach, "Fast k-Selection Algorithms for Graphics Processors", ACM JEA 17, 2012).
+Triton counts a histogram of n bins by n / 32 population counts for each element. So there are few
+bins, and only listed elements are counted. The kernels of `select`, one launch each:
 
     sample      a key that somewhat more than k elements will reach; clears the histograms
     gather      x += add, squared norms, lists of the elements that reach that key
@@ -15,17 +15,17 @@ elements are the listed ones only. The kernels of `select`, a launch each:
     count       on the lists: how many elements are above the k-th largest, and how many equal it
     take        on the lists: writes them out, in the order of their indices
 
-Of a short tensor one program does all this in a single launch, and finds the key bit by bit.
+For a short tensor one program does all this in a single launch, and finds the key bit by bit.
 
-Each program (a block of threads) has a chunk of the tensor, and writes its list to a region of its
-own, so that lists need no order among programs until the counts give it. A region has room for a
-part of the chunk. If the elements do not fit it, as where many are equal, or if the sample was
-wrong and fewer than k elements reach its key, the later kernels read the chunk instead: slower,
-with the same result.
+Each program (a block of threads) has a chunk of the tensor, and writes its list to its own region,
+so that programs need no order until the counts are known. A region can hold a part of the chunk.
+If there are more elements (many equal ones, for instance), or if the sample was wrong and fewer
+than k elements reach its key, the later kernels read the chunk instead: slower, with the same
+result.
 
-Nothing is read by the host. Floating-point numbers are added in an order that depends on sizes
-alone, so that results repeat to the bit. Among equal magnitudes the lower index is chosen, and all
-NaN are equal, larger than infinity.
+The host reads nothing. Floating-point numbers are added in an order that depends on sizes alone, so
+that results are the same bit by bit in every run. Among equal magnitudes the lower index is chosen.
+All NaN are equal, and larger than infinity.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from compressors.kernels.triton.launching import cdiv, launch
 
 
 class Sizes(NamedTuple):
-    """How a tensor is divided. Tests use small sizes, so that a few elements cross many borders.
+    """The division of a tensor among programs. Tests use small sizes, so that a few elements cross
+    many borders.
 
-    block: elements that a program looks at together. programs: at most so many. sample: elements of
-    the sample. These are powers of two, the sample is at least 8. share: a program can list one in
-    so many elements of its chunk. warps: of a program. alone: up to so many elements one program
-    selects by itself.
+    block: elements that a program reads together. programs: their largest number. sample: elements
+    of the sample. These are powers of two, the sample is at least 8. share: a program can list one
+    in `share` elements of its chunk. warps: of a program. alone: the largest number of elements for
+    a single program.
     """
 
     block: int = 2048
@@ -59,12 +60,12 @@ class Sizes(NamedTuple):
     sample: int = 1 << 14
 
     def chunk(self, numel: int) -> int:
-        """Elements of each program but the last: whole blocks."""
+        """The number of elements of each program except the last: whole blocks."""
         return cdiv(cdiv(numel, self.programs), self.block) * self.block
 
     def rank(self, k: int, numel: int) -> int:
-        """The key of so many largest elements of the sample is listed from: with six standard
-        deviations to spare, so that chance hardly ever makes a list too short."""
+        """The rank, in the sample, of the key from which on elements are listed: with a margin of
+        six standard deviations, so that lists are almost never too short."""
         expected = self.sample * k / numel
         return min(ceil(expected + 6 * sqrt(expected)) + 16, self.sample)
 
@@ -72,18 +73,18 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 ALONE = 1 << 13
-"""Elements that a program which selects by itself looks at together: 512 to a warp. The same for
-all tensors, so that only one kernel has to be compiled."""
+"""The number of elements that a single program reads together: 512 for each warp. The same for all
+tensors, so that only one kernel has to be compiled."""
 
 _BINS = tl.constexpr(256)  # of a histogram; half of them for the last digit
 _DIGITS = tl.constexpr(4)
-_PEAK = tl.constexpr(4 * 256)  # where the largest key is, after the histograms of all digits
-_LEAST = tl.constexpr(4 * 256 + 1)  # where the key is from which on elements are listed
-_LISTED = tl.constexpr(4 * 256 + 2)  # how many elements reach it
+_PEAK = tl.constexpr(4 * 256)  # place of the largest key, after the histograms of all digits
+_LEAST = tl.constexpr(4 * 256 + 1)  # place of the key from which on elements are listed
+_LISTED = tl.constexpr(4 * 256 + 2)  # place of the number of elements that reach this key
 _COUNTS = 2048  # numbers in memory for all these, a power of two
 _NUMBERS = tl.constexpr(_COUNTS)
-_NEIGHBOURS = tl.constexpr(8)  # elements of the sample that lie side by side
-_INFINITY = tl.constexpr(0x7F800000)  # its key
+_NEIGHBOURS = tl.constexpr(8)  # consecutive elements in the sample
+_INFINITY = tl.constexpr(0x7F800000)  # key of infinity
 
 
 # Python's side -----------------------------------------------------------------------------------
@@ -106,8 +107,8 @@ def select(x: Tensor, k: int, add: Tensor | None, sizes: Sizes = SIZES) -> Selec
 
 
 def select_rows(x: Tensor, rows: int, k: int, add: Tensor | None, sizes: Sizes = SIZES) -> Selected:
-    """`select` in each of so many tensors of equal length, which lie one behind the other in x.
-    Positions are those in their tensor; total: of all."""
+    """`select` in each of `rows` consecutive tensors of equal length in x. Positions count from the
+    start of their tensor; total: of all."""
     found = _selected(x, None, k, add, sizes, rows)
     assert isinstance(found.total, Tensor)
     return found._replace(total=found.total.sum())
@@ -128,7 +129,7 @@ def select_by_count(
     most = found.values.abs().sort(descending=True).values
     threshold = search.at_once(most, x.abs().mean(dtype=torch.float64), k)
     chosen = select_above(found.values, threshold, k, None, sizes)
-    # The last one is of slots that hold nothing.
+    # The last one is for empty slots.
     indices = torch.nn.functional.pad(found.indices, (0, 1), value=x.numel())
     return Selected(indices.index_select(0, chosen.indices), chosen.values, found.total)
 
@@ -146,8 +147,8 @@ def _norm(x: Tensor, add: Tensor | None, sizes: Sizes) -> Tensor:
 def _selected(
     x: Tensor, threshold: Tensor | None, k: int, add: Tensor | None, sizes: Sizes, rows: int = 1
 ) -> Selected:
-    """The `k` largest; of those only the ones that reach `threshold`, if that is not None. rows: of
-    each of so many tensors of equal length, whose memory lies one behind the other."""
+    """The `k` largest elements, or those of them that reach `threshold`, if it is not None. rows:
+    number of consecutive tensors of equal length in x, with `k` elements each."""
     numel = x.numel() // rows
     chunk = sizes.chunk(numel)
     if numel <= sizes.alone:
@@ -186,13 +187,13 @@ def _selected_alone(
 
 # Kernels -----------------------------------------------------------------------------------------
 #
-# Tensors of equal length, one behind the other, are selected from by as many launches as one. The
-# second number of a program says which of them is its own.
+# Selection in consecutive tensors of equal length takes as many launches as in one tensor. The
+# second number of a program is the number of its tensor.
 #
-# Offsets are of 64 bits up to the start of a block: beyond the last element they may exceed 2**31.
+# Offsets up to the start of a block have 64 bits: beyond the last element they may exceed 2**31.
 #
-# Kernels that list elements must not know that their memory is aligned. They would read four
-# elements a thread, but write single ones, and exchange all between threads for that.
+# Kernels that list elements must not be told that their memory is aligned: they would read four
+# elements in a thread, but write single ones, and for that exchange all between threads.
 
 
 @triton.jit
@@ -210,7 +211,7 @@ def _accumulate(x, add, squares, numel, chunk, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "numel"])
 def _sample(x, add, counts, rank, numel, sample: tl.constexpr, cleared: tl.constexpr):
-    """Writes the key of the element of this rank in a sample of x + add, rounded down."""
+    """Write the key of the element of this rank in a sample of x + add, rounded down."""
     own = tl.program_id(1).to(tl.int64) * numel
     x += own
     if add is not None:
@@ -219,7 +220,7 @@ def _sample(x, add, counts, rank, numel, sample: tl.constexpr, cleared: tl.const
     lanes = tl.arange(0, sample)
     group = (lanes // _NEIGHBOURS).to(tl.int64)
     step = tl.maximum(numel // (sample // _NEIGHBOURS), 1)
-    # Groups are not equally far apart: else they could all lie in the same columns of a matrix.
+    # Groups have unequal distances: else they could all be in the same columns of a matrix.
     moved = group * 40503 % tl.maximum(step // _NEIGHBOURS, 1) * _NEIGHBOURS
     at = group * step + moved + lanes % _NEIGHBOURS
     inside = at < numel
@@ -228,7 +229,7 @@ def _sample(x, add, counts, rank, numel, sample: tl.constexpr, cleared: tl.const
         value += tl.load(add + at, mask=inside, other=0.0)
     key = tl.where(inside, _key(value), -1)
     least = tl.full((), 0, tl.int32)
-    for i in range(19):  # the other bits would make it known to less than 1 in 2,000
+    for i in range(19):  # the remaining bits would change the key by less than 1 in 2,000
         larger = least + (1 << (30 - i))
         least = tl.where(tl.sum((key >= larger).to(tl.int32)) >= rank, larger, least)
     slots = tl.arange(0, cleared)
@@ -285,8 +286,8 @@ def _digit(
     histogram = tl.zeros((_BINS,), tl.int32)
     for start in range(0, length, block):
         key = _key(tl.load(source + start + lanes, mask=lanes < length - start, other=0.0))
-        # Bin 0 is where a search ends if it ends in no other, whatever its count. So other keys,
-        # and lanes beyond the list, may be counted there.
+        # A search ends in bin 0 if it ends in no other bin, whatever the count of bin 0. So other
+        # keys, and lanes beyond the list, may be counted there.
         here = key >> (shift + bits) == first
         histogram += tl.histogram(tl.where(here, key >> shift & ((1 << bits) - 1), 0), _BINS)
         peak = tl.maximum(peak, tl.max(key))
@@ -339,7 +340,7 @@ def _take(
     each = tl.arange(0, programs)
     larger = tl.load(above + each, mask=each < tl.num_programs(0), other=0)
     same = tl.load(equal + each, mask=each < tl.num_programs(0), other=0)
-    ties = tl.sum(tl.where(each < program, same, 0))  # before this program
+    ties = tl.sum(tl.where(each < program, same, 0))  # in programs before this one
     used = tl.sum(tl.where(each < program, larger, 0)) + tl.minimum(ties, wanted)
     lanes = tl.arange(0, block)
     for start in range(0, length, block):
@@ -385,7 +386,7 @@ def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.
         wide = value.to(tl.float64)
         norm += wide * wide
     tl.store(total, tl.sum(norm))
-    tl.debug_barrier()  # the sum is there for all threads of the program
+    tl.debug_barrier()  # so that all threads of the program see the sum
     smallest, wanted = _kth_of(x, numel, k, block)
     if threshold is not None:
         smallest, wanted = _reached(smallest, wanted, threshold, peak)
@@ -407,12 +408,12 @@ def _select_alone(x, add, threshold, indices, taken, total, k, numel, block: tl.
             tl.store(taken + first + lanes, lanes * 0.0, mask=lanes < k - first)
 
 
-# What the kernels share --------------------------------------------------------------------------
+# Functions of several kernels --------------------------------------------------------------------
 
 
 @triton.jit
 def _own_lists(positions, values, listed, counts, capacity):
-    """Where the lists and the numbers of the program's tensor begin."""
+    """Pointers to the lists and the numbers of the program's tensor."""
     row, programs = tl.program_id(1).to(tl.int64), tl.num_programs(0)
     start = row * programs * capacity
     return positions + start, values + start, listed + row * programs, counts + row * _NUMBERS
@@ -420,7 +421,7 @@ def _own_lists(positions, values, listed, counts, capacity):
 
 @triton.jit
 def _bounds(program, numel, chunk):
-    """Where the program's chunk begins, and how long it is."""
+    """(start, length) of the program's chunk."""
     begin = program.to(tl.int64) * chunk
     return begin, tl.minimum(numel - begin, chunk).to(tl.int32)
 
@@ -437,8 +438,8 @@ def _added(x, add, start, lanes, inside):
 
 @triton.jit
 def _list(x, positions, values, listed, counts, k, numel, chunk, capacity):
-    """The program's list: where its values are, where the program's chunk begins, whether that is
-    the list (or else the whole chunk, because the list lacks some), and how long that is."""
+    """The elements that the program reads: pointer to the values, start of the program's chunk,
+    whether they are the list (False: the whole chunk, because the list is incomplete), length."""
     program = tl.program_id(0)
     begin, all_of_chunk = _bounds(program, numel, chunk)
     length = tl.load(listed + program)
@@ -453,22 +454,22 @@ def _list(x, positions, values, listed, counts, k, numel, chunk, capacity):
 
 @triton.jit
 def _key(value):
-    """The bits of the magnitude; of all NaN the same, next to infinity's."""
+    """The bits of the magnitude; the same for all NaN, next to those of infinity."""
     return tl.minimum(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _INFINITY + 1)
 
 
 @triton.jit
 def _place(digit):
-    """Where this digit (0 to 3) of a key begins, from the lowest bit on, and how many bits it has.
-    Keys have 31 bits, so the last one has 7."""
+    """(lowest bit, number of bits) of this digit (0 to 3) of a key. Keys have 31 bits, so the last
+    digit has 7."""
     shift = tl.maximum(23 - 8 * digit, 0)
     return shift, 31 - 8 * digit - shift
 
 
 @triton.jit
 def _descend(count, rank):
-    """The bin in which the element of this rank lies, counted from the largest and from 1; and its
-    rank in that bin. count: of the elements in each bin."""
+    """(bin of the element of this rank, its rank in this bin). Ranks count from the largest, from 1
+    on. count: number of elements in each bin."""
     above = tl.sum(count) - tl.cumsum(count)  # in all later bins
     found = tl.sum((above >= rank).to(tl.int32))
     return found, rank - tl.max(tl.where(above < rank, above, 0))
@@ -476,8 +477,8 @@ def _descend(count, rank):
 
 @triton.jit
 def _kth_largest(counts, k, digits):
-    """The first so many digits of the k-th largest key, from their histograms; and its rank among
-    the keys that begin with them, counted from 1."""
+    """(the first `digits` digits of the k-th largest key, from their histograms; the rank of this
+    key among the keys that begin with these digits, from 1 on)."""
     bins = tl.arange(0, _BINS)
     key = tl.full((), 0, tl.int32)
     rank = k
@@ -490,8 +491,8 @@ def _kth_largest(counts, k, digits):
 
 @triton.jit
 def _kth_of(x, length, k, block: tl.constexpr):
-    """The key of the k-th largest of so many elements from x on, bit by bit; and its rank among the
-    elements that have this key, counted from 1. One program's work."""
+    """(key of the k-th largest of `length` elements from x on, found bit by bit; its rank among the
+    elements with this key, from 1 on). Run by one program."""
     lanes = tl.arange(0, block)
     smallest, above = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for i in range(31):
@@ -509,7 +510,7 @@ def _kth_of(x, length, k, block: tl.constexpr):
 
 @triton.jit
 def _smallest(counts, k, threshold):
-    """The smallest key that is taken, and how many elements that have it are."""
+    """(smallest key that is taken, number of elements with this key that are taken)."""
     smallest, wanted = _kth_largest(counts, k, _DIGITS)
     if threshold is not None:
         smallest, wanted = _reached(smallest, wanted, threshold, tl.load(counts + _PEAK))

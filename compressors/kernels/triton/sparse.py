@@ -1,12 +1,12 @@
 """Triton kernels for sparse payloads: write them, read their indices, and decode the mean of all.
 
-The bytes are those of `compressors.wire.indices`. A payload is written by one launch, those of any
-number of ranks are read by two, and one more makes the mean of them. What bytes hold that nobody
-sent is never taken for a position: all that is written stays within bounds.
+The bytes are those of `compressors.wire.indices`. One launch writes a payload, two read those of
+any number of ranks, and one more makes their mean. Invalid bytes never lead to a write outside the
+tensors.
 
-No bit is set by an atomic operation: every byte of the map looks for its indices. No value is added
-by one either: a program owns a range of elements, to which it adds the ranks' values one after the
-other, so that the same payloads give the same mean on every rank and in every run.
+No bit is set by an atomic operation: each byte of the map searches its indices. No value is added
+by an atomic operation: a program owns a range of elements, to which it adds the ranks' values one
+after the other, so that the same payloads give the same mean on every rank and in every run.
 
 This file is imported only where `compressors.kernels.blocks.takes_triton` holds.
 """
@@ -33,26 +33,27 @@ from compressors.kernels.triton.codec import (
 from compressors.kernels.triton.launching import launch, power_of_2
 
 SLOTS = 1024
-"""Indices, or bytes of a payload, that a program works on."""
+"""The number of indices, or bytes of a payload, that a program works on."""
 
 RANGE = 8192
-"""Elements of the mean that a program owns."""
+"""The number of elements of the mean that a program owns."""
 
 TOGETHER = 256
-"""Values that a program adds to its range at a time: at a CF of 32 all that a rank has for it."""
+"""The number of values that a program adds to its range at a time: at CF 32 all values of a rank in
+this range."""
 
 
 def _kernel(function: Callable[..., None]) -> Any:
-    """A kernel that is compiled once for all numbers and addresses: counts and low bits change with
-    the CF, and the start of a payload with its place among others."""
+    """A kernel that is compiled once for all numbers and addresses, because counts and low bits
+    change with the CF, and the address of a payload with its place among others."""
     changing = [name for name in signature(function).parameters if not name.isupper()]
     return triton.jit(function, do_not_specialize=changing)
 
 
 @triton.jit
 def _first_from(indices, count, steps, bound, like, shift, RANKED: tl.constexpr):
-    """For each `bound` the first place whose index, shifted and with RANKED plus the place, is not
-    below it, by bisection in `steps`; places from 0 to `count`, of indices that ascend."""
+    """For each `bound`, the first place (0 to `count`) whose index, shifted, with RANKED plus the
+    place, is not below the bound. By bisection in `steps`; indices ascend."""
     low = like * 0
     high = low + count
     for _ in range(steps):
@@ -72,15 +73,15 @@ def _first_from(indices, count, steps, bound, like, shift, RANKED: tl.constexpr)
 
 @triton.jit
 def _write_digit(slots, indices, lane, numel, given, capacity, low, WIDTH: tl.constexpr):
-    """Store the digit of WIDTH bits, from bit `low` on, of what is in slots. Returns where the next
-    digit belongs."""
+    """Store the digit of WIDTH bits, from bit `low` on, of the indices. Returns the pointer for the
+    next digit."""
     runs: tl.constexpr = 8 // WIDTH
     length = (capacity + runs - 1) // runs
     byte = (lane * 0).to(tl.int32)
     for run in tl.static_range(runs):
         j = lane + run * length
         index = tl.load(indices + j, mask=(lane < length) & (j < given), other=0).to(tl.int32)
-        index = tl.where(index < numel, index, 0)  # a slot that holds nothing
+        index = tl.where(index < numel, index, 0)  # an empty slot
         byte |= ((index >> low) & ((1 << WIDTH) - 1)) << (WIDTH * run)
     tl.store(slots + lane, byte.to(tl.uint8), mask=lane < length)
     return slots + length
@@ -138,9 +139,9 @@ def write_sparse(
 ) -> None:
     """Fill `out` (uint8, flat) with the parts of coded `values` (at most two), then the indices.
 
-    indices: int32, flat, ascending; those that are `numel` are slots that hold nothing, and come
-    last. rows: of so many payloads, one after the other: indices and parts are theirs in turn.
-    low, map_nbytes: the format of `wire.indices.IndexFormat` and the bytes of its bit map."""
+    indices: int32, flat, ascending; empty slots, with index `numel`, come last. rows: number of
+    consecutive payloads in `out`; indices and parts hold theirs in turn. low, map_nbytes: the
+    format of `wire.indices.IndexFormat` and the bytes of its bit map."""
     raw = [part.detach().contiguous().view(torch.uint8) for part in values if part.numel()]
     sizes = [part.numel() // rows for part in raw]
     given = indices.numel() // rows
@@ -161,7 +162,7 @@ def write_sparse(
 
 @triton.jit
 def _set_bits(byte):
-    """How many bits are set in bytes (int32)."""
+    """The number of bits that are set in each byte (int32)."""
     pairs = byte - ((byte >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
     return (fours + (fours >> 4)) & 0x0F
@@ -180,8 +181,8 @@ def _count_bits(rows, row_step, map_nbytes, counts, invalid, SLOTS: tl.constexpr
 
 @triton.jit
 def _read_digit(slots, number, j, capacity, present, low, WIDTH: tl.constexpr):
-    """Put the digit of WIDTH bits, from bit `low` on, into the number of slot `j`. Returns where
-    the next digit lies, and the number."""
+    """Put the digit of WIDTH bits, from bit `low` on, into the number of slot `j`. Returns (pointer
+    to the next digit, number)."""
     runs: tl.constexpr = 8 // WIDTH
     length = (capacity + runs - 1) // runs
     inside = present & (j < length * runs)
@@ -260,8 +261,8 @@ def _read_indices(
 def read_indices(
     rows: Tensor, numel: int, capacity: int, low: int | None, map_nbytes: int, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """The indices (ranks, capacity; int32) whose bytes are `rows` (ranks, bytes; uint8), and a flag
-    that says whether any of these are invalid (`wire.indices.IndexFormat.decode`).
+    """(indices, flag): the indices (ranks, capacity; int32) decoded from `rows` (ranks, bytes;
+    uint8), and whether some row is invalid (`wire.indices.IndexFormat.decode`).
 
     numel and capacity are at least 1."""
     ranks, pieces = len(rows), -(-map_nbytes // SLOTS)
@@ -300,10 +301,10 @@ def _add_sparse(
 
 
 def add_sparse(out: Tensor, indices: Tensor, values: Coded, scale: float, rows: int = 1) -> None:
-    """out[indices] += scale * values of one rank; nothing for an index beyond the last element.
+    """out[indices] += scale * values of one rank. Indices beyond the last element add nothing.
 
-    out: flat, float32. indices: int32, none of them twice. rows: in so many tensors of equal
-    length, one behind the other; indices are theirs in turn, and so are the rows of values."""
+    out: flat, float32. indices: int32, without repetition. rows: number of consecutive tensors of
+    equal length in `out`; indices and values hold theirs in turn."""
     if indices.numel():
         given = indices.numel() // rows
         launch(
@@ -338,7 +339,7 @@ def _add_rows(
     if VOID:
         stops = tl.where(tl.load(as_zeros) != 0, starts, stops)
     for rank in range(ranks):
-        tl.debug_barrier()  # what is stored so far is there for all threads of the program
+        tl.debug_barrier()  # so that all threads of the program see earlier stores
         own = tl.cast(rank, tl.int64)
         start = tl.sum(tl.where(known == rank, starts, 0))
         stop = tl.sum(tl.where(known == rank, stops, 0))
@@ -361,12 +362,12 @@ def add_sparse_rows(
     onto: bool,
     side_by_side: bool = False,
 ) -> None:
-    """out[indices] += scale * values for each rank, in their order; nothing if `as_zeros`. Without
-    `onto` all of `out` is 0 before.
+    """out[indices] += scale * values for each rank, in the order of ranks; nothing if `as_zeros`.
+    Without `onto`, `out` is set to 0 first.
 
-    out: flat, float32. indices: (ranks, slots), int32; each rank's ascend, but for those beyond the
-    last element, which stand for nothing. side_by_side: rows are not those of ranks, but of tensors
-    of equal length, which lie one behind the other in `out`."""
+    out: flat, float32. indices: (ranks, slots), int32; those of a rank ascend, except empty slots,
+    which are beyond the last element. side_by_side: the rows are not those of ranks, but of
+    consecutive tensors of equal length in `out`."""
     ranks, slots = indices.shape
     rows, ranks = (ranks, 1) if side_by_side else (1, ranks)
     numel = out.numel() // rows
@@ -403,9 +404,9 @@ def _sum_energies(total, norms, programs, energies, PROJECTION: tl.constexpr, SL
 
 
 def sum_energies(total: Tensor, norms: Tensor, projection: bool) -> Tensor:
-    """`Payload.energies` of elements that are kept of a tensor whose squared norm is `total`.
+    """`Payload.energies` of the kept elements of a tensor with squared norm `total`.
 
-    norms: (programs, 3), of their values: `triton_codec.Encoded`. projection: some are left out."""
+    norms: (programs, 3), of their values: see `Encoded`. projection: some elements are left out."""
     energies = total.new_empty(3)
     launch(
         _sum_energies, (1,), total, total, norms, len(norms), energies, PROJECTION=projection,
