@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive import contrib
-from adaptive.exchange.choice import ExchangeName, ParameterServer, measure_link
+from adaptive.exchange.choice import ExchangeName, ParameterServer, measure_latency
 from adaptive.exchange.options import ExchangeOptions
 from adaptive.exchange.strategies import Strategy
 from adaptive.exchange.two_level import TwoLevel
@@ -300,7 +300,7 @@ class AdaptiveCompressor:
         if network.is_real:
             devices = (p.device for _, p in replica.parameters())
             device = next(devices, torch.device("cpu"))
-            measured = measure_link(exchange, network.clock, device)
+            measured = LinkCost(measure_latency(exchange, network.clock, device))
         latency = latency_of(network, measured)
         if latency < LATE:
             return False

@@ -327,34 +327,46 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
 
     The shortest time of each size counts, to measure the network and not a busy machine. So the
     modelled time of a dense step is too short rather than too long."""
-
-    def seconds(numel: int) -> float:
-        payload = torch.zeros(numel, device=device)
-        times = []
-        for _ in range(PROBES):
-            began = clock()
-            exchange.all_reduce(payload).wait()
-            payload[0].item()  # lets the host wait: after `wait` only the device's stream waits
-            times.append(clock() - began)
-        return min(times)
-
-    def agreed(numel: int) -> float:
-        measured = torch.tensor([seconds(numel)], dtype=torch.float64, device=device)
-        return float(exchange.sum_later(measured).wait()) / exchange.ranks
-
-    seconds(1)  # the first all-reduce sets up connections
-    empty = agreed(1)
-    base, at_base = 1, empty
-    numel, time = PROBE_NUMEL, agreed(PROBE_NUMEL)
+    alpha = measure_latency(exchange, clock, device)
+    seconds = partial(_shortest_all_reduce, exchange, clock, device)
+    base, at_base = 1, alpha * _messages(exchange)  # an empty all-reduce
+    numel, time = PROBE_NUMEL, seconds(PROBE_NUMEL)
     if time < SHORT:
         numel *= LARGER
-        time = agreed(numel)
-    elif empty > SHORT and time < EMPTY * empty:
+        time = seconds(numel)
+    elif at_base > SHORT and time < EMPTY * at_base:
         while numel < LARGEST_NUMEL and (base == 1 or time < SHOWS * at_base):
             base, at_base = numel, time
             numel *= LARGER
-            time = agreed(numel)
+            time = seconds(numel)
     exchange.take_traffic()  # these bytes belong to no step
-    alpha = max(0.0, empty / max(1, 2 * (exchange.world_size - 1)))
     nbytes = reduce_wire_bytes(4 * (numel - base), exchange.world_size)
     return LinkCost(alpha, nbytes / (time - at_base) if time > at_base else inf)
+
+
+def measure_latency(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> float:
+    """Seconds of a message of a few bytes, agreed by all ranks (a collective)."""
+    _shortest_all_reduce(exchange, clock, device, 1)  # the first one sets up connections
+    empty = _shortest_all_reduce(exchange, clock, device, 1)
+    exchange.take_traffic()
+    return empty / _messages(exchange)
+
+
+def _messages(exchange: Exchange) -> int:
+    """Messages that an all-reduce sends one after the other."""
+    return max(1, 2 * (exchange.world_size - 1))
+
+
+def _shortest_all_reduce(
+    exchange: Exchange, clock: Callable[[], float], device: torch.device, numel: int
+) -> float:
+    """Seconds of the fastest of some all-reduces of this size: the mean over the ranks."""
+    payload = torch.zeros(numel, device=device)
+    times = []
+    for _ in range(PROBES):
+        began = clock()
+        exchange.all_reduce(payload).wait()
+        payload[0].item()  # lets the host wait: after `wait` only the device's stream waits
+        times.append(clock() - began)
+    measured = torch.tensor([min(times)], dtype=torch.float64, device=device)
+    return float(exchange.sum_later(measured).wait()) / exchange.ranks
