@@ -28,8 +28,8 @@ from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 UNDER_WAY = 4
-"""The largest number of chunks under way, or the number of collectives of one chunk's exchange, if
-larger. A chunk's buffers are freed once its mean has moved the parameters."""
+"""Once more chunks than this are under way, and more than one exchange has collectives, the oldest
+mean is waited for. A chunk's buffers are freed once its mean has moved the parameters."""
 
 BY_GRADIENTS = (
     "From now on gradients are exchanged, with plain error feedback. With an optimizer that "
