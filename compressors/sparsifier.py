@@ -2,7 +2,7 @@
 
 A subclass selects the elements. Indices are sent in the smaller of two formats
 (`compressors.wire.indices`), values in full precision or coded (`compressors.wire.values`). The
-coding error of values is part of the compression error, so error feedback keeps it.
+compression error includes the coding error of values, so error feedback keeps both.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from compressors.wire.values import ValueFormat, make_values
 class SparsePayload(Payload):
     """A sparse payload holds a few elements in a fixed number of slots (`capacity`).
 
-    parts: indices (int32, ascending), then `capacity` coded values; on the wire the values come
-        first. On the host there is no index for an empty slot. On a device there are `capacity`
-        indices, and empty slots come last, with index `numel` and value 0.
-    full: no slot is ever empty.
-    exact: the values before coding, to compress them further. decoded: the values as receivers
+    parts: indices (int32, ascending), then `capacity` coded values. (On the wire values come
+        first.) On the host an empty slot has no index. On a device there are `capacity` indices,
+        and empty slots come last, with index `numel` and value 0.
+    full: no slot is empty, by the rule of the sparsifier.
+    exact: the values before coding, from which `smaller` selects. decoded: the values as receivers
         decode them; None if coding is lossless. Both are None in a received payload.
     """
 
@@ -73,17 +73,17 @@ _NOTHING = Spec(())
 
 @dataclass(frozen=True)
 class SparseRows(SparsePayload):
-    """The sparse payload of consecutive tensors of equal length, each compressed separately: on a
-    device, without empty slots.
+    """The sparse payload of consecutive tensors (rows) of equal length, each compressed separately.
+    It exists on a device only, and has no empty slots.
 
-    parts: (tensors, elements); an index is a position in its own tensor. row: the spec of the first
-    tensor."""
+    parts: (rows, elements); an index counts from the start of its row. row: the spec of the first
+    row."""
 
     row: Spec = _NOTHING
 
     @property
     def rows(self) -> int:
-        """Number of tensors."""
+        """Number of rows."""
         return len(self.parts[0])
 
     @property
@@ -126,7 +126,8 @@ class Sparsifier(Compressor):
     exact_count = False
     comparable = True
     selects = True
-    # At a larger CF elements stay longer in the residual (measured: docs/research/defaults.md).
+    # With more delay in the residual, at a larger CF, less momentum is best (measured:
+    # docs/research/defaults.md).
     momentum_factor = 1.2
 
     def __init__(self, values: str | ValueFormat = "fp32") -> None:
@@ -156,7 +157,7 @@ class Sparsifier(Compressor):
         return self._payload(self.select(x.detach(), spec.num_kept, add, spec.key), spec)
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
-        """Keeps the largest elements of `payload`, whatever rule has selected these elements."""
+        """A payload of the largest elements of `payload`, by whatever rule those were selected."""
         assert isinstance(payload, SparsePayload)
         if isinstance(payload, SparseRows):
             return self._smaller_rows(payload, factor)
@@ -176,7 +177,7 @@ class Sparsifier(Compressor):
             fused.add_sparse(out.detach(), indices, coded, scale, rows)
             return
         indices, values = payload.parts[0], self._decoded(payload)
-        if not self.exact_count:  # an empty slot must add its 0 inside of `out`
+        if not self.exact_count:  # the index `numel` of an empty slot is outside of `out`
             indices = kernels_for(out).in_bounds(indices, payload.numel)
         out.detach().index_add_(0, indices, values.to(out.dtype), alpha=scale)
 
@@ -201,8 +202,8 @@ class Sparsifier(Compressor):
     def select_rows(
         self, tensor: Tensor, rows: int, k: int, add: Tensor | None, key: Key
     ) -> Selected | None:
-        """`select` of exactly k elements in each of `rows` consecutive tensors of equal length, as
-        `Kernels.select_rows`. None, and nothing is done, if this sparsifier cannot."""
+        """`select` of exactly k elements in each of `rows` consecutive tensors of equal length: as
+        `Kernels.select_rows`. None if this sparsifier cannot; then `add` was not added."""
         return None
 
     def _rows_payload(self, chosen: Selected, spec: Spec, row: Spec) -> SparseRows:
@@ -210,7 +211,7 @@ class Sparsifier(Compressor):
         rows = spec.numel // row.numel
         spec = spec.at(row.cf)
         fused = self.values.fused(values, None, spec.key, True, rows)
-        assert fused is not None  # if it is None, so is the result of `select_rows`
+        assert fused is not None  # `select_rows` returns None where no kernel encodes values
         coded, decoded, norms = fused
         kernels = kernels_for(values).fused(values)
         of = kernels.sum_energies(total, norms, values.numel() < spec.numel)
@@ -228,7 +229,7 @@ class Sparsifier(Compressor):
         chosen = kernels_for(payload.exact).select_rows(
             payload.exact, rows, min(row.num_kept, count), None
         )
-        if chosen is None:  # each tensor keeps one element, as in `payload`
+        if chosen is None:  # `payload` has one element a row already
             return replace(payload, spec=spec, row=row)
         starts = torch.arange(0, rows * count, count, device=chosen.indices.device)
         at = (chosen.indices.view(rows, -1) + starts[:, None]).view(-1)
@@ -262,14 +263,14 @@ class Sparsifier(Compressor):
     def _add_fused(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag, onto: bool
     ) -> bool:
-        """Add all payloads by one kernel: to `out`, or to zeros (`onto` False). Returns False, and
-        does nothing, if there is no such kernel."""
+        """Add all payloads by one kernel: to `out`, or if not `onto` to zeros, which replace `out`.
+        Returns False, and does nothing, if there is no such kernel."""
         for payload in payloads:
             base.check_out(out, payload)
         fused = self._fused(out, payloads)
         if as_zeros is True or fused is None:
             return False
-        side_by_side = isinstance(payloads[0], SparseRows)
+        side_by_side = isinstance(payloads[0], SparseRows)  # then it is the only payload
         if side_by_side:
             (indices,) = (payload.parts[0] for payload in payloads)
         else:
@@ -300,8 +301,8 @@ class Sparsifier(Compressor):
     def at_union(self, x: Tensor, packed: Tensor, spec: Spec) -> Payload:
         """The payload of flat `x` at the union of the ranks' indices.
 
-        packed: (ranks, bytes): each rank's indices at CF `spec.cf` x ranks, from `pack_indices`. On
-        a device an index of several ranks leaves slots empty."""
+        packed: (ranks, bytes): each rank's indices at CF `spec.cf` x ranks, from `pack_indices`. An
+        index that several ranks have sent takes one slot of the union, so slots may stay empty."""
         base.check_flat(x, spec)
         flat, numel, lists = x.detach(), x.numel(), []
         invalid: Flag = False
@@ -315,7 +316,7 @@ class Sparsifier(Compressor):
         return replace(self._payload(chosen, spec), invalid=invalid)
 
     def _unpacked(self, packed: Tensor, spec: Spec) -> list[tuple[Tensor, Flag]]:
-        """For each rank, its indices from packed (ranks, bytes), and whether they are invalid."""
+        """(indices, whether they are invalid) of each rank. packed: (ranks, bytes)."""
         form = choose_format(spec.numel, spec.num_kept)
         return form.decode(packed, spec.numel, spec.num_kept, self.exact_count)
 
@@ -326,8 +327,9 @@ class Sparsifier(Compressor):
         indices, values, total = chosen
         count, missing = values.numel(), max(0, spec.num_kept - values.numel())
         slots = torch.cat([values, values.new_zeros(missing)]) if missing else values
-        unknown = not isinstance(total, Tensor)  # `smaller` of a received payload
-        fused = None if unknown else self.values.fused(slots.detach(), None, spec.key)
+        # A number on the host, and in `smaller` of a received payload (nan): no kernel encodes.
+        number = not isinstance(total, Tensor)
+        fused = None if number else self.values.fused(slots.detach(), None, spec.key)
         coded, decoded = self.values.encode(slots, spec.key) if fused is None else fused[:2]
         decoded = None if self.values.lossless or decoded is None else decoded[:count]
         if fused is not None:
@@ -343,8 +345,8 @@ class Sparsifier(Compressor):
         return self._sparse((indices, *coded), spec, energies=of, exact=values, decoded=decoded)
 
     def _fused(self, out: Tensor, payloads: Sequence[Payload]) -> Any:
-        """The kernels that decode these payloads into `out`; None if there are none, or if the
-        payloads are not of one CF and of the dtype of `out`."""
+        """The kernels that decode these payloads into `out`; None if there are no such kernels, or
+        if the payloads differ in number of indices, or are not of the dtype of `out`."""
         alike = all(
             payload.dtype == out.dtype
             and payload.parts[0].numel() == payloads[0].parts[0].numel() > 0
@@ -354,8 +356,8 @@ class Sparsifier(Compressor):
         return kernels_for(out).fused(out, *indices) if payloads and alike else None
 
     def _coded(self, fused: Any, payloads: Sequence[Payload], count: int) -> Any:
-        """The payloads' values in the form that kernels decode: `count` of each payload, in full
-        precision if `decoded` is known, else coded."""
+        """The payloads' values in the form that kernels read: `count` values of each payload (or
+        row). They are the `decoded` values, in full precision, if known; else coded values."""
         known = self.values.coding
         if isinstance(payloads[0], SparseRows):
             of = payloads[0]
@@ -384,9 +386,10 @@ class Sparsifier(Compressor):
 class TopK(Sparsifier):
     """Top-k keeps exactly the k = max(1, floor(numel / cf)) elements of largest magnitude.
 
-    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), with
-    exact selection; GraVAC's compressor. With error feedback C(a) is a contraction:
-    ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich et al., "Sparsified SGD with Memory", 2018).
+    This is the compressor of Aji and Heafield, "Sparse Communication for Distributed Gradient
+    Descent" (EMNLP 2017), with exact selection, and of GraVAC. It is a contraction, as error
+    feedback needs: ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich et al., "Sparsified SGD with Memory",
+    2018).
 
     Among equal magnitudes a CPU keeps the lower index; another device may keep any of them.
     """

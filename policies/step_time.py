@@ -2,19 +2,20 @@
 
     seconds = work + coding (compressing and decoding) + exposed time that no local step hides
 
-Work is forward, backward, the optimizer and waiting for slower ranks. It is done once for each
-local step, and is the same at every CF. The exposed time is the network wait of the rank that waits
-least, if no local step hid a part of it. It grows with the bytes sent. A report gives all three, so
-one CF that was run is enough to predict the others.
+Work is forward, backward, the optimizer and waiting for slower ranks. A step does its work once for
+each local step, and the work is the same at every CF. The exposed time is the time that backward
+does not hide of an exchange: the network wait of the rank that waits least. It grows with the bytes
+sent, and local steps during the exchange may hide a part. A report gives all three times, so one CF
+that was run is enough to predict the others.
 
 Work and coding are those of a quiet machine. Other processes come and go, and make both longer, at
-any CF. So the work is that of the fastest of many steps. Coding counts in proportion to the work:
-in a step whose work takes twice as long, coding takes twice as long, too.
+any CF. So the work is that of the fastest tenth of many steps, and coding is scaled to it: in a
+step whose work took twice as long, coding took twice as long, too.
 
 A prediction respects the link: a step cannot send its bytes faster than the link can, and backward
-hides at most its own time of that. At a CF that was run, the measured time replaces the prediction,
-until the network has changed. A change is noticed at the CF in use. Then the exposed times of the
-other CFs are forgotten.
+hides at most its own duration of the exchange. At a CF that was run, the measured time replaces the
+prediction, until the network changes. A change is noticed at the CF in use. Then the exposed times
+of the other CFs are forgotten.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ WORKS, QUIET = 128, 0.1
 """The work is the QUIET quantile of the work of the last WORKS steps, at any CF."""
 
 LOADED = 1.5
-"""A step whose work takes this many times as long is of a loaded machine. Backward may then hide
-far more of an exchange, so a shorter wait in such a step does not count."""
+"""A step whose work takes this many times as long as on a quiet machine is of a loaded machine. Its
+longer backward may hide far more of an exchange, so a shorter wait in such a step does not count.
+"""
 
 CODINGS = 32
 """Coding is the median of this many last steps of one kind."""
 
 ABOVE = 0.0
-"""The key for all CFs above the rungs. Their coding takes about the same time, and because of other
-processes this time is too noisy to tell CFs apart."""
+"""The key of coding times for all CFs above the rungs. Coding takes about the same time at these
+CFs, and other processes make this time too noisy to tell CFs apart."""
 
 RUNG_CODING = 0.5
 """Seconds of coding at a rung (int4, int8) / those at a CF above the rungs, about (docs/gpu.md)."""
@@ -52,28 +54,30 @@ PAUSE = 3.0
 A second such step in a row counts, because the median lags behind a network that became slow."""
 
 SLOWER = 4.0
-"""A prediction for more bytes takes at most the time on a link this many times slower than when the
-run began. (The wait of a small payload is latency and delays of a busy machine, not its bytes, so
-it would predict too long a time for a large one.)"""
+"""The predicted time of additional bytes is at most their time on a link this many times slower
+than when the run began. (A small payload waits for latency and a busy machine, not for its bytes.
+In proportion to bytes, the prediction for a large payload would be too long.)"""
 
 BACKWARD = 2 / 3
-"""The largest share of backward in a step's work, and so the most that it hides of an exchange."""
+"""The share of backward in a step's work, at most. Backward hides no more of an exchange."""
 
 NOISE_SHARE = 0.1
 """Differences of exposed times below this share of the work are noise of the machine."""
 
 STRIDE = 8.0
-"""On the way to a CF, each stride may send at most this many times the bytes already carried."""
+"""On the way to a smaller CF, each stride sends at most this many times the most bytes of a CF that
+was run on this network."""
 
 RECENT = 5
-"""The network has changed if this many steps in a row all waited longer, or all shorter, than
-before. A single step is noisy on a busy machine."""
+"""The network has changed if this many steps in a row all waited longer than before, or all less.
+(One step is noisy on a busy machine.)"""
 
 MANY = 20
-"""The exposed time at a CF is that of its first steps, this many: so a slow change shows, too."""
+"""The exposed time at a CF is measured in this many first steps only. A slow change of the network
+then differs from it at last, and is noticed, too."""
 
 CHANGED = 1.25
-"""An exposed time counts as longer or shorter than before from this factor on."""
+"""The smallest factor by which an exposed time counts as longer or shorter than before."""
 
 
 def overlapped(overlap: int | None, steps: int) -> int:
@@ -86,8 +90,8 @@ def overlapped(overlap: int | None, steps: int) -> int:
 class StepTime(Stateful):
     """A model of the step time at any CF.
 
-    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. rungs: CFs whose coding time does
-    not predict that of other CFs. uncoded, link: see `Context`."""
+    nbytes: bytes on the wire at a CF. overlap: see `overlapped`. rungs: CFs of other compressors,
+    each with a coding time of its own. uncoded, link: see `Context`."""
 
     nbytes: Callable[[float], float]
     overlap: int | None = 0
@@ -96,25 +100,26 @@ class StepTime(Stateful):
     link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
     changed: bool = saved(False)  # the network has changed since the run began
-    _faster: bool = saved(False)  # a change made it faster, so `link` is no bound
+    _faster: bool = saved(False)  # the network has become faster, so `link` is no bound
     _works: list[float] = saved([])  # of the last steps
-    _codings: dict[float, list[tuple[float, float]]] = saved({})  # coding and work, by `_kind`
-    _pauses: int = saved(0)  # steps in a row that took far longer than their median
+    # Of the last steps of each `_kind`: (coding, work).
+    _codings: dict[float, list[tuple[float, float]]] = saved({})
+    _pauses: int = saved(0)  # steps in a row that took more than PAUSE medians
     # Exposed times by CF, of the CFs that were run:
-    _last: dict[float, float] = saved({})  # the last median, also from before a network's change
-    _typical: dict[float, float] = saved({})  # the median, on the present network
+    _last: dict[float, float] = saved({})  # the last median, perhaps on an earlier network
+    _typical: dict[float, float] = saved({})  # the median on the present network
     _recent: list[float] = saved([])  # exposed times of the last steps, at the CF in use
     _same: int = saved(0)  # steps at the CF in use on the present network
     _doubted: bool = saved(False)  # the other CFs were forgotten once already on this network
     _cf: float | None = saved(None)  # the CF in use
-    _before: float | None = saved(None)  # exposed time of the CF in use, in its previous use
-    _steps: int = saved(1)  # of each rank, for each exchange
+    # The exposed time of the CF in use when it was in use before, on the present network.
+    _before: float | None = saved(None)
+    _steps: int = saved(1)  # local steps of each rank for each exchange, in the last report
 
     def __post_init__(self) -> None:
         self._quiet = 0.0  # work on a quiet machine
-        self._coding: dict[
-            float, tuple[float, float]
-        ] = {}  # medians of coding and work, by `_kind`
+        # Medians of coding and work, by `_kind`.
+        self._coding: dict[float, tuple[float, float]] = {}
 
     def observe(self, report: StepReport) -> None:
         """Observe the times of one step. A report with an unknown time is skipped."""
@@ -137,8 +142,8 @@ class StepTime(Stateful):
             self._observe_exposed(cf, exposed)
 
     def seconds(self, cf: float, steps: int | None = None) -> float | None:
-        """Seconds of a step at `cf`. With local steps: of `steps` of them (None: as many as in the
-        last report) and one exchange. None before the first report."""
+        """Seconds of a step at `cf`: of `steps` local steps (None: as many as in the last report)
+        and one exchange. None before the first report."""
         return self._step(self.exposed(cf), self.coding(cf), steps) if self._works else None
 
     @property
@@ -152,14 +157,14 @@ class StepTime(Stateful):
         return self._step(self.exposed(cf), steps=steps) if self._works else 0.0
 
     def measured(self, cf: float) -> float | None:
-        """As `seconds`, with the exposed time measured when `cf` was last run, even if the network
-        has changed since. None: never run."""
+        """As `seconds`, with the exposed time that was measured when `cf` was last run, even if the
+        network has changed since. None if `cf` was never run."""
         exposed = self._last.get(cf)
         return None if exposed is None else self._step(exposed, self.coding(cf))
 
     def bound(self) -> float | None:
-        """Seconds of a compressed step with nothing on the wire and the fastest kind of
-        compression; None before the first step."""
+        """The least seconds of a compressed step: with nothing on the wire, and the shortest coding
+        time of all kinds; None before the first step."""
         if not self._works:
             return None
         fastest = min(map(self.coding, self._coding), default=0.0)
@@ -186,25 +191,26 @@ class StepTime(Stateful):
         return cf if cf in self.rungs else ABOVE
 
     def _quiet_coding(self, kind: float) -> float:
-        """Seconds of coding on a quiet machine, for a kind that was run."""
+        """Seconds of coding on a quiet machine. kind: one that was run."""
         coding, work = self._coding[kind]
         return coding * min(1.0, self._quiet / work) if work else coding
 
     def exposed(self, cf: float) -> float:
         """Seconds that a step at `cf` waits for the network; 0 before the first step. For a CF that
-        was not run this is a prediction, within the bounds of the link."""
+        was not run on this network, a prediction within the bounds of the link."""
         known = self._typical.get(cf)
         if known is not None or not self._works:
             return known or 0.0
         wanted = self.nbytes(cf)
         predicted = self._predicted(self._typical, wanted)
-        # Seconds that the link needed for so many bytes when the run began; 0 if unknown.
+        # Seconds that the link needed for `wanted` bytes when the run began; 0 if unknown.
         latency, seconds_a_byte = self.link()
         needed = latency + wanted * seconds_a_byte
         if self._faster or not 0 < needed < inf:
             return predicted
         predicted = min(predicted, self._by_link(self._typical, wanted))
-        # Steps that were faster than the link's measured speed show that the link is faster.
+        # A step that was faster than the link's measured speed allows shows that the link is faster
+        # than measured: its time counts as this share (`shown`) of `needed`.
         hidden, shown = BACKWARD * self._quiet, 1.0
         for other, time in self._typical.items():
             its = latency + self.nbytes(other) * seconds_a_byte
@@ -212,10 +218,11 @@ class StepTime(Stateful):
         return max(predicted, shown * needed - hidden)
 
     def _by_link(self, known: Mapping[float, float], wanted: float) -> float:
-        """The longest wait of a step with `wanted` bytes, by the waits of other steps. With fewer
-        bytes, a step saves at least the link's time for the difference, because backward hides no
-        less. With more bytes, it takes at most SLOWER times that time longer, unless the network
-        has changed. inf: the link is not known, or has become faster, or no step was run."""
+        """The longest wait of a step with `wanted` bytes, by the waits at the `known` CFs. With
+        fewer bytes than at a known CF, the step waits shorter by at least the link's time for the
+        difference, because backward hides no less. With more bytes, it waits longer by at most
+        SLOWER times the link's time, unless the network has changed. inf if the link is not known
+        or has become faster, or if no CF is known."""
         seconds_a_byte = self.link()[1]
         if self._faster or not 0 < seconds_a_byte < inf:
             return inf
@@ -233,10 +240,10 @@ class StepTime(Stateful):
         return tuple(self._typical)
 
     def within_reach(self, goal: float, here: float, cfs: Iterable[float]) -> float:
-        """The CF to send next on the way down from `here` to `goal`.
+        """The CF to send next on the way down from the CF `here` to the CF `goal`.
 
-        This is the smallest of the ascending `cfs` that is no more than a stride away; `goal` if
-        there is no other CF between, or on a link that is known and has not changed."""
+        This is the smallest of the ascending `cfs` that is no more than a stride away; `goal` if no
+        CF is between, or if the link is known and has not changed."""
         between = [cf for cf in cfs if goal <= cf < here]
         if not between or (0 < self.link()[1] < inf and not self.changed):
             return goal
@@ -254,8 +261,8 @@ class StepTime(Stateful):
         return work * steps + coding + max(0.0, exposed - work * overlapped(self.overlap, steps))
 
     def _observe_own(self, cf: float, work: float, coding: float) -> None:
-        """Add the work and the coding of a step. Coding in the first step at a CF contains one-time
-        work; the median leaves it out from the second step on."""
+        """Add the work and the coding of a step. Coding in the first step at a CF includes one-time
+        work, which the low median leaves out from the second step on."""
         self._works = [*self._works, work][-WORKS:]
         kind = self._kind(cf)
         if kind is not None:
@@ -314,18 +321,19 @@ class StepTime(Stateful):
             self._doubted = True
         if self._same > MANY:
             return
-        # The last RECENT times do not count yet, except the first RECENT: the network may have
-        # changed in them.
+        # The last RECENT times do not count yet, because the network may have changed in these
+        # steps. The first RECENT times always count.
         times = self._recent[-self._same :]
         times = sorted(times[: max(RECENT, len(times) - RECENT)])
         self._typical[cf] = self._last[cf] = median_low(times)
 
     def _moved(self, cf: float) -> int:
-        """Whether the last steps at the CF in use show a slower network (1), a faster one (-1), or
-        the same (0).
+        """1 if the last steps at the CF in use show a slower network, -1 if a faster one, 0 if the
+        same.
 
-        The first RECENT steps are compared with the last stay at this CF, and with other CFs: more
-        bytes do not take less time. Later steps are compared with earlier steps of this stay."""
+        The first RECENT steps at a CF are compared with its exposed time when it was in use before,
+        and with those of other CFs, since more bytes do not take less time. Later steps are
+        compared with the earlier ones."""
         if self._same < RECENT:
             return 0
         if self._same == RECENT:
@@ -338,9 +346,9 @@ class StepTime(Stateful):
         return self._beyond(old, old)
 
     def _is_doubtful(self, cf: float) -> bool:
-        """Whether the CF in use, which was not run before, waits less than the other CFs predict.
-        Then the network was slow for a few steps when the other CFs were run, or backward hides
-        this exchange."""
+        """Whether the CF in use, which was not run before on this network, waits less than the
+        other CFs predict. Then the network was slow for a few steps when the other CFs were run, or
+        backward hides the exchange at this CF."""
         others = {other: time for other, time in self._typical.items() if other != cf}
         if not others or self._same != 2 * RECENT or self._before is not None:
             return False
@@ -349,8 +357,8 @@ class StepTime(Stateful):
         return self._beyond(least, inf) != 0
 
     def _beyond(self, low: float, high: float) -> int:
-        """1 if the last RECENT steps all waited clearly longer than `high`, -1 if all clearly less
-        than `low`, else 0."""
+        """1 if the last RECENT steps all waited clearly longer than `high`, -1 if all waited
+        clearly less than `low`, else 0."""
         times, least = self._recent[-RECENT:], NOISE_SHARE * self._quiet
         slower = min(times) + least > CHANGED * (high + least)
         faster = max(times) + least < (low + least) / CHANGED

@@ -32,27 +32,27 @@ EXACT = NoCompression()
 """The compressor of units that a compressed step sends uncompressed."""
 
 WHOLE = 4096
-"""A tensor of at most this many elements is its own sample."""
+"""The sample of a tensor of at most this many elements is the whole tensor."""
 
 SAMPLED = 256
-"""The sample of a larger tensor has WHOLE elements, plus one for each SAMPLED of the tensor's."""
+"""The sample of a larger tensor has at least WHOLE elements, plus 1 for SAMPLED of the tensor's."""
 
 MOST_CUTS = 16
 """The largest number of sets of CFs for which a layout keeps its units."""
 
 LARGEST = {dtype: torch.finfo(dtype).max ** 0.5 / 2**18 for dtype in (torch.float32, torch.float64)}
-"""The largest magnitude of a gradient that is kept, by dtype (7e13 in float32). A larger gradient
-could overflow: in the residual, where gradients add up, or in a compressor's sum of 10^9 squares.
-"""
+"""The magnitude to which a bucket's gradients are clamped if their squares overflow (on a device
+perhaps always), by dtype: 7e13 in float32. So neither the residual, where gradients add up, nor a
+compressor's sum of 10^9 squares overflows."""
 
 
 @dataclass(frozen=True)
 class StepCFs:
     """The CFs of one step, the same on every rank.
 
-    send: the CF that is sent. measured: the CFs whose gain is measured, ascending. They include
-    `send`, unless `send` is dense (in any precision) or a DDP hook. layers: by parameter name, the
-    CFs of the layers that send at another CF than `send`.
+    send: the CF that is sent. measured: the CFs whose gain is measured, ascending; `send` is among
+    them, unless it is dense (in any precision) or a DDP hook. layers: by parameter name, the CFs of
+    the layers that send at another CF than `send`.
     """
 
     send: float = DENSE
@@ -72,8 +72,8 @@ class StepCFs:
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a bucket that belong to one parameter: all of the parameter, or the
-    elements on one side of a border between shards."""
+    """Elements [start, stop) of a bucket that belong to one parameter: the whole parameter, or its
+    elements in one shard."""
 
     parameter: ModelParameter
     start: int
@@ -85,10 +85,11 @@ class Unit:
     """A slice of a bucket that becomes one payload: elements [start, stop).
 
     compressor, cf: how the unit is sent. A compressor that works in rounds also sends units of CF
-    1. base, levels: how the unit is measured, namely by the compressor of all CFs, at one CF for
-    each CF that the step measures. parts: what the unit covers, in order. dtype: of the bucket.
-    segments: lengths of the tensors with quantization scales of their own; (): one tensor. shards:
-    number of shards of which each is compressed separately; above 1 the unit is a whole bucket.
+    1. base: the compressor of all CFs, by which the unit is measured. levels: the CFs at which it
+    is measured, one for each CF that the step measures. parts: the parts that the unit covers, in
+    order. dtype: of the bucket. segments: lengths of the tensors with quantization scales of their
+    own; (): one tensor. shards: number of shards, each compressed separately; above 1 the unit is
+    a whole bucket.
     """
 
     start: int
@@ -150,11 +151,11 @@ class Unit:
 
 
 class BucketLayout:
-    """The parameters of a bucket, one after the other, and all that is derived from them.
+    """The parameters of a bucket, in order, with the units, runs and buffers derived from them.
 
     parts: the elements of each parameter. cuts: lists of units, by all that they depend on
     (`Granularity.cut`). runs: (all that runs depend on, runs) of the last step (`BucketMemory`).
-    buffers: working memory by use, which on the host the next step reuses."""
+    buffers: working memory by its use; on the host the next step reuses it."""
 
     def __init__(self, parameters: Sequence[ModelParameter]) -> None:
         self.parameters = parameters
@@ -167,9 +168,9 @@ class BucketLayout:
         self._flats: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # with their views
 
     def flat(self, name: str) -> Tensor:
-        """One flat tensor for the parameters' tensors of this name, which become views of it. It is
-        made at the first call, and again after a parameter has got another tensor. It is zero for a
-        parameter without such a tensor."""
+        """A flat tensor of the parameters' tensors of this name, which become views of it. It is
+        made at the first call, and again once a parameter has another tensor. The elements of a
+        parameter without such a tensor are zero."""
         flat, views = self._flats.get(name, (None, ()))
         held = [getattr(parameter, name, None) for parameter in self.parameters]
         if flat is None or not all(map(is_, held, views)):
@@ -189,11 +190,11 @@ class Bucket:
 
     work: the bucket's gradients, flat, in the residual's precision; the mean overwrites them.
     key: the key of all parts, without name and shape. whole: neighbouring parts are compressed as
-    one tensor. skipped: the parameters that send nothing in this step and keep their residual, or
-    may do so, with a flag that only the device knows. nonfinite: a gradient is not finite; then all
-    gradients of the bucket are set to zero. Finite gradients whose squares overflow (norms above
-    1.8e19 in float32) are clamped to LARGEST, and the statistics of the step count as nonfinite.
-    settled: later steps have the same bucket.
+    one tensor. skipped: the parameters that send nothing in this step and keep their residual, each
+    with True, or with a flag whose value only the device knows. nonfinite: a gradient is not
+    finite; then all gradients of the bucket are set to zero. Finite gradients whose squares
+    overflow (norms above 1.8e19 in float32) are clamped to LARGEST, and the statistics count the
+    step as nonfinite. settled: later steps have the same bucket.
     """
 
     work: Tensor
@@ -242,7 +243,7 @@ class Bucket:
         if clip_norm is not None:
             energies = _clip(pieces, energies, clip_norm)
         self.nonfinite = judge(energies, self.work, tally.at("grad"), tally.at("nonfinite"))
-        if overflows is None:  # only the device knows whether there is anything to clamp
+        if overflows is None:  # only the device knows whether squares overflow
             cut_large(energies, self.work, largest)
         known = kernels.numbers(energies) if one_by_one else ()
         self.skipped = memory.skipped(self.layout.parameters, known)
@@ -267,7 +268,7 @@ class Bucket:
 
 def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor:
     """Scale each gradient with a larger norm down to `clip_norm`, in place. Returns the squared
-    norms after that."""
+    norms of the clipped gradients."""
     too_large = (energies > clip_norm**2) & energies.isfinite()
     factors = torch.where(too_large, clip_norm / energies.sqrt(), 1.0)
     torch._foreach_mul_(list(grads), list(factors.to(grads[0].dtype)))
@@ -278,11 +279,11 @@ def _clip(grads: Sequence[Tensor], energies: Tensor, clip_norm: float) -> Tensor
 class Granularity:
     """How a bucket is cut into units. The same on every rank.
 
-    compressor: compresses all parts but those of fewer than `dense_below` elements, which are sent
-    uncompressed. whole_buckets: neighbouring parts are one unit (granularity "bucket"); False: each
-    part is a unit ("layer"). In buckets that DDP has not settled each part is a unit, because the
-    memory is laid out by settled buckets. segments: each part of a unit has its own quantization
-    scales.
+    compressor: compresses all parameters, except those of fewer than `dense_below` elements, which
+    are sent uncompressed. whole_buckets: neighbouring parts are one unit (granularity "bucket");
+    False: each part is a unit ("layer"). In a bucket that DDP may still rebuild each part is a
+    unit, because only settled buckets have flat residuals. segments: each part of a unit has its
+    own quantization scales.
     """
 
     compressor: Compressor
@@ -297,8 +298,8 @@ class Granularity:
 
     @cached_property
     def uncoded(self) -> Granularity:
-        """The same units, with a sparsifier whose payloads hold values in full precision, and any
-        number of them: the strategy encodes the values that it sends."""
+        """This granularity with a sparsifier whose payloads hold any number of values, in full
+        precision: the strategy encodes the values itself."""
         assert isinstance(self.compressor, Sparsifier | Ladder)
         return replace(self, compressor=self.compressor.uncoded())
 
@@ -308,8 +309,8 @@ class Granularity:
         """The units of a bucket, in order, without a step number (`Unit.at`). No unit crosses a
         border between the bucket's `shards` equal shards.
 
-        sharded: for the sharded exchange. If the bucket is compressed whole, and no part is sent
-        uncompressed, it is one unit with `shards` shards."""
+        sharded: for the sharded exchange. The bucket is then one unit with `shards` shards, if it
+        is compressed whole and no part is sent uncompressed."""
         cuts, of = bucket.layout.cuts, (self, cfs, shards, sharded, bucket.whole, bucket.work.dtype)
         if of not in cuts:
             if len(cuts) == MOST_CUTS:
@@ -325,7 +326,7 @@ class Granularity:
     def _units(self, bucket: Bucket, cfs: StepCFs, shards: int) -> list[Unit]:
         borders = shard_borders(bucket.work.numel(), shards)
         units: list[list[Part]] = []
-        joins = False  # the next part may join the unit before
+        joins = False  # the next part may join the last unit
         for parameter, first, last in bucket.parts:
             small = last - first < self.dense_below
             inside = (border for border in borders if first < border < last)
@@ -363,9 +364,9 @@ def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]
 
 
 def strided_sample(grad: Tensor) -> Tensor:
-    """Elements of `grad` (flat) at equal distances, contiguous; all of a small `grad`. Every CF
-    keeps some elements of the sample. The gain before error feedback is measured on the sample,
-    because a second full selection would cost as much as the compression itself."""
+    """Elements of `grad` (flat) at equal distances, copied to a contiguous tensor; a small `grad`
+    itself. Every CF keeps some elements of the sample. The gain before error feedback is measured
+    on it, because a second selection from all elements would cost as much as the compression."""
     stride = _sample_stride(grad.numel())
     return grad if stride == 1 else grad[::stride].contiguous()
 
@@ -400,7 +401,7 @@ def compress_levels(
 
 
 def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
-    """The payload of `a` (flat) with energies, computed here if the compressor left them out."""
+    """The payload of `a` (flat) with its energies, computed here if the payload has none."""
     if payload.energies is not None:
         return payload
     kept = torch.zeros_like(a)
@@ -426,10 +427,11 @@ def record_levels(
 ) -> None:
     """Add to the tally the energies of `levels`, the payloads of a unit at its levels. If the tally
     asks for samples, also add the energies of a sample of gradients, compressed at the same levels.
+    For a compressor that cannot be judged by samples (not `Compressor.sampled`) the energies of
+    `levels` stand in for those of a sample.
 
-    flat: the bucket's gradients, to take the sample from. sample: a sample taken before. times: see
-    `Tally.add_levels`. For a compressor that cannot be judged by samples (`Compressor.sampled`),
-    the energies of `levels` replace those of a sample."""
+    flat: the bucket's gradients, from which the sample is taken. sample: a sample that the caller
+    has taken; None: it is taken here. times: see `Tally.add_levels`."""
     own = energies_of(levels)
     if tally.by_layer:
         tally.add_layer(unit.parts[0].parameter.name, own, times)
@@ -456,6 +458,6 @@ def _sample_unit(unit: Unit, numel: int) -> Unit:
 
 
 def energies_of(payloads: Sequence[Payload]) -> Tensor:
-    """The `Payload.energies` of all payloads, (payloads, 3). None of them may be unknown."""
+    """The `Payload.energies` of all payloads, (payloads, 3). No energies may be unknown."""
     known = [p.energies for p in payloads if p.energies is not None]
     return known[0][None] if len(known) == 1 else torch.stack(known)

@@ -52,9 +52,9 @@ class Outgoing:
     payloads: one for each unit that this rank compresses. A nonfinite bucket has NaN payloads. For
     a strategy with `takes_error_fed` the only part of a payload is the error-fed gradient, which is
     zero in a nonfinite bucket.
-    report: the strategy calls it, in the hook's body, with payloads that the strategy has made.
-    report_means: called in place of `report` where the CFs of means are measured, with the
-    energies of one mean at each CF: (CFs, 3), as `Payload.energies`.
+    report: a strategy that makes payloads itself calls `report` with them, in the hook's body.
+    report_means: called in place of `report` if the CFs of means are measured, with the energies of
+    one mean at each CF: (CFs, 3), as `Payload.energies`.
     """
 
     index: int
@@ -70,7 +70,7 @@ class Outgoing:
         return pack(self, self.units, self.payloads)
 
     def received(self, rows: Tensor) -> Received:
-        """The payloads in `rows` (ranks, bytes; uint8), of which rank r has packed row r."""
+        """The payloads in `rows` (ranks, bytes; uint8). Rank r has packed row r."""
         return as_received(unpack(self.units, rows), len(rows))
 
 
@@ -78,7 +78,8 @@ class Outgoing:
 class Received:
     """What has arrived for one bucket. The mean of a unit is `scale` times the sum of its payloads.
 
-    payloads: for each unit, in the same order on every rank, or else the ranks' parameters differ.
+    payloads: for each unit, the payloads to add up. Their order must be the same on every rank:
+    otherwise sums round differently, and the ranks' parameters differ.
     nonfinite: some rank's gradients were not finite, so payloads must be ignored.
     own: for each unit, the payload that this rank has sent; None: `payloads[unit][rank]`.
     lost: for each unit whose mean this rank compressed, the compression error of the mean (flat).
@@ -94,12 +95,12 @@ class Received:
 
 
 Rounds = Generator[Future[Tensor], Any, Received]
-"""An exchange under way. The code after the last collective runs on a thread of the process group.
-"""
+"""The exchange of one bucket, a generator (`Strategy.rounds`). The code after the last collective
+runs on a thread of the process group."""
 
 
 class Piece(NamedTuple):
-    """One tensor that a step sends, described only as far as its number of bytes needs.
+    """One tensor that a step sends: only the facts from which its number of bytes follows.
 
     cf: the CF of the tensor's payload; 1 if the tensor is sent uncompressed."""
 
@@ -118,17 +119,18 @@ class Piece(NamedTuple):
 class Strategy(ABC):
     """A strategy is one way in which the payloads of all ranks become their mean.
 
-    One object serves all buckets of a model, and several buckets may be under way at a time. So the
-    state of one bucket's exchange belongs in local variables of `rounds`.
+    One object serves all buckets of a model, and several exchanges may be under way at a time. So
+    the state of one bucket's exchange belongs in local variables of `rounds`.
 
     name: shown in errors; by default the name of the class.
     The remaining attributes are for the strategies of this package.
     takes_error_fed: the strategy compresses the error-fed gradients itself. sharded: no unit
     crosses the border between the shards of two ranks. votes: payloads hold values in full
     precision, at any number of indices. node_shards, node_shard: a bucket is cut into `node_shards`
-    equal shards; this rank compresses shard number `node_shard`, other ranks of the node compress
-    the others, and no unit crosses a border between shards. calls: torch operations and kernel
-    launches for one bucket, compressing and decoding included, counted on a device (docs/gpu.md).
+    equal shards, and no unit crosses a border between shards; this rank compresses shard number
+    `node_shard`, and the node's other ranks compress the other shards. calls: torch operations and
+    kernel launches for one bucket, compressing and decoding included, as counted on a device
+    (docs/gpu.md).
     """
 
     name: str = ""
@@ -149,8 +151,8 @@ class Strategy(ABC):
         collective's future, is sent the future's value, and in the end returns what has arrived.
 
         exchange: has this rank (`rank`), the number of ranks (`world_size`, 2 or more) and the
-            collectives: `all_gather`, `all_reduce`, `all_to_all`, `pass_on`. Only these have their
-            bytes counted, run on an emulated link, and work with two levels.
+            collectives: `all_gather`, `all_reduce`, `all_to_all`, `pass_on`. Other collectives are
+            not counted in bytes, do not run on an emulated link, and do not work with two levels.
         outgoing: what this rank sends. It may be empty, on all ranks at once.
 
         The number and the sizes of collectives must be the same on all ranks. The code after the
@@ -173,7 +175,7 @@ class Strategy(ABC):
 
 
 class Wrapped(Strategy):
-    """A strategy that passes all calls on to another one, for subclasses to override some."""
+    """A strategy that passes all calls on to an inner strategy. Subclasses override some calls."""
 
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.name = inner, inner.name
@@ -192,7 +194,7 @@ class Wrapped(Strategy):
 
 
 class Gathered(Strategy):
-    """All-gather: every rank sends its payloads to every other rank: (N-1) payloads a rank."""
+    """All-gather: every rank sends its payload to every other rank. A rank sends N-1 payloads."""
 
     name = "all_gather"
     calls = 40
@@ -289,7 +291,7 @@ class ShardedMeans(Summed):
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         work, back = outgoing.bucket.work, replace(self.back)  # a policy may change `self.back`
         n, rank = exchange.world_size, exchange.rank
-        # Unit names of buckets that DDP has not settled never come again: nothing is kept by them.
+        # Unit names of an unsettled bucket do not come again, so no error is kept by these names.
         memory = back.memory if outgoing.bucket.settled else None
         wire = pack(outgoing, outgoing.units, outgoing.payloads)
         rows = yield exchange.all_to_all(wire, shard_sizes(outgoing.units, work.numel(), n))
@@ -316,7 +318,7 @@ class ShardedMeans(Summed):
             nonfinite = either(nonfinite, flag)
             if kept is not None and kept.numel() == mean.numel():
                 mean.add_(kept)
-            # Another seed than that of this rank's payload: both may be rounded at random.
+            # The seed must differ from that of this rank's own payload: random rounding.
             key = unit.key._replace(rank=unit.key.rank + len(payloads))
             payload, levels = _compress_mean(replace(mean_unit, key=key), mean, back.measured)
             mean_payloads.append(payload)
@@ -349,9 +351,9 @@ class ShardedMeans(Summed):
 
 
 def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
-    """`Received` for payloads of all ranks, unit by unit. `payloads` is read one unit at a time, so
-    that the payloads of one unit only are in memory."""
-    first = next(payloads, [])  # a rank makes all payloads of a bucket NaN, or none
+    """`Received` for the payloads of all ranks, unit by unit. `payloads` is read one unit at a
+    time, so that only one unit's payloads are in memory."""
+    first = next(payloads, [])  # enough: a rank makes all payloads of a bucket NaN, or none
     nonfinite = any_nonfinite(first) if first else False
     return Received(chain([first] if first else [], payloads), nonfinite, 1 / ranks)
 
@@ -363,8 +365,8 @@ class Means:
     cf: the CF of means; 1: means are not compressed; None: the CF of the gradients. measured:
     ascending CFs at which each mean is compressed, to measure the gain of each.
     memory: the error memory of this rank as the server of its shard, by unit name (DoubleSqueeze,
-    algorithm 1): it is added to the mean, and then holds the compression error of the mean. None:
-    that error is added to the residual that this rank keeps of its own gradients.
+    algorithm 1). The memory is added to the mean, and then holds the compression error of the mean.
+    None: the compression error is added to the residual of this rank's own gradients.
     """
 
     cf: float | None = None
@@ -373,7 +375,7 @@ class Means:
 
 
 def _all_in_one(units: Sequence[Unit]) -> Sharded | None:
-    """The compressor of a bucket's only unit, if that unit spans all shards; else None."""
+    """The compressor of a bucket's only unit, if this unit spans all shards; else None."""
     by = units[0].compressor if units else None
     return by if isinstance(by, Sharded) else None
 
@@ -386,7 +388,7 @@ def shard_sizes(units: Sequence[Unit], numel: int, shards: int) -> list[int]:
 
 
 def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iterator[Payload]:
-    """The payload of each unit. rows: (shards, bytes; uint8); each row begins with the payloads of
+    """The payload of each unit's mean. rows: (shards, bytes; uint8). A row holds the payloads of
     its shard's units, and is padded."""
     if whole := _all_in_one(units):
         yield whole.read_means(rows, units[0].spec)
@@ -397,7 +399,7 @@ def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iter
 
 
 def _downward(unit: Unit, back: Means) -> Unit:
-    """The unit with the CF and the compressor of the mean that is sent back to all ranks."""
+    """The unit, with the CF and the compressor by which its mean is sent back to all ranks."""
     if back.cf is None or unit.compressor is EXACT:
         return unit
     by = unit.compressor_at(back.cf)
@@ -408,16 +410,16 @@ def _downward(unit: Unit, back: Means) -> Unit:
 
 
 def _compress_mean(
-    below: Unit, mean: Tensor, measured: tuple[float, ...]
+    unit: Unit, mean: Tensor, measured: tuple[float, ...]
 ) -> tuple[Payload, Sequence[Payload]]:
     """(payload that is sent back, payloads at the CFs measured) for the mean of a unit."""
-    by, levels = below.compressor, list[Payload]()
-    if measured and below.base is not EXACT:
-        levels = compress_levels(replace(below, levels=measured), mean)
-    if not levels or below.cf not in measured:
-        return with_energies(by, by.compress(mean, below.spec), mean), levels
-    payload = levels[measured.index(below.cf)]
-    return replace(payload, spec=payload.spec.at(below.cf)), levels
+    by, levels = unit.compressor, list[Payload]()
+    if measured and unit.base is not EXACT:
+        levels = compress_levels(replace(unit, levels=measured), mean)
+    if not levels or unit.cf not in measured:
+        return with_energies(by, by.compress(mean, unit.spec), mean), levels
+    payload = levels[measured.index(unit.cf)]
+    return replace(payload, spec=payload.spec.at(unit.cf)), levels
 
 
 def payload_sizes(units: Sequence[Unit]) -> list[int]:
@@ -428,8 +430,8 @@ def payload_sizes(units: Sequence[Unit]) -> list[int]:
 def pack(
     out: Outgoing, units: Sequence[Unit], payloads: Sequence[Payload], size: int | None = None
 ) -> Tensor:
-    """The payloads one after the other in one uint8 tensor, so that one collective carries them.
-    size: bytes of the tensor, which is padded with zeros; None: no padding.
+    """The payloads one after the other in one uint8 tensor, so that one collective sends them all.
+    size: bytes of the tensor, padded with zeros; None: no padding.
     ValueError if a payload is not of the size that the compressor's `nbytes` announced."""
     sizes = payload_sizes(units)
     taken = sum(sizes)

@@ -1,15 +1,15 @@
 """Two levels: the ranks of a node average dense gradients, and the nodes exchange compressed ones.
 
 Memories, statistics, policies and strategies see each node as one rank. The ranks of a node hold
-the same bits, and each rank sends one shard of what the node sends.
+the same residuals and parameters, and each rank sends one shard of the node's payloads.
 
 1. The ranks of a node average a bucket's gradients (`NodeMeans`), before the session gets them.
-2. With an all-gather each rank of the node compresses one shard of the bucket. With another
-   strategy each rank compresses the whole bucket, and takes one shard of each tensor to be sent.
-3. Each rank exchanges its shard with one rank on each other node: the rank of the same place.
-4. The ranks of a node gather the shards that arrived. So each collective of a strategy takes two.
+2. With an all-gather each rank of the node compresses one shard of the bucket, if units may be cut
+   anywhere. Else each rank compresses the whole bucket, and sends one shard of each payload.
+3. Each rank exchanges its shard with one rank on each other node: the rank at the same place.
+4. The ranks of a node gather the shards that arrived: a second collective for each of a strategy.
 
-Through its network card a node sends the bytes of one rank. Steps 1 and 4 stay inside the node.
+All ranks of a node together send the bytes of one rank to other nodes. Steps 1 and 4 stay inside.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class Nodes(NamedTuple):
 def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -> Nodes | None:
     """This rank's two process groups; None for one level. A collective of `group`.
 
-    asked: the script has asked for two levels: ValueError on every rank if they are impossible.
-    """
+    asked: the script has asked for two levels. Then ValueError on every rank if two levels are
+    impossible."""
     label = "" if levels is None else _label(levels, group)
     everyone = gather_objects((repr(levels), label, groups_joined()), group)
     settings = {setting for setting, *_ in everyone}
-    if levels is None or len(settings) > 1:  # `agree` raises if ranks have different settings
+    if levels is None or len(settings) > 1:  # `agree` raises later if settings differ
         return None
     labels = [label for _, label, _ in everyone]
     nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
@@ -178,10 +178,10 @@ def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGro
 
 
 class NodeExchange(Exchange):
-    """The collectives of two levels: `world_size` is the number of nodes, `rank` this node.
+    """The collectives of two levels: `world_size` is the number of nodes, `rank` this node's.
 
-    A collective between nodes returns one shard of its result, that of this rank's place. `adapt`
-    adds a second collective inside the node, which gathers the shards: the whole result.
+    A collective between nodes returns one shard of its result, the shard of this rank's place.
+    `adapt` adds a second collective inside the node, which gathers the shards to the whole result.
 
     Bytes on the wire are those of the whole node. Bytes inside the node are counted separately.
     """
@@ -195,7 +195,8 @@ class NodeExchange(Exchange):
         self._inside = nodes.inside
         self.node_size = self.copies = dist.get_world_size(nodes.inside)
         self.node_shard = dist.get_rank(nodes.inside)
-        # Starts the second collective of the one issued last: shard -> future of the whole.
+        # (shard) -> a future of the whole result: starts the collective inside the node that
+        # completes the collective between nodes issued last.
         self._gather_shards: Callable[[Tensor], Future[Tensor]] | None = None
 
     def receiver_for(
@@ -207,14 +208,14 @@ class NodeExchange(Exchange):
 
     def adapt(self, strategy: Strategy, divisible: bool) -> Strategy:
         """The strategy, with a second collective after each of its own. divisible: units may be
-        cut at any element."""
+        cut anywhere."""
         if divisible and isinstance(strategy, Gathered):
             return _ShardedGather(strategy, self)
         return _InTwoLevels(strategy, self)
 
     def gather_by_shards(self, out: Outgoing) -> Rounds:
-        """The rounds of `Gathered`, where each rank of the node has compressed its own shard of the
-        bucket."""
+        """The rounds of `Gathered` with shards: each rank of the node has compressed its own shard
+        of the bucket."""
         units, n = by_shards(out.units, out.bucket.work.numel(), self.node_size), self.world_size
         sizes = [sum(payload_sizes(of_shard)) for of_shard in units]
         most = max(sizes)
@@ -231,7 +232,7 @@ class NodeExchange(Exchange):
     def in_two_levels(
         self, rounds: Generator[Future[Tensor], Any, R]
     ) -> Generator[Future[Tensor], Any, R]:
-        """The rounds, with a second collective after each of theirs."""
+        """The rounds, with a second collective after each of their own."""
         issued = next(rounds)
         while True:
             gather_shards = self._gather_shards
@@ -245,8 +246,8 @@ class NodeExchange(Exchange):
                 return made
 
     def all_reduce(self, tensor: Tensor) -> Future[Tensor]:
-        """Sum this rank's shard of `tensor` over the nodes, in place; the second collective
-        completes `tensor`."""
+        """Sum this rank's shard of `tensor` over the nodes, in place. The second collective makes
+        the whole sum."""
         numel, size = tensor.numel(), self._shard_numel(tensor.numel())
         own = self._own_shard(tensor.view(-1), size)
 
@@ -258,7 +259,8 @@ class NodeExchange(Exchange):
         return self._sum(own, tensor, self.group)
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
-        """(nodes, bytes of a shard); the second collective makes (nodes, bytes of a payload)."""
+        """A future of shards (nodes, bytes of a shard). The second collective makes payloads of
+        them: (nodes, bytes of a payload)."""
         numel, size = payload.numel(), self._shard_numel(payload.numel())
         self._gather_shards = partial(self._gather_rows, numel)
         own = _padded(self._own_shard(payload, size), size)
@@ -267,7 +269,8 @@ class NodeExchange(Exchange):
         return self._all_gather(own, numel, wire)
 
     def all_to_all(self, payload: Tensor, sizes: Sequence[int]) -> Future[Tensor]:
-        """(nodes, bytes of a shard); the second collective makes (nodes, sizes[rank])."""
+        """A future of shards (nodes, bytes of a shard). The second collective makes payloads of
+        them: (nodes, sizes[rank])."""
         shards = [self._shard_numel(size) for size in sizes]
         pieces = zip(payload.split(list(sizes)), shards, strict=True)
         own = [_padded(self._own_shard(piece, size), size) for piece, size in pieces]
@@ -275,8 +278,8 @@ class NodeExchange(Exchange):
         return self._all_to_all(torch.cat(own), shards, payload.nbytes)
 
     def pass_on(self, payload: Tensor, to: int, source: int) -> Future[Tensor]:
-        """A shard of the payload that node `source` has passed on; the second collective makes the
-        whole payload."""
+        """A future of one shard of the payload that node `source` passes on. The second collective
+        makes the whole payload."""
         numel, size = payload.numel(), self._shard_numel(payload.numel())
         self._gather_shards = lambda shard: self._gather(shard, lambda whole: whole[:numel])
         own = _padded(self._own_shard(payload, size), size)
@@ -318,7 +321,7 @@ class NodeExchange(Exchange):
         return run(self.in_two_levels(rounds()), 2, lambda total: total, tensor.device)
 
     def node_mean(self, gradients: Tensor) -> Future[Tensor]:
-        """The mean over the ranks of the node, in place."""
+        """A future of the mean over the ranks of the node, in place."""
         self._traffic.inside += reduce_wire_bytes(gradients.nbytes, self.node_size)
         gradients.div_(self.node_size)
         work = dist.all_reduce(gradients, group=self._inside, async_op=True)
@@ -341,7 +344,7 @@ class _InTwoLevels(Wrapped):
 
 
 class _ShardedGather(_InTwoLevels):
-    """`Gathered`, where each rank of a node compresses its own shard of the bucket."""
+    """`Gathered` with shards: each rank of a node compresses its own shard of the bucket."""
 
     def __init__(self, inner: Strategy, nodes: NodeExchange) -> None:
         super().__init__(inner, nodes)
@@ -352,7 +355,7 @@ class _ShardedGather(_InTwoLevels):
 
 
 def _padded(shard: Tensor, size: int) -> Tensor:
-    """The shard with zeros behind, since all ranks of a node must send the same number of bytes."""
+    """The shard with zeros appended: all ranks of a node must send the same number of bytes."""
     if shard.numel() == size:
         return shard
     return torch.cat([shard, shard.new_zeros(size - shard.numel())])
@@ -360,8 +363,9 @@ def _padded(shard: Tensor, size: int) -> Tensor:
 
 @dataclass(eq=False)
 class NodeMeans:
-    """A hook between DDP and the session: it replaces the gradients of a rank by the mean of its
-    node. The session gets each bucket in the body of the next hook call, after the node's mean.
+    """A receiver of buckets between DDP and the session: it replaces the gradients of a rank by the
+    mean over the rank's node. The session gets a bucket in the body of the next hook call, once the
+    node's mean is there. The last bucket follows at the end of backward.
 
     calls: the context of a hook call, see `Averager.replica_calls`.
     """
@@ -369,7 +373,7 @@ class NodeMeans:
     exchange: NodeExchange
     session: Exchanging
     calls: Callable[[bool], AbstractContextManager[None]]
-    # DDP's buckets, each with the future of its node's mean, and the future that DDP has of it.
+    # Buckets not handed on yet: (bucket, future of the node's mean, future that DDP waits for).
     _waiting: deque[tuple[dist.GradBucket, Future[Tensor], Future[Tensor]]] = field(
         default_factory=deque
     )

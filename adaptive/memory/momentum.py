@@ -1,18 +1,20 @@
-"""Momentum correction: each rank accumulates the velocity before compression, and the residual is
-the part of the velocities that was not sent.
+"""Momentum correction: each rank accumulates a velocity before compression, and the residual is the
+part of the velocities that was not sent.
 
-Deep Gradient Compression (Lin and others 2018), section 3: with momentum in the optimizer, an
-element that is sent rarely loses its momentum's discount. Accumulating u = m u + g before
-compression keeps the discount. Momentum factor masking clears the velocity of sent elements.
+Deep Gradient Compression (Lin and others 2018), section 3: if the optimizer applies momentum after
+compression, gradients of an element that is sent rarely add up undiscounted, since the factor m of
+the steps between is lost. A velocity u = m u + g, accumulated before compression, keeps the factor.
+Momentum factor masking clears the velocity of sent elements.
 
 A residual delays gradients, and so does a velocity: delay acts as momentum (Mitliagkas and others,
 "Asynchrony begets momentum", 2016). To avoid delaying gradients twice, the velocity moves with a
 smaller momentum and a larger gain while gradients are compressed (measured:
-docs/research/defaults.md). When the momentum changes, the velocity is scaled, so that the sum of
-its future contributions stays the same.
+docs/research/defaults.md). The *momentum share*, at most 1, says how much smaller
+(`MomentumRule.with_share`). When the share changes, the velocity is scaled, so that the sum of its
+future contributions stays the same.
 
-Two handovers do a part of the user's SGD: its momentum and weight decay (`SGDHandover`, with
-momentum correction), or a change of its momentum (`ShorterMomentum`, with error feedback).
+Two handovers take over work of the user's SGD. `SGDHandover`, with momentum correction, applies the
+SGD's momentum and weight decay. `ShorterMomentum`, with error feedback, makes its momentum smaller.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ _NEUTRAL: Group = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight
 
 
 RESTING = 8
-"""Number of dense steps in a row after which SGD gets its momentum back. The return takes one
-all-reduce of velocities, which a policy that is dense for a few steps only does not pay."""
+"""Number of dense steps in a row after which SGD gets its momentum back. The return costs one
+all-reduce of velocities. A policy that is dense for fewer steps never pays this cost."""
 
 
 @dataclass(eq=False)
@@ -64,16 +66,16 @@ class SGDHandover(Handover):
     in each step, so that schedulers keep working.
 
     torch adds weight decay to the gradient before momentum. The decay term is the same on every
-    rank. So the same momentum filters it here, uncompressed, and the result is added to the decoded
-    mean. The velocity of the decay is in SGD's own `optimizer.state[p]["momentum_buffer"]`. Since
-    all of this is linear, a momentum that was in the buffer before goes on decaying there.
+    rank. So it has a velocity of its own, which is never compressed, and which is added to the
+    decoded mean. This velocity is in SGD's own `optimizer.state[p]["momentum_buffer"]`. Momentum is
+    linear, so a momentum that was in the buffer before goes on decaying there.
 
     After `RESTING` dense steps in a row SGD gets its momentum back, and a dense step costs no more
     than without compression. Velocities start from zero in the next compressed step.
 
-    If a script makes another SGD of torch's over the same parameters, that SGD replaces the first
-    one in its first step, and the velocities are kept. other_optimizer: the name of an optimizer
-    that has stepped these parameters and cannot replace the SGD. optimizer: the SGD.
+    optimizer: the SGD. Another SGD of torch's over the same parameters replaces it when the other
+    SGD first steps, and the velocities are kept. other_optimizer: the name of an optimizer that has
+    stepped these parameters and cannot replace the SGD.
     """
 
     def __init__(self, optimizer: SGD, parameters: ModelParameters) -> None:
@@ -100,7 +102,7 @@ class SGDHandover(Handover):
         parameters = self._parameters.values()
         if self.rests or self._dense.count <= RESTING or self._parameters.maybe_unused():
             return
-        # The same on all ranks, after so many dense steps with finite gradients.
+        # `has_residual` is the same on all ranks after so many dense steps with finite gradients.
         if any(parameter.has_residual for parameter in parameters):
             return
         self._add_to_buffers(exchange)
@@ -190,7 +192,7 @@ class SGDHandover(Handover):
         self._dense.load_state_dict(state)
 
     def _gradient_to_velocity(self, parameter: ModelParameter) -> float:
-        """The sum of a gradient's contributions to all velocities, as a factor of the gradient."""
+        """The sum of a gradient's contributions to all velocities, divided by the gradient."""
         rule = self.rule(parameter)
         if rule.dampening == 1 or not 0 < rule.momentum < 1:
             return 1.0
@@ -206,11 +208,12 @@ class SGDHandover(Handover):
             started = torch.tensor([float(p.started) for p in chunk], dtype=own.dtype)
             started = started.to(own.device, non_blocking=True)
             total = exchange.total(torch.cat([own, started])).wait()
-            *means, known = total.split([*map(len, velocities), len(chunk)])
-            # `known` is read (a host synchronisation) only if SGD has left some parameter out.
-            left_out = any(self.rule(p).momentum and not p.stepped for p in chunk)
-            by_any = known.tolist() if left_out else [0.0] * len(chunk)
-            for parameter, mean, any_started in zip(chunk, means, by_any, strict=True):
+            *means, ranks = total.split([*map(len, velocities), len(chunk)])
+            # How many ranks have started each velocity. The host waits for these numbers only if
+            # SGD has never stepped some parameter here.
+            unstepped = any(self.rule(p).momentum and not p.stepped for p in chunk)
+            started_on = ranks.tolist() if unstepped else [0.0] * len(chunk)
+            for parameter, mean, any_started in zip(chunk, means, started_on, strict=True):
                 if parameter.stepped or (self.rule(parameter).momentum and any_started):
                     self._add_to_buffer(parameter, mean)
 
@@ -228,7 +231,7 @@ class SGDHandover(Handover):
 
     @torch.no_grad()
     def _add_decay(self, group: Group) -> None:
-        """Add weight decay, with its momentum, to the gradients of a group, before a step."""
+        """Add the velocity of weight decay to the gradients of a group, before a step."""
         decay, momentum, rate = group["weight_decay"], group["momentum"], 1 - group["dampening"]
         sign = -1.0 if group["maximize"] else 1.0  # SGD negates the gradient first
         # A fused SGD unscales gradients itself, and skips the step if they are not finite.
@@ -272,7 +275,7 @@ class SGDHandover(Handover):
 
 @dataclass(eq=False)
 class MomentumShare(saved.Stateful):
-    """The momentum share of the optimizer's momentum buffers."""
+    """The momentum share with which the optimizer's momentum buffers have moved."""
 
     share: float = saved.saved(1.0)
 
@@ -287,10 +290,10 @@ class ShorterMomentum(Handover):
     gradients, because the script clips them, momentum correction is impossible. But the optimizer
     can step with a smaller momentum and a larger learning rate while gradients are compressed, so
     that gradients are not delayed twice. The sum of all moves that a gradient causes stays the
-    same. If a script makes another SGD over the same parameters, it replaces the first one.
+    same. Another SGD of torch's over the same parameters replaces the first one.
 
-    share_at: (CF) -> the momentum share in a compressed step, in (0, 1]. In a dense step it is 1.
-    The pending momentum stays when the share changes."""
+    share_at: (CF) -> the momentum share in a compressed step, in (0, 1]. In a dense step the share
+    is 1. When the share changes, the moves that past gradients have yet to cause stay the same."""
 
     def __init__(
         self, optimizer: Optimizer, share_at: Callable[[float], float], parameters: ModelParameters
@@ -306,7 +309,7 @@ class ShorterMomentum(Handover):
             known = {*parameters_of(self._optimizer)}
             if not steps_as(optimizer, SGD) or known.isdisjoint(parameters_of(optimizer)):
                 return None
-            self._optimizer, self._now = optimizer, MomentumShare()  # a new one, with new buffers
+            self._optimizer, self._now = optimizer, MomentumShare()  # its buffers are new
         self._move_to(self._wanted, groups)
         if self._now.share == 1:
             return None
@@ -319,8 +322,8 @@ class ShorterMomentum(Handover):
 
     @torch.no_grad()
     def _move_to(self, share: float, groups: Groups) -> None:
-        """Scale the momentum buffers to another momentum share. A buffer holds velocity / gain,
-        because the learning rate is multiplied by the gain."""
+        """Scale the momentum buffers to another momentum share. A buffer holds velocity / gain: the
+        learning rate has the gain as a factor instead."""
         before, self._now.share = self._now.share, share
         if share == before:
             return
@@ -397,8 +400,8 @@ class MomentumMemory(Residual):
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
     ) -> Mapping[ModelParameter, Flag]:
-        """A parameter with a zero gradient is skipped only if `p.grad` is None or if it is sharded.
-        SGD moves a parameter whose `p.grad` is zero by its momentum."""
+        """As in `NoMemory`, but a parameter with a zero gradient is skipped only if `p.grad` is
+        None or the parameter is sharded. (With a `p.grad` of zeros SGD goes on by momentum.)"""
         found = super().skipped(parameters, grad_energies).items()
         return {p: flag for p, flag in found if p.tensor.grad is None or p.sharded}
 
@@ -441,8 +444,8 @@ class MomentumMemory(Residual):
         """Add a gradient to the velocity. Returns the new velocity (None without momentum), and the
         rule by which it has moved."""
         full = self._of.rule(parameter)
-        # SGD does not dampen the first gradient. All ranks agree whether SGD has made its first
-        # step. A backward without a step does not count.
+        # SGD does not dampen the gradient of its first step. `first` is the same on all ranks, and
+        # stays True after a backward without a step.
         first = not (parameter.stepped or self._of.has_buffer(parameter))
         if not full.momentum:
             return None, full

@@ -8,23 +8,23 @@ its second moment grows with T^2, and the optimizer divides the burst away
 user's own optimizer steps with it. A compressed step, with `lr` the present learning rate:
 
 1. Before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
-   ranks. For this step the momentum share is below 1. (`lr` of Muon: see muon.py.)
-2. After `optimizer.step()`: the update d = (b - parameters) / lr is enlarged by the noise in this
-   rank's second moment (moments.py; for Muon in its momentum, muon.py). The residual r += d; the
-   largest elements c of r are sent; r -= c.
+   ranks. (`lr` of Muon: see muon.py.) The optimizer then steps with a smaller momentum.
+2. After `optimizer.step()`: the update is d = (b - parameters) / lr. Noise in this rank's second
+   moment has made d too small, so d is enlarged (moments.py; noise in Muon's momentum: muon.py).
+   The residual r += d; the largest elements c of r are sent; r -= c.
 3. parameters = b - lr * mean of c over the ranks, the same on all ranks again.
 
-A dense step is DDP's own. Before the first one the ranks average their optimizers' states.
+A dense step is DDP's own. Before the first dense step the ranks average their optimizers' states.
 
-At a CF that loses little (int8, int4) there are no bursts. There Adam steps with the mean gradient,
+A CF that loses little (int8, int4) makes no bursts. There Adam steps with the mean gradient,
 compressed with error feedback, which trains as well as a dense step (docs/research/defaults.md).
-The residual then holds gradients. It is added to the local gradient of the next step that exchanges
-updates.
+The residual then holds gradients. The next step that exchanges updates adds this residual to its
+local gradient.
 
-Momentum delays updates, and so does a residual. To avoid delaying them twice, the momentum share is
-below 1 in compressed steps, and the rest of the pending momentum goes to the residual. When the CF
-falls, the momentum share is 1 again, and momentum takes over the residual: it applies in some ten
-steps what would disturb the model if applied in one.
+Momentum delays updates, and so does a residual. To avoid delaying them twice, the momentum share
+(`MomentumRule.with_share`) is below 1 in compressed steps, and the residual takes the part of the
+pending momentum that is lost. When the CF falls, the share rises, and momentum takes over the whole
+residual: momentum applies it over some ten steps. Applied in one step, it would disturb the model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class UpdateMemory(Residual):
     def skipped(
         self, parameters: Sequence[ModelParameter], grad_energies: Sequence[Scalar]
     ) -> Mapping[ModelParameter, Flag]:
-        """While updates are exchanged: the parameters that no optimizer has stepped."""
+        """While updates are exchanged, the skipped parameters are those that no optimizer has
+        stepped."""
         if self._steps.pending:
             return dict.fromkeys(self._steps.unstepped(parameters), True)
         return super().skipped(parameters, grad_energies)
@@ -83,9 +84,9 @@ class UpdateHandover(Handover):
     """Makes updates of the local optimizer steps, and applies the ranks' mean update.
 
     ranks: world size. share_at: (CF) -> the momentum share, in [0, 1]. steps: the optimizer steps
-    of this rank. state: of their moments. always_updates: every compressed step exchanges updates.
-    This is so if some optimizer has no first moment: when gradients are exchanged, the first moment
-    takes over the updates in the residual."""
+    of this rank. state: of the optimizers' moments. always_updates: every compressed step exchanges
+    updates. (Before gradients are exchanged, first moments take over the updates in residuals. So
+    a step may exchange gradients only if every optimizer is adaptive and has a first moment.)"""
 
     sends_updates = True
 
@@ -110,18 +111,20 @@ class UpdateHandover(Handover):
         self.state.ranks_differ = self.state.had_full_momentum = stepped
         self._targets: dict[Chunk, Tensor] = {}  # the new parameters, once means are decoded
         self._read: list[Tensor | None] = []  # kept alive while the hook's stream reads them
-        self._enlargements: dict[Tensor, Tensor] = {}  # of Muon's steps since the last backward
+        # Factors of Muon's updates since the last backward, by parameter.
+        self._enlargements: dict[Tensor, Tensor] = {}
         self._sync = OptimizerSync(parameters, self._of)
         self._inspection = Inspection(parameters)
         known = [self._inspection.notice(optimizer) for optimizer in optimizers]
         self.state.uninspected = not all(known)
-        self._inspected_stepped = False  # an optimizer that is not torch's, in parameter space
+        # An optimizer that is not torch's has stepped with local gradients.
+        self._inspected_stepped = False
 
     @property
     def power(self) -> float:  # type: ignore[override]
-        """The power of `Context`, smaller where larger CFs do no harm: 0.2 for updates of two ranks
-        without momentum (Adam's); 0.5 with more ranks, as for gradients; 1 if an optimizer keeps
-        its momentum (Muon), which delays the residual twice (docs/research/defaults.md)."""
+        """The `power` of `Context`, smaller where larger CFs do less harm: 0.2 on two ranks, 0.5 on
+        more (as for gradients). 1 if some optimizer is not adaptive (Muon): it keeps its momentum,
+        which delays updates a second time, after the residual (docs/research/defaults.md)."""
         if not all(is_adaptive(of) for of, _ in self._of.distinct):
             return 1.0
         return 0.2 if self._ranks == 2 else 0.5
@@ -129,9 +132,8 @@ class UpdateHandover(Handover):
     # -- what is exchanged --
 
     def exchanges_updates(self, cf: float) -> bool:
-        """Whether a step compressed at `cf` exchanges updates; False: gradients. Gradients are
-        exchanged at a CF that loses so little that the momentum share is 1. The same on all
-        ranks."""
+        """Whether a step compressed at `cf` exchanges updates; False: gradients. A CF that loses so
+        little that its momentum share is 1 allows gradients. The same on all ranks."""
         updates = self.always_updates or self._share_at(cf) < 1
         return updates and not self.state.gradients_only
 
@@ -151,18 +153,20 @@ class UpdateHandover(Handover):
         self._moments.put_back()
         self.steps.backward_ends()
         self._enlargements.clear()
-        if self.state.residuals_hold_gradients:  # of parameters without a gradient now: dropped
+        # Residuals of gradients: this backward has used those of all parameters with a gradient.
+        # The others are dropped.
+        if self.state.residuals_hold_gradients:
             for parameter in self._parameters.values():
                 parameter.has_residual = False
         self._begin_own_steps(self._share_at(cf))
 
     @torch.no_grad()
     def outgoing(self, chunk: Chunk) -> tuple[Tensor, Scalar | None]:
-        """(updates, squared norm): the updates that this rank's step has made to a chunk (flat, in
-        the chunk's scratch), and their squared norm; None if it is not known. Updates are zero for
-        parameters that no optimizer has stepped since backward.
+        """(updates, squared norm) of a chunk in this rank's step. The updates are flat, in the
+        chunk's scratch, and zero for parameters that no optimizer has stepped since backward. The
+        squared norm is None if it is not known.
 
-        Block by block, so that all operations on a block find it in the cache."""
+        The work is done block by block, so that all operations on a block find it in the cache."""
         before, work = self.steps.before.get(chunk), chunk.buffer("work")
         if before is None:
             return work.zero_(), None
@@ -211,9 +215,9 @@ class UpdateHandover(Handover):
         return work, sum(energies[1:], energies[0]) if known else None
 
     def destination(self, chunk: Chunk) -> Destination | None:
-        """Where decoding adds -lr * (mean update of a chunk): to the values before the step. None
-        if parameters have several learning rates, or some were not stepped: `apply` then gets the
-        mean itself."""
+        """The tensor to which decoding adds -lr * (mean update of a chunk): the values before the
+        step. None if parameters have several learning rates or one on a device, or if only some
+        optimizers have stepped: `apply` then gets the mean itself."""
         rates = self.steps.rates_of(chunk)
         lr, decay = rates[0]
         if len(rates) > 1 or isinstance(lr, Tensor):
@@ -230,8 +234,9 @@ class UpdateHandover(Handover):
     def apply(self, chunk: Chunk, mean: Tensor | None, any_stepped: Callable[[], Tensor]) -> None:
         """Move the parameters of a chunk by the ranks' mean update.
 
-        mean: overwritten; None: it was added to the chunk's `destination`. any_stepped: returns the
-        number of ranks that have stepped (0-dim); called only on a rank that has not."""
+        mean: the mean update, overwritten; None: decoding has added it to the `destination`.
+        any_stepped: returns the number of ranks that have stepped (0-dim); called only on a rank
+        that has not stepped."""
         if mean is None:
             if self.steps.any_stepped or bool(any_stepped() > 0):
                 chunk.go_to(self._targets[chunk])
@@ -294,8 +299,8 @@ class UpdateHandover(Handover):
         return None
 
     def replaced_by(self, optimizer: Optimizer) -> str:
-        """If this optimizer is about to step parameters for the first time that another optimizer
-        has stepped, and needs another memory: the name of that other optimizer. Else ""."""
+        """The name of the optimizer whose place this new optimizer of torch's takes in its first
+        step, if the new one needs another memory (SGD does); else ""."""
         if optimizer in self._of.known or not is_torchs_own(optimizer):
             return ""
         if is_adaptive(optimizer) or is_muon(optimizer):
@@ -304,8 +309,8 @@ class UpdateHandover(Handover):
         return next((type(of).__name__ for of in had if of.state), "")
 
     def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
-        """The old learning rates of parameters that a new optimizer is about to step: the units of
-        the updates in their residuals."""
+        """The old learning rates of the parameters that a new optimizer is about to step. The
+        updates in these parameters' residuals are in units of the old rates."""
         if optimizer in self._of.known or self.state.residuals_hold_gradients:
             return {}
         taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
@@ -313,8 +318,8 @@ class UpdateHandover(Handover):
 
     @torch.no_grad()
     def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
-        """Rescale residuals of updates from the old optimizer's learning rate to the new one's. So
-        they move the parameters as far as before."""
+        """Rescale residuals of updates from the old optimizer's learning rate to the new one's, so
+        that residuals move the parameters as far as before."""
         for parameter, old in before.items():
             new = self.learning_rate(parameter)
             if parameter.unsent is not None and not same_number(old, new):
@@ -322,9 +327,11 @@ class UpdateHandover(Handover):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> bool:
-        """An optimizer has stepped. After a step without momentum, first moments are averaged here,
-        or in `outgoing` if that comes next. Returns whether the inspection of an optimizer that is
-        not torch's has found something, on which the ranks must agree (`agree_on_inspection`)."""
+        """An optimizer has stepped. Returns whether the inspection of an optimizer that is not
+        torch's has found something, on which the ranks must agree (`agree_on_inspection`).
+
+        A step with momentum share 0 overwrites first moments with gradients. Old and new ones are
+        averaged here, or in `outgoing` if all optimizers have stepped, so that it comes next."""
         news = self._inspection.after_step(optimizer)
         self._inspected_stepped |= self.steps.pending and optimizer in self._inspection.seen
         if is_muon(optimizer):
@@ -350,8 +357,8 @@ class UpdateHandover(Handover):
         )
 
     def agree_on_inspection(self, exchange: Exchange) -> str:
-        """The ranks exchange their findings about optimizers that are not torch's (a collective).
-        If gradients must be exchanged from now on, returns why; else ""."""
+        """The ranks exchange what they found in optimizers that are not torch's (a collective).
+        Returns why gradients must be exchanged from now on; "" if they need not."""
         state, findings = self.state, self._inspection.findings
         # An optimizer without parameters never steps (a wrapper of another optimizer, say).
         owners = {of for of, _ in self._of.distinct}
@@ -373,9 +380,9 @@ class UpdateHandover(Handover):
     # -- optimizer-state sync, before dense steps --
 
     def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
-        """Before gradients are exchanged: optimizer-state sync (collectives), if the ranks' states
-        differ. First moments take over the updates in residuals. Without a first moment these
-        updates move the parameters in the next step."""
+        """Before a step that exchanges gradients: optimizer-state sync (collectives), if the ranks'
+        states differ. First moments take over the updates in residuals. If an optimizer has no
+        first moment, the updates in its residuals move the parameters in the next step."""
         if cf is not None and self.exchanges_updates(cf):
             return
         state = self.state
@@ -391,8 +398,8 @@ class UpdateHandover(Handover):
         return rate_of(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
 
     def begin_local_steps(self) -> None:
-        """Before several local steps: the momentum share is 1, and momentum takes over the
-        residuals."""
+        """Called before several local steps: sets the momentum share to 1, so that momentum takes
+        over the residuals."""
         self.steps.was_exchanged = False
         self._of.relearn()
         self._begin_own_steps(1.0)
@@ -449,8 +456,8 @@ class UpdateHandover(Handover):
         self._moments.begin_own_steps(share)
 
     def _back_to_residuals(self) -> None:
-        """Undelivered updates go back to the residuals. Gradients left there are dropped, because
-        they are in other units and no step has used them."""
+        """Undelivered updates go back to the residuals. Gradients in the residuals are dropped if
+        there are such updates: gradients are in other units, and no step has used them."""
         if self._sync.undelivered and self.state.residuals_hold_gradients:
             for parameter in self._parameters.values():
                 parameter.has_residual = False

@@ -1,4 +1,4 @@
-"""The session of a compressor on one model: all parts that depend on the model and its ranks."""
+"""The session: one compressor on one model, with the parts that depend on model and ranks."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ MOVED = (
 )
 
 SMALL = 0.01
-"""The largest size of the statistics, as a share of a dense step's bytes. A model whose statistics
-are larger stays dense for good, and nothing is measured."""
+"""The largest size of the statistics, as a share of a dense step's bytes. A model so small that its
+statistics are larger stays dense for good, and nothing is measured."""
 
 ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 """The sessions that are not detached."""
@@ -74,10 +74,10 @@ ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """One compressor on one model: builds all parts, and wires them together.
 
-    replica: keeps the session alive, so the session has only a weak reference to it.
+    replica: keeps the session alive. The session has only a weak reference to the replica.
 
-    The constructor is a collective. ValueError, TypeError or RuntimeError on every rank if a rank
-    cannot start, or if the ranks have different settings.
+    The constructor is a collective. ValueError, TypeError or RuntimeError on every rank if some
+    rank cannot start, or if the ranks have different settings.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Session:
         self._granularity = settings.cutting()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
-        try:  # the error of a rank is raised on all of them
+        try:  # an error of one rank is raised on all ranks
             agree(lambda: f"{self._prepare(optimizers)}\n{handed_over}", self.exchange.everyone)
         except Exception:
             self._memory.release()
@@ -113,7 +113,7 @@ class Session:
         warm_up(settings.base, self._compressed_cfs(), world_size, self.device, shards)
         timestamps = Timestamps.of(settings.network.clock, self.device)
         network = settings.network
-        # The link's cost also gives the time of a dense step.
+        # The link's cost serves to choose an exchange, and to model the time of a dense step.
         if self._choice.measures or (network.is_real and world_size > 1):
             self._choice.link = measure_link(self.exchange, network.clock, self.device)
         if world_size == 1:
@@ -262,7 +262,7 @@ class Session:
         least = SMALL * self._sizes.dense_nbytes()  # the same on every rank
         if may_stay_dense and not settings.debug and controller.statistics_nbytes() > least:
             controller.too_small = True
-            self._memory.release()  # the memory is empty
+            self._memory.release()  # nothing is lost: the memory is empty
             log.info("%s", TOO_SMALL)
         return controller
 
@@ -274,8 +274,8 @@ class Session:
         return receiver
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
-        """See `Exchanging`. RuntimeError once the exchange of an earlier step has failed, or its
-        backward has not ended."""
+        """See `Exchanging`. RuntimeError if an earlier exchange has failed, or an earlier backward
+        has not ended."""
         averager = self._averager
         if bucket.index() == 0:
             averager.check_whole()
@@ -292,7 +292,8 @@ class Session:
         with averager.replica_calls(waits=True):
             done = self._sync.end_backward(last)
             averager.reducer.end_backward()
-        # DDP queues its own callback, which writes the means to the gradients, after this call.
+        # After this call DDP queues its own callback, which writes the means to the gradients. A
+        # callback that is queued by a callback runs after DDP's.
         engine.queue_callback(lambda: engine.queue_callback(averager.backward_ended))
         return done
 
@@ -302,7 +303,7 @@ class Session:
         self._sync.forward_begins()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """See the listener of `StepWatch`, also for the next two methods."""
+        """See the listener of `StepWatch`, as for `before_step` and `after_step`."""
         self._sync.step_begins(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
@@ -316,8 +317,8 @@ class Session:
 
     def detach(self) -> None:
         """Make all later steps dense. Velocities go back to the optimizer (a collective), and the
-        next step sends the residuals. After a failed exchange, or a backward that raised, there is
-        no collective, and residuals are dropped."""
+        next step sends the residuals. After a failed exchange, or a backward that raised, `detach`
+        drops the residuals, and is no collective."""
         averager = self._averager
         if averager.whole:
             with averager.noting_failure():
@@ -330,7 +331,7 @@ class Session:
             log.warning("%s", DROPPED)
             self.abandon()
             self._memory.discard()
-            # With updates the memory stays: the next dense step does the optimizer-state sync.
+            # A memory of updates stays, because the next step needs its optimizer-state sync.
             if not self._memory.now.handover.sends_updates:
                 self._memory.release()
             self.controller.take_steps(1)
@@ -342,13 +343,13 @@ class Session:
             self._sync = gradients_or_steps(averager)
 
     def abandon(self) -> None:
-        """Drop the exchange under way, also a failed one, and keep the memory. Afterwards this rank
-        can load a state, detach or close. No collective."""
+        """Drop the exchanges under way, also a failed one, and keep the memory. Afterwards this
+        rank can load a state, detach or close. No collective."""
         self._averager.abandon()
         self._sync.abandon()
 
     def leave(self) -> None:
-        """Let another session compress these parameters: remove all hooks of this one."""
+        """Remove all hooks of this session, so that another session may compress the parameters."""
         ATTACHED.discard(self)
         self._forward_hook.remove()
         self._watch.end()
@@ -359,17 +360,17 @@ class Session:
         return self._sync.averaged()
 
     def make_up(self) -> None:
-        """Do the exchange of the last backward, if this rank has left its step out. Other ranks may
-        have done theirs, so this comes before any other collective."""
+        """Do the exchange of the last backward, if this rank has left its optimizer step out. Other
+        ranks may have done this exchange already, so it comes before any other collective."""
         if self._averager.whole:
             self._sync.make_up()
             self._watch.we_move()
 
     @contextmanager
     def taking_up(self) -> Iterator[None]:
-        """A context in which a state is loaded. First this rank does an exchange that it owes (a
-        collective then). That exchange does not change the parameters and optimizer states that the
-        script has loaded before, unless the state is refused."""
+        """A context in which a state is loaded. If this rank owes an exchange, it does the exchange
+        first (a collective then). The script may have loaded parameters and optimizer states before
+        this call: the exchange leaves them as loaded, unless the compressor's state is refused."""
         parameters, loaded = [p.local for p in self._parameters.values()], []
         if self._averager.whole and self._sync.owes:
             loaded = [p.detach().clone() for p in parameters]
@@ -394,8 +395,8 @@ class Session:
         return "\n".join([self.summary().headline, *rest, more])
 
     def close(self) -> None:
-        """Do an exchange that this rank owes (a collective then), wait for exchanges under way,
-        record the last step, and close the timeline."""
+        """Do the exchange that this rank owes, if any (a collective then), wait for exchanges under
+        way, record the last step, and close the timeline."""
         averager = self._averager
         try:
             if averager.whole:
@@ -419,8 +420,8 @@ class Session:
 
     def unite(self) -> dict[str, Any]:
         """Make model and optimizers the same on all ranks, between steps (a dense collective), so
-        that one rank's may be saved for all. Returns both (see `Agreed`); {} if they were the same
-        before."""
+        that those of one rank may be saved for all ranks. Returns the states of both (see
+        `Agreed`); {} if they were the same before."""
         optimizers = self._sync.unite()
         self._watch.we_move()
         return {} if optimizers is None else self.agreed.state_dict(optimizers)
@@ -443,9 +444,9 @@ class Session:
     def _parts(
         self, kind: str, resharded: bool = False, same_clock: bool = True
     ) -> dict[str, SavedPart]:
-        """The saved parts, in the order of saving: the synchroniser first, because saving it may
-        change the memory. kind: the memory's name in the state. resharded: the state to be loaded
-        was converted from another number of ranks."""
+        """The saved parts by name, in the order of saving. The synchroniser comes first, because
+        saving it may change the memory. kind: the memory's name in the state. resharded: the state
+        to be loaded was converted from another number of ranks."""
         base, sync, controller = self.settings.base, self._sync, self.controller
         return {
             "sync": SavedPart(sync.state_dict, sync.check, sync.load_state_dict),
@@ -461,13 +462,13 @@ class Session:
     ) -> None:
         """Go on from `state_dict()`. ValueError, with nothing changed, if the state does not fit.
 
-        checking: the context of all checks, before anything changes."""
+        checking: the context in which the state is checked, before anything changes."""
         averager, controller = self._averager, self.controller
         if averager.whole:
-            with suppress(Exception):  # a failed exchange is dropped below
+            with suppress(Exception):  # `abandon` drops a failed exchange below
                 self._sync.wait()
         else:
-            averager.pipeline.abandon()  # its callbacks must not change loaded tensors
+            averager.pipeline.abandon()  # late callbacks must not change loaded tensors
         with refusing(), checking:
             expected = self._identity()
             # `kind_of` accepts a state of a run that has fallen back to plain error feedback.
@@ -510,7 +511,7 @@ class Session:
         return self._memory.now.name
 
     def supported(self, cf: float) -> float:
-        """The nearest CF that a step can have."""
+        """The CF nearest to `cf` that a step can have."""
         return self._sizes.supported(cf)
 
     @property

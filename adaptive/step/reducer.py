@@ -4,15 +4,15 @@
    gradient is not finite, the bucket is nonfinite: its mean is non-finite on every rank, as in
    dense DDP, and no memory changes.
 2. Add each gradient to the residual in the memory (`adaptive.memory`): the error-fed gradient.
-3. Compress the error-fed gradient: the payload at the smallest measured CF is made from the full
-   tensor, each payload at a larger CF from the payload before it (multi-level compression).
+3. Compress the error-fed gradient at each measured CF. The payload at the smallest CF is made from
+   the full tensor, the payload at each larger CF from the one before (multi-level compression).
 4. Exchange all payloads of the bucket, in one or more collectives (`adaptive.exchange`).
 5. When the last collective is done, on a thread of the process group: if any rank's bucket was
-   nonfinite, drop all payloads. The other ranks' error-fed gradients stay for later steps.
+   nonfinite, drop all payloads. The error-fed gradients of the other ranks stay in their residuals.
 6. Subtract the sent payload from the residual, and decode the mean into the bucket's buffer.
 
-On a device the host never waits to learn whether a bucket is nonfinite: the `Flag` is a tensor, and
-kernels read it. On the host the `Flag` is a bool, and work on a nonfinite bucket is left out.
+Whether a bucket is nonfinite is a `Flag`. On a device the `Flag` is a tensor, read by kernels, and
+the host never waits for it. On the host it is a bool, and work on a nonfinite bucket is left out.
 
 `Reducer.compressed` takes these six steps. `Reducer.dense` serves an uncompressed step: it adds the
 residual to the gradient, and sends the sum in one all-reduce. A "gradient" here may also be the
@@ -102,9 +102,9 @@ class Reducer:
     """Reduces buckets with one compressor, one memory and one exchange.
 
     memory: may be replaced between steps. settling: number of backwards after which DDP no longer
-    rebuilds its buckets. clip_norm: the largest norm that a parameter's local gradient may have,
-    already divided by sqrt(N). layouts: of settled buckets, by their parameters. A layout holds the
-    memory's tensors of its parameters, and is built again if these tensors were moved or freed.
+    rebuilds its buckets. clip_norm: the largest norm of a parameter's local gradient: the script's
+    limit divided by sqrt(ranks). layouts: the layout of each settled bucket, by its parameters. A
+    layout holds flat tensors of the memory, so it is dropped when these are freed or replaced.
     """
 
     granularity: Granularity
@@ -137,7 +137,7 @@ class Reducer:
         strategy: how payloads become the mean. to: where the mean is added; None: to `buffer`, in
         place of the gradients. energy: the bucket's squared norm, if the caller knows it. The
         caller calls `Pipeline.finish` after the last bucket."""
-        if step.updates is not self._sent_updates:  # the memory moves to the layouts of new buckets
+        if step.updates is not self._sent_updates:  # other buckets: the memory moves to new layouts
             self._sent_updates = step.updates
             self.layouts.clear()
         bucket = self._open(step, buffer, parameters, energy)  # 1
@@ -154,6 +154,7 @@ class Reducer:
         for unit in itertools.chain(*by_shard):
             memory.accumulate(unit)
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
+        # The energies of this bucket's payloads, of which compressing the mean loses a share.
         added = None if before is None else step.tally.copy_of_levels() - before
         # `report` must not refer to `payloads`: a gathered payload is freed once it is packed.
         error_fed = [payload.parts[0] for payload in payloads] if strategy.takes_error_fed else []
@@ -173,7 +174,7 @@ class Reducer:
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange, to)  # 6
-                if to is None:  # else the mean update has moved the parameters already
+                if to is None:  # else `_decode` has moved the parameters by the mean update
                     memory.received(received.nonfinite)
                 _call_for_each(step.on_mean, parameters, bucket.work, received.nonfinite)
             fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
@@ -192,9 +193,9 @@ class Reducer:
         narrow: torch.dtype | None = None,
     ) -> Future[Tensor]:
         """All-reduce the sum of gradients and residuals, uncompressed: a future of the mean. The
-        CFs of the tally are measured on the sum.
+        CFs of the tally are measured on the tensor that a compressed step would compress.
 
-        send: replaces the all-reduce: makes the ranks' mean of the buffer.
+        send: makes the ranks' mean of the buffer, in place of the all-reduce.
         narrow: the precision of the all-reduce; rounding errors are not kept in any residual.
         """
         bucket: Bucket | None = None  # None: no memory or statistic needs the gradients
@@ -204,7 +205,7 @@ class Reducer:
         if untouched and all(memory.is_empty(parameter) for parameter in parameters):
             known = squared_norm(buffer) if tally.energies else nan
             tally.at("grad").add_(known)
-            if "velocity" in memory.keeps:  # SGD has its momentum back: velocities are freed
+            if "velocity" in memory.keeps:  # SGD has its momentum back: free the velocities
                 self.layouts.clear()
         else:
             bucket = self._open(step, buffer, parameters)
@@ -257,8 +258,8 @@ class Reducer:
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         key = Key("", step.number, rank=self.exchange.rank)
-        # The step number counts, too: a resumed run must repeat its first steps with unsettled
-        # buckets, even if discarded backwards have settled DDP's buckets before.
+        # The step number must reach `settling`, too: a state of an early step may be loaded after
+        # more backwards, and the run must then repeat its first steps with unsettled buckets.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         layout = self.layouts.get(of := tuple(parameters)) or BucketLayout(of)
@@ -271,8 +272,8 @@ class Reducer:
         return bucket
 
     def _flush(self, step: Step, bucket: Bucket) -> None:
-        """Add residuals to the gradients, and measure the CFs of the tally on what a compressed
-        step would compress: this sum, or in parameter space the updates."""
+        """Add residuals to the gradients, and measure the CFs of the tally on the tensor that a
+        compressed step would compress: on this sum, or in parameter space on the updates."""
         cut = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
         units, measured = [unit.at(step.number) for unit in cut], bucket.work
         of, grads = bucket.layout.parameters, bucket.grads
@@ -295,7 +296,7 @@ def _payload(
     step: Step, bucket: Bucket, unit: Unit, memory: BucketMemory, strategy: Strategy
 ) -> Payload:
     """The payload of a unit for the strategy; with `takes_error_fed` the error-fed gradient itself.
-    The residual holds the error-fed gradient afterwards; `_decode` subtracts the sent part.
+    Then the residual holds the error-fed gradient, until `_decode` subtracts the sent payload.
 
     The payload of a nonfinite bucket is NaN, so that the mean is non-finite on all ranks."""
     compressor, nonfinite = unit.compressor, bucket.nonfinite
@@ -318,12 +319,12 @@ def _payload(
 
 
 def _end_dense(memory: NoMemory, bucket: Bucket, mean: Tensor, nonfinite: Flag) -> None:
-    """End a dense step: it has sent the whole memory, unless the step is nonfinite."""
+    """End a dense step: empty the memory, which was sent, unless the step is nonfinite."""
     for parameter, start, stop in bucket.parts:
         parameter.end_dense(either(nonfinite, bucket.skipped.get(parameter, False)))
         if nonfinite is not True:
             memory.received(parameter, mean[start:stop], DENSE, nonfinite)
-    # A nonfinite step has kept the residuals, so the optimizer must not step with their sum.
+    # The residuals stay, and the mean contains them, too: the optimizer must not step by the mean.
     fill_if(nonfinite, mean, nan)
 
 
@@ -351,9 +352,9 @@ def _decode(
     exchange: Exchange,
     to: Destination | None,
 ) -> None:
-    """Subtract the part that this rank has sent from its residuals, and add the mean to `to` (None:
-    write it to the bucket). Units are decoded one after the other, so that only the decoded
-    payloads of one unit are in memory. In a nonfinite step payloads count as zeros."""
+    """Subtract this rank's payloads from its residuals, and add the mean to `to` (None: write the
+    mean to the bucket). Units are decoded one after the other, so that only the decoded payloads of
+    one unit are in memory. In a nonfinite step payloads count as zeros."""
     nonfinite = received.nonfinite
     invalid: Flag = False
     for i, (unit, payloads) in enumerate(zip(units, received.payloads, strict=True)):
@@ -391,5 +392,5 @@ def _call_for_each(
 
 
 def _written_back(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """DDP's buffer with the values of `bucket.work`, a float32 copy if the buffer is narrower."""
+    """DDP's buffer with the values of `bucket.work`, the float32 copy of a narrower buffer."""
     return buffer if bucket.work is buffer else buffer.copy_(bucket.work)

@@ -28,8 +28,8 @@ from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 UNDER_WAY = 4
-"""The largest number of chunks under way, unless the exchange of one takes more collectives. A
-chunk's buffers are freed once its mean has moved the parameters."""
+"""Once more chunks than this are under way, and more than one exchange has collectives, the oldest
+mean is waited for. A chunk's buffers are freed once its mean has moved the parameters."""
 
 BY_GRADIENTS = (
     "From now on gradients are exchanged, with plain error feedback. With an optimizer that "
@@ -41,23 +41,23 @@ TAKES_ITS_PLACE = (
     "this step, and attach a new AdaptiveCompressor with the new optimizer"
 )
 UNSERVED = -1e9
-"""The number that a rank adds to the agreed statistic `changed` if its inspection of an optimizer
-has found something. `changed` is then negative on all ranks."""
+"""The number that a rank adds to the statistic `changed` if its inspection of an optimizer has
+found something. The ranks' mean of `changed` is then negative."""
 
 
 class OwnStepSync(EveryStepSync):
-    """In a compressed step autograd gets the local gradient back, and after the optimizers' steps
-    the ranks exchange the updates. With Adam at int8 and int4 they exchange gradients, as with SGD.
-    """
+    """The synchroniser of parameter space. In a compressed step autograd gets the local gradient
+    back, and the ranks exchange the updates after the optimizers' steps. With Adam at int8 and int4
+    the ranks exchange gradients, as with SGD."""
 
-    _nonfinite: Flag = False  # of this rank's gradients in the backward under way
+    _nonfinite: Flag = False  # some gradient of this rank in this backward is not finite
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
-        # A server's error memory holds updates only: it cannot alternate with gradients.
+        # The error memory of a server (`Means.memory`) cannot hold updates and gradients in turn.
         self.handover.always_updates |= averager.sizes.choice.means.memory is not None
         self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
-        # Squared norms of the buckets of the backward under way, summed at its end on a device.
+        # On a device: the squared norms of this backward's buckets, summed when it ends.
         self._energies: list[Tensor] = []
 
     @property
@@ -93,7 +93,7 @@ class OwnStepSync(EveryStepSync):
         return done
 
     def _agree_on_inspection(self) -> None:
-        """The ranks agree on the inspection of optimizers that are not torch's (a collective)."""
+        """The ranks exchange what they found in optimizers that are not torch's (a collective)."""
         averager = self.averager
         if why := self.handover.agree_on_inspection(averager.exchange):
             self._switch_to_gradients(why)
@@ -111,9 +111,9 @@ class OwnStepSync(EveryStepSync):
             self.handover.begin_step(averager.exchange, controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of the local gradients of a bucket, after adding their norm to the statistics.
-        Gradients that only DDP can average, and gradients of parameters that no optimizer in
-        `attach` steps, become the ranks' mean."""
+        """A future of the local gradients of a bucket. Their norm is added to the statistics. The
+        future has the ranks' mean of gradients that only DDP can average, and of gradients of
+        parameters that no optimizer passed to `attach` steps."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if is_left_to_ddp(buffer, of):
             return self.averager.exchange.mean_as_ddp(buffer)
@@ -162,8 +162,8 @@ class OwnStepSync(EveryStepSync):
         return exchange.total(flat).then(finish)
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        """If some rank's gradients are not finite, all ranks get NaN in the last bucket. So a
-        script or a `GradScaler` acts in the same way on all ranks."""
+        """The ranks agree whether some gradient is not finite. If so, all ranks get NaN in the last
+        bucket, and a script or a `GradScaler` acts in the same way on all ranks."""
         averager, controller = self.averager, self.averager.controller
         if not self.by_updates:
             return super().end_backward(last)
@@ -188,8 +188,8 @@ class OwnStepSync(EveryStepSync):
 
         def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            # On a device this stream has waited for the flag's collective; `last.wait()` makes it
-            # wait for the bucket's. (`collect_all` ignores devices: it would wait for neither.)
+            # On a device the current stream has waited for the flags' collective. `last.wait()`
+            # makes it wait for the last bucket's. (`collect_all` would wait for neither.)
             sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
@@ -223,10 +223,11 @@ class OwnStepSync(EveryStepSync):
             self.make_up()
 
     def make_up(self) -> None:
-        """Exchange the updates of the optimizers' steps, and move the parameters by the mean.
+        """Exchange the updates of the optimizers' steps, and move the parameters by the mean. Does
+        nothing if no exchange is pending.
 
-        Called once for each compressed backward, on every rank. If a rank has left its step out, it
-        is called before the rank's next forward, because other ranks may have stepped."""
+        Every rank makes one such exchange for each compressed backward. A rank whose script leaves
+        the step out makes it before its next forward, because other ranks may have stepped."""
         updates, averager, controller = self.handover, self.averager, self.averager.controller
         updates.steps.forget_raised()
         if not updates.steps.pending:
@@ -252,7 +253,8 @@ class OwnStepSync(EveryStepSync):
                 to = updates.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
                 under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
-                # A rank that has not stepped needs the statistics of `end_step` first.
+                # A rank that has not stepped learns from the statistics, which `end_step` sends,
+                # whether another rank has.
                 if len(under_way) > most and updates.steps.any_stepped:
                     arrivals.append(self._apply_mean(*under_way.popleft()))
             averager.pipeline.finish()
