@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adaptive.model.parameters import ModelParameter, ModelParameters, like, local, parameters_of
+from adaptive.model.chunks import chunks
+from adaptive.model.parameters import (
+    ModelParameter,
+    ModelParameters,
+    like,
+    local,
+    parameters_of,
+    shaped,
+)
 from adaptive.model.state import check_like
 from adaptive.network.collectives import Exchange
 from policies.state import read, require
@@ -38,17 +46,30 @@ def averaged(parameters: Sequence[ModelParameter], exchange: Exchange) -> Iterat
 
 @torch.no_grad()
 def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
-    """Set the parameters of all ranks to the mean of (parameters - residuals), by a dense
-    collective. A parameter that is not finite on some ranks gets the mean of the other ranks."""
-    for p in parameters:
-        own = p.tensor.detach().reshape(-1).to(p.dtype, copy=True)
-        if p.unsent is not None:
-            own -= p.unsent
-        counts = own.isfinite().all()
-        sent = torch.cat([torch.where(counts, own, 0.0), counts.to(own.dtype).view(1)])
+    """Set the parameters of all ranks to the mean of (parameters - residuals): one dense collective
+    for each chunk. A parameter that is not finite on some ranks gets the mean of the other ranks.
+    """
+    for chunk in chunks(parameters):
+        own = [_without_residual(p) for p in chunk]
+        finite = torch.stack([each.isfinite().all() for each in own])
+        sent = torch.cat(
+            [torch.where(ok, each, 0.0).reshape(-1) for ok, each in zip(finite, own, strict=True)]
+            + [finite.to(own[0].dtype)]
+        )
         exchange.total(sent).wait()
-        p.tensor.copy_(sent[:-1].div_(sent[-1]).view_as(p.tensor))  # nan if no rank's is finite
+        *sums, counts = sent.split([*(each.numel() for each in own), len(own)])
+        for p, total, count in zip(chunk, sums, counts.unbind(), strict=True):
+            # nan if the parameter is finite on no rank
+            p.tensor.copy_(total.div_(count).view(p.tensor.shape))
     exchange.take_traffic()  # these bytes belong to no step
+
+
+def _without_residual(p: ModelParameter) -> Tensor:
+    """A copy of (parameter - residual) in the precision of the residual."""
+    own = p.tensor.detach().to(p.dtype, copy=True)
+    if p.unsent is not None:
+        own -= shaped(p.unsent, p.tensor)
+    return own
 
 
 class Agreed:

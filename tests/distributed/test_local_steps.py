@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -434,8 +435,13 @@ def _unused(rank: int) -> dict[str, Tensor]:
             ((model(x, rank) - y) ** 2).mean().backward()
         ((model(x, 0) - y) ** 2).mean().backward()
         optimizer.step()
-    with compressor.averaged():
-        averaged = flat_parameters(model)
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        sum_of = dist.all_reduce
+        patched.setattr(dist, "all_reduce", lambda *a, **k: calls.append(1) or sum_of(*a, **k))
+        with compressor.averaged():
+            averaged = flat_parameters(model)
+    assert len(calls) == 1  # as many as chunks, not as many as parameters: each waits for latency
     own = flat_parameters(model)
     compressor.detach()
     return {"own": own, "averaged": averaged, "united": flat_parameters(model)}

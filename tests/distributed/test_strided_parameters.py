@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, LocalSteps
+from examples.own_memory import Decayed
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters
 
@@ -82,7 +83,13 @@ def _both(rank: int, cf: float, options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"memory": "residual"}, {"granularity": "layer"}, {"memory": "updates"}],
+    [
+        {},
+        {"memory": "residual"},
+        {"granularity": "layer"},
+        {"memory": "updates"},
+        {"memory": Decayed(), "sync": LocalSteps(2)},
+    ],
     ids=str,
 )
 def test_strides_change_nothing(options: dict[str, Any]) -> None:
