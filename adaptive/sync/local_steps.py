@@ -69,7 +69,8 @@ class LocalStepsSync(Synchroniser):
         self._count = 0  # backwards, as many on all ranks
         self._next = every  # the backward with which the next flight begins
         self._stepped = True  # an optimizer has, since the last flight began
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step the parameters
+        # That step the parameters, the one that has stepped last at the end.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._moved = MovedBetweenSteps(
             averager.parameters, averager.optimizers, averager.settings.sync
         )
@@ -136,7 +137,8 @@ class LocalStepsSync(Synchroniser):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """The first optimizer that steps has all parameters moved by the flights that land."""
-        self._optimizers.add(optimizer)
+        self._optimizers.pop(optimizer, None)
+        self._optimizers[optimizer] = None
         self._stepped = True
         with self.averager.noting_failure():
             self._anchor.land(self._count)
@@ -158,13 +160,13 @@ class LocalStepsSync(Synchroniser):
 
     def unite(self) -> Sequence[Optimizer]:
         """The optimizers are those that were handed over (which may not have stepped since a state
-        was loaded), and all that stepped."""
+        was loaded), and all that stepped. Of several that have stepped a parameter the last counts,
+        on all ranks."""
         self._anchor.land()
         parameters, exchange = [*self.averager.parameters.values()], self.averager.exchange
         unite(parameters, exchange)
-        for optimizer in self.averager.optimizers:
-            self._optimizers.add(optimizer)
-        optimizers = list(self._optimizers)
+        handed_over = (of for of in self.averager.optimizers if of not in self._optimizers)
+        optimizers = [*handed_over, *self._optimizers]
         unite_moments(parameters, optimizers, exchange)
         for p in parameters:
             p.has_residual = False
