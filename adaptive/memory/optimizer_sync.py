@@ -91,17 +91,18 @@ class OptimizerSync:
 def unite_moments(
     parameters: Sequence[ModelParameter], optimizers: Iterable[Optimizer], exchange: Exchange
 ) -> None:
-    """Of any optimizers, what they keep of the parameters becomes the ranks' mean."""
+    """Of any optimizers, what they keep of the parameters becomes the ranks' mean. Of several that
+    have a parameter the last counts (which may keep the same tensors as those before)."""
     states: dict[ModelParameter, dict[str, Any]] = {p: {} for p in parameters}
     of = {p.tensor: p for p in parameters}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for tensor in of.keys() & set(group["params"]):
-                state = states[of[tensor]] = optimizer.state[tensor]
-                if is_adaptive(optimizer) and have_noise(state):
-                    # A rank's own second moment has noise that the mean gradient's has not.
-                    own = Run(group, state["step"], state)
-                    scale_second_moments(state, mean_share(own, exchange.world_size))
+    groups = ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+    owners = {p: each for each in groups for p in each[1]["params"] if p in of}
+    for p, (optimizer, group) in owners.items():
+        state = states[of[p]] = optimizer.state[p]
+        if is_adaptive(optimizer) and have_noise(state):
+            # A rank's own second moment has noise that the mean gradient's has not.
+            own = Run(group, state["step"], state)
+            scale_second_moments(state, mean_share(own, exchange.world_size))
     agree_on_states(states, exchange)
     for optimizer in optimizers:  # which one has made empty by asking for it
         for tensor in [p for p, kept in optimizer.state.items() if not kept]:

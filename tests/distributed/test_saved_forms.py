@@ -335,6 +335,25 @@ def test_of_an_optimizer_made_anew_its_own_moments_are_agreed_on(way: str) -> No
     assert same(first, saved)
 
 
+def _of_one_that_goes_on(rank: int, made_anew: bool) -> Any:
+    """What the ranks agree on of an optimizer that keeps what another one has kept."""
+    run = Run("local steps")
+    run.train(rank, 0, 4)
+    if made_anew:
+        before, run.optimizer = run.optimizer, torch.optim.AdamW(run.model.parameters(), lr=0.02)
+        run.optimizer.load_state_dict(before.state_dict())  # the same tensors
+    run.train(rank, 4, 8)
+    run.compressor.state_dict("gathered")
+    return run.optimizer.state_dict()["state"]
+
+
+def test_moments_that_two_optimizers_keep_are_agreed_on_once() -> None:
+    for one, two in zip(
+        *(run_ranks(2, _of_one_that_goes_on, x) for x in (False, True)), strict=True
+    ):
+        assert same(one, two)
+
+
 def _of_one_that_is_not_finite(rank: int) -> list[torch.Tensor]:
     """Parameters and moments that the ranks agree on, if those of rank 1 are not finite."""
     run = Run("local steps")
