@@ -358,7 +358,9 @@ class Session:
     def averaged(self) -> AbstractContextManager[None]:
         """The model holds the mean of the ranks' parameters."""
         self.make_up()
-        return self._sync.averaged()
+        found = self._sync.averaged()
+        self._watch.we_move()  # means that were under way have landed
+        return found
 
     def make_up(self) -> None:
         """Before another collective: the exchange of the last backward, if its step was left out
