@@ -345,6 +345,7 @@ class GossipSync(Synchroniser):
         self._step_at = choice.step_at
         self._granularity, self._exchange = averager.sizes.granularity, averager.exchange
         self._moved = MovedBetweenSteps(averager.parameters, averager.optimizers, choice)
+        self._stepped: Optimizer | None = None  # the last one that has, whether handed over or not
         self._begin()
 
     # -- what the ranks do --
@@ -380,6 +381,7 @@ class GossipSync(Synchroniser):
                 self._mix()
             stopwatch.hook_left(entered, [(entered, stopwatch.timestamps())])
         self._moved.before_step(optimizer)
+        self._stepped = optimizer
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -444,7 +446,8 @@ class GossipSync(Synchroniser):
         return averaged(self.parameters, self._exchange)
 
     def unite(self) -> Sequence[Optimizer]:
-        optimizers = list(self.averager.optimizers)
+        stepped = [] if self._stepped is None else [self._stepped]
+        optimizers = [*(of for of in self.averager.optimizers if of not in stepped), *stepped]
         self.make_up()
         self.wait()
         unite(self.parameters, self._exchange)

@@ -93,17 +93,18 @@ class OptimizerSync:
 def unite_moments(
     parameters: Sequence[ModelParameter], optimizers: Iterable[Optimizer], exchange: Exchange
 ) -> None:
-    """Replace the states of parameters, in optimizers of any kind, by the ranks' mean."""
+    """Replace the states of parameters, in optimizers of any kind, by the ranks' mean. If several
+    optimizers have a parameter, the last one counts; it may keep the same tensors as the others."""
     states: dict[ModelParameter, dict[str, Any]] = {p: {} for p in parameters}
     of = {p.tensor: p for p in parameters}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for tensor in of.keys() & set(group["params"]):
-                state = states[of[tensor]] = optimizer.state[tensor]
-                if is_adaptive(optimizer) and have_noise(state):
-                    # A rank's second moment holds noise that averaging gradients would remove.
-                    own = Run(group, state["step"], state)
-                    scale_second_moments(state, mean_share(own, exchange.world_size))
+    groups = ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+    owners = {p: each for each in groups for p in each[1]["params"] if p in of}
+    for p, (optimizer, group) in owners.items():
+        state = states[of[p]] = optimizer.state[p]
+        if is_adaptive(optimizer) and have_noise(state):
+            # A rank's second moment holds noise that averaging gradients would remove.
+            own = Run(group, state["step"], state)
+            scale_second_moments(state, mean_share(own, exchange.world_size))
     agree_on_states(states, exchange)
     for optimizer in optimizers:  # `state` is a defaultdict: the lookup above has made empty ones
         for tensor in [p for p, kept in optimizer.state.items() if not kept]:

@@ -142,6 +142,11 @@ class UpdateHandover(Handover):
         """The chunks of all parameters that some optimizer steps. The same on all ranks."""
         return self._of.chunks
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped the parameters last, each once."""
+        return list(dict.fromkeys(of for of, _ in self._of.distinct))
+
     def without_optimizer(self, parameters: Iterable[Tensor]) -> list[int]:
         """Indices of the parameters that no known optimizer steps."""
         if len(self._of) == len(self._parameters):

@@ -116,13 +116,32 @@ class Replica(ABC):
         """Register the hooks by which torch hands over buckets. They are never removed."""
 
 
+class _Numbered:
+    """A bucket that knows its place, where DDP tells another."""
+
+    def __init__(self, bucket: dist.GradBucket, index: int, last: bool) -> None:
+        self._bucket, self._index, self._last = bucket, index, last
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+
 class DDPReplica(Replica):
     """A DDP model, and the state of this library's hook on it. A copied or pickled model gets an
     empty replica."""
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__(model)
+        # The buckets of the first backward of a static graph, by their parameters, while it comes.
+        self._first: list[list[Tensor]] | None = None
         if model is not None:
+            self._first = [] if model.static_graph else None
             self.group = self.everyone = model.process_group
             # DDP rebuilds its buckets after the first backward, with a static graph after the
             # second.
@@ -186,8 +205,23 @@ class DDPReplica(Replica):
             raise RuntimeError("this copy of the model has no compressor: attach one")
         if self.model is not None and self.model._join_config.enable:
             raise RuntimeError(JOIN)
+        if self._first is not None:
+            bucket = self._numbered(bucket, self._first)
         done = self.exchanging.reduce(bucket)
         return self.exchanging.end_backward(done) if bucket.is_last() else done
+
+    def _numbered(self, bucket: Any, before: list[list[Tensor]]) -> Any:
+        """The bucket with its place. Of the first backward of a static graph, which begins with a
+        bucket for each dtype, DDP says of each that it is number 0, and of several that none is the
+        last."""
+        parameters = bucket.parameters()
+        if any(each[0] is parameters[0] for each in before):  # of a backward that has raised
+            before.clear()
+        before.append(parameters)
+        last = sum(map(len, before)) >= sum(1 for _ in self.parameters())
+        if last or bucket.is_last():
+            self._first = None
+        return _Numbered(bucket, len(before) - 1, last or bucket.is_last())
 
 
 def adaptive_hook(state: DDPReplica, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

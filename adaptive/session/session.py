@@ -118,7 +118,8 @@ class Session:
             self._choice.link = measure_link(self.exchange, network.clock, self.device)
         if world_size == 1:
             log.warning("world size is 1: there is no other rank to send gradients to")
-        self.controller = self._make_controller(timestamps, optimizers)
+        self._rate_of = next(iter(optimizers), None)  # policies are told its learning rate
+        self.controller = self._make_controller(timestamps)
         self._averager = Averager(
             settings,
             self.exchange,
@@ -232,9 +233,7 @@ class Session:
             )
         sync.check_optimizers(optimizers, {t: p.name for t, p in self._parameters.items()})
 
-    def _make_controller(
-        self, timestamps: Timestamps, optimizers: Sequence[Optimizer]
-    ) -> Controller:
+    def _make_controller(self, timestamps: Timestamps) -> Controller:
         settings, tells = self.settings, self.exchange.first
         controller = Controller(
             self._policy,
@@ -243,7 +242,7 @@ class Session:
             Recorder(settings.timeline, tells, self._header, self._samples_per_step),
             self._requested,
             self._sizes,
-            lambda: learning_rate(next(iter(optimizers), None)),
+            lambda: learning_rate(self._rate_of),
             lambda: self._memory.now,
             self.device,
             settings.sync.numbers,
@@ -308,6 +307,10 @@ class Session:
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         self.agreed.before_step(optimizer)
+        if self._rate_of is not None and optimizer is not self._rate_of:
+            first = next(parameters_of(self._rate_of), None)
+            if any(p is first for p in optimizer.param_groups[0]["params"]):
+                self._rate_of = optimizer  # it has taken the other's place
         return self._sync.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -357,7 +360,9 @@ class Session:
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters."""
         self.make_up()
-        return self._sync.averaged()
+        found = self._sync.averaged()
+        self._watch.we_move()  # means that were under way have landed
+        return found
 
     def make_up(self) -> None:
         """Do the exchange of the last backward, if this rank has left its optimizer step out. Other

@@ -77,7 +77,7 @@ class AutoStepsSync(OwnStepSync):
             return super().end_backward(last)
         self._backwards += 1
         self._open = self._backwards == self._steps
-        self._to_step = set(self.averager.optimizers)
+        self._to_step = set(self.handover.optimizers)
         self.averager.controller.skipped += not self._open
         return last
 
@@ -208,7 +208,7 @@ class AutoStepsSync(OwnStepSync):
         unite(list(self.averager.parameters.values()), self.averager.exchange)
         self.handover.agree(self.averager.exchange)
         anchor.start_here()
-        return list(self.averager.optimizers)
+        return self.handover.optimizers
 
     def stop(self) -> None:
         if self._catch_up() is not None:

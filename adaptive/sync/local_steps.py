@@ -71,7 +71,8 @@ class LocalStepsSync(Synchroniser):
         self._count = 0  # number of backwards, the same on all ranks
         self._next = every  # the backward with which the next flight begins
         self._stepped = True  # an optimizer has stepped since the last flight began
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
+        # Optimizers that have stepped, in the order of their last steps.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._moved = MovedBetweenSteps(
             averager.parameters, averager.optimizers, averager.settings.sync
         )
@@ -140,7 +141,8 @@ class LocalStepsSync(Synchroniser):
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """Land the flights that are due. With several optimizers, the first step moves the
         parameters of all of them."""
-        self._optimizers.add(optimizer)
+        self._optimizers.pop(optimizer, None)
+        self._optimizers[optimizer] = None
         self._stepped = True
         with self.averager.noting_failure():
             self._anchor.land(self._count)
@@ -163,13 +165,13 @@ class LocalStepsSync(Synchroniser):
 
     def unite(self) -> Sequence[Optimizer]:
         """Returns the optimizers that were handed over (some may not have stepped since a state was
-        loaded) and all others that have stepped."""
+        loaded) and all others that have stepped. If several have stepped a parameter, the last one
+        counts, on all ranks."""
         self._anchor.land()
         parameters, exchange = [*self.averager.parameters.values()], self.averager.exchange
         unite(parameters, exchange)
-        for optimizer in self.averager.optimizers:
-            self._optimizers.add(optimizer)
-        optimizers = list(self._optimizers)
+        handed_over = (of for of in self.averager.optimizers if of not in self._optimizers)
+        optimizers = [*handed_over, *self._optimizers]
         unite_moments(parameters, optimizers, exchange)
         for p in parameters:
             p.has_residual = False

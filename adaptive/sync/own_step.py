@@ -291,8 +291,8 @@ class OwnStepSync(EveryStepSync):
 
     def unite(self) -> Sequence[Optimizer] | None:
         self.make_up()
-        differed = self.averager.memory.now.handover.agree(self.averager.exchange)
-        return list(self.averager.optimizers) if differed else None
+        differed = self.handover.agree(self.averager.exchange)
+        return self.handover.optimizers if differed else None
 
     def stop(self) -> None:
         self.make_up()

@@ -67,6 +67,17 @@ def _tied() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(12, 3).double())
 
 
+class _Scale(nn.Module):
+    """Its parameter has another dtype than those of `small_net`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -89,6 +100,10 @@ WAYS: dict[str, Way] = {
         _sgd,
     ),
     "adapters": (lambda: DDP(_with_adapters(), bucket_cap_mb=CAP), _adamw),
+    "static graph, several dtypes": (  # DDP begins with a bucket for each, and numbers them wrong
+        lambda: DDP(nn.Sequential(small_net(), _Scale()), static_graph=True),
+        _adamw,
+    ),
     "tied weights": (lambda: DDP(_tied(), bucket_cap_mb=CAP), _sgd),
     "ZeRO": (lambda: DDP(small_net(), bucket_cap_mb=CAP), _zero),
 }

@@ -852,6 +852,30 @@ def test_ranks_that_are_detached_while_apart_go_on_alike(
         assert torch.equal(first, second)
 
 
+def _evaluated(rank: int) -> tuple[Tensor, list[str]]:
+    """Evaluated by the mean between any two steps, while means that move far are under way."""
+    model = DDP(small_net(torch.float32))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    told = listen()
+    policy = Scripted([8.0], local_steps=[1, 2, 4, 2])
+    compressor = AdaptiveCompressor(policy=policy, sync=LocalSteps("auto", overlap=0))
+    compressor.attach(model, optimizer=optimizer)
+    for step in range(20):
+        optimizer.zero_grad()
+        _loss(model, step, rank, torch.float32).backward()
+        optimizer.step()
+        with compressor.averaged():
+            pass
+    compressor.detach()
+    return flat_parameters(model), [line for line in told if "moved far" in line]
+
+
+def test_means_that_land_for_an_evaluation_are_no_checkpoint_that_was_loaded() -> None:
+    (first, told), (second, _) = run_ranks(2, _evaluated)
+    assert not told
+    assert torch.equal(first, second)
+
+
 def _with_closure(rank: int, closures: bool) -> list[Tensor]:
     """Parameters and gradients after each step of ranks that part and meet."""
     model = DDP(small_net(), bucket_cap_mb=0.004)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Network
+from adaptive import AdaptiveCompressor, Delayed, Fixed, Gossip, LocalSteps, Network
 from adaptive.session import checkpoint
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
@@ -297,6 +297,61 @@ def _of_any_optimizer(rank: int) -> list[bool]:
 
 def test_what_any_optimizer_keeps_is_agreed_on_and_put_back() -> None:
     assert run_ranks(2, _of_any_optimizer) == [[True, True]] * 2
+
+
+def _of_the_one_that_steps_now(rank: int, way: str) -> list[Any]:
+    """What the last optimizer of a run keeps, and what the gathered state has of it."""
+    model = DDP(small_net(torch.float32))
+    policy: Any = Scripted([5.0], local_steps=[1, 4] if way == "auto" else [0])
+    policy = Fixed(5) if way == "gossip" else policy
+    kept = [torch.optim.AdamW(model.parameters())]
+    compressor = AdaptiveCompressor("topk", (2, 100), policy=policy, sync=WAYS[way])
+    compressor.attach(model, optimizer=kept[0])
+    for step in range(14):
+        if step > 2 and step % 2:
+            kept.append(torch.optim.AdamW(model.parameters()))
+        kept[-1].zero_grad()
+        loss_of(model, step, rank).backward()
+        kept[-1].step()
+    [gathered] = _of_rank_0(compressor.state_dict("gathered"))
+    moments = gathered["agreed"][0]["moments"]
+    named = model.module.named_parameters()
+    return [{name: kept[-1].state[p] for name, p in named}, moments]
+
+
+WAYS: dict[str, Any] = {
+    "local": LocalSteps(3),
+    "updates": None,
+    "delay": Delayed(2),
+    "auto": LocalSteps("auto"),
+    "gossip": Gossip(algorithm="choco-sgd"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_an_optimizer_made_anew_its_own_moments_are_agreed_on(way: str) -> None:
+    (first, saved), (second, _) = run_ranks(2, _of_the_one_that_steps_now, way)
+    assert same(first, second)
+    assert same(first, saved)
+
+
+def _of_one_that_goes_on(rank: int, made_anew: bool) -> Any:
+    """What the ranks agree on of an optimizer that keeps what another one has kept."""
+    run = Run("local steps")
+    run.train(rank, 0, 4)
+    if made_anew:
+        before, run.optimizer = run.optimizer, torch.optim.AdamW(run.model.parameters(), lr=0.02)
+        run.optimizer.load_state_dict(before.state_dict())  # the same tensors
+    run.train(rank, 4, 8)
+    run.compressor.state_dict("gathered")
+    return run.optimizer.state_dict()["state"]
+
+
+def test_moments_that_two_optimizers_keep_are_agreed_on_once() -> None:
+    for one, two in zip(
+        *(run_ranks(2, _of_one_that_goes_on, x) for x in (False, True)), strict=True
+    ):
+        assert same(one, two)
 
 
 def _of_one_that_is_not_finite(rank: int) -> list[torch.Tensor]:

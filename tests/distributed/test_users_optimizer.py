@@ -163,6 +163,22 @@ def test_an_optimizer_made_anew_trains_as_under_ddp(other: str, cf: float) -> No
         assert [("AdamW" in each) for each in told] == [True] * (rank == 0 and falls_back)
 
 
+def _rates_told(rank: int, made: Callable[[Any, float], Optimizer]) -> list[float]:
+    """The learning rates that the policy is told, where an optimizer is made anew in step 3."""
+    model, policy = DDP(small_net()), Scripted([5.0])
+    optimizer = made(model.parameters(), 0.02)
+    AdaptiveCompressor(policy=policy).attach(model, optimizer=optimizer)
+    _steps(model, optimizer, rank, 0, 3)
+    _steps(model, made(model.parameters(), 0.001), rank, 3, 7)
+    return [report.lr for report in policy.reports]
+
+
+@pytest.mark.parametrize("made", [AdamW, SGD])
+def test_policies_are_told_the_rate_of_the_optimizer_that_steps_now(made: Any) -> None:
+    for rates in run_ranks(2, _rates_told, made):
+        assert rates == pytest.approx([0.02] * 4 + [0.001] * 2)
+
+
 def _of_two_models(rank: int, kind: str, cf: float | None) -> Tensor:
     """One optimizer, one group, for two DDP models and a parameter of neither."""
     models = [DDP(small_net(seed=seed)) for seed in range(2)]
