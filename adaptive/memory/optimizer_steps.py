@@ -61,6 +61,10 @@ class Owners(dict[Tensor, Owner]):
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
 
+    def parameter(self, p: Tensor) -> ModelParameter:
+        """The state that is kept of a parameter."""
+        return self._parameters[p]
+
     def relearn(self) -> None:
         """Optimizers may have other parameter groups now, as after `load_state_dict`."""
         for optimizer in {of for of, _ in self.distinct}:
@@ -103,6 +107,12 @@ NESTED = (
     "optimizer over, attach(model), so that gradients are averaged"
 )
 
+FAR = 1e3
+"""The unit of updates changes if the learning rate is this many times larger or smaller."""
+
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The smallest learning rate whose inverse float32 can hold."""
+
 SURE = 100
 """After this many exchanges in a row for which all optimizers had stepped, they are expected to."""
 
@@ -113,17 +123,19 @@ class OptimizerSteps:
 
     owners: the optimizer of each parameter. pending: a backward has ended, and its updates have not
     been exchanged. was_exchanged: its updates have been exchanged. before: for each chunk, the
-    values of the parameters before the steps, with decoupled weight decay applied (flat)."""
+    values of the parameters before the steps, with decoupled weight decay applied (flat). units: by
+    the name of a group's first parameter, the unit of the group's updates (see `unit`)."""
 
     def __init__(self, owners: Owners) -> None:
         self.pending = self.was_exchanged = False
         self.before: dict[Chunk, Tensor] = {}
+        self.units: dict[str, float] = {}
         self._of = owners
         self._stepping: Optimizer | None = None  # whose step is under way
         self._has_closure = False  # the step under way may run a backward
         self._stepped: set[Optimizer] = set()  # since the last backward
         self._without_gradient: set[Tensor] = set()  # parameters without one in these steps
-        self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: learning rate, decay
+        self._rates: dict[int, tuple[Scalar, Scalar]] = {}  # by group: unit, decay
         self._decay_factors: dict[Chunk, Scalar] = {}  # not applied to `before` yet
         self._start: dict[Chunk, Tensor] = {}  # as `before`, without decay
         self._stepped_to: dict[Chunk, Tensor] = {}  # values after a step, while `_start` is shown
@@ -140,7 +152,7 @@ class OptimizerSteps:
         if self._stepping is None:
             self.before.clear()
         self._of.relearn()
-        self._rates = {id(group): _rates(of, group) for of, group in self._of.distinct}
+        self._rates = {id(group): self._rates_of(of, group) for of, group in self._of.distinct}
 
     def exchanged(self) -> None:
         """The updates of all chunks have been exchanged."""
@@ -190,7 +202,8 @@ class OptimizerSteps:
         self._of.learn(optimizer)
         self._stepping = optimizer
         if self.pending:
-            self._rates |= {id(group): _rates(optimizer, group) for group in optimizer.param_groups}
+            groups = optimizer.param_groups
+            self._rates |= {id(group): self._rates_of(optimizer, group) for group in groups}
             self._without_gradient |= {p for p in parameters_of(optimizer) if p.grad is None}
             self.release()
             if not self.before:
@@ -285,8 +298,8 @@ class OptimizerSteps:
         return [p for p, owner in pairs if owner is None or owner[0] not in self._stepped]
 
     def rates_of(self, chunk: Chunk, each: bool = False) -> list[tuple[Scalar, Scalar]]:
-        """(learning rate, lr * weight decay) of each parameter; one pair if all are equal. Updates
-        are in units of this learning rate.
+        """(unit, lr * weight decay) of each parameter; one pair if all are equal. For the unit of
+        updates see `unit`.
 
         A half-precision parameter rounds most of its decay away. Its decay counts as part of the
         update, and is 0 here: applied separately, the decay would be undone by the update."""
@@ -296,14 +309,61 @@ class OptimizerSteps:
         groups = [group for _, group in pairs] if each else self._of.groups_of(chunk)
         rates = [self._rates[id(group)] for group in groups]
         if chunk.narrow:
-            rates = [(lr, 0.0) for lr, _ in rates]
+            rates = [(unit, 0.0) for unit, _ in rates]
         if not each:
             alike = all(all(map(same_number, rates[0], other)) for other in rates[1:])
             return rates[:1] if alike else self.rates_of(chunk, each=True)
         if not scales:
             return rates
         of = (scales.get(p.tensor, 1.0) for p in chunk.parameters)
-        return [(lr * scale, decay) for (lr, decay), scale in zip(rates, of, strict=True)]
+        return [(unit * scale, decay) for (unit, decay), scale in zip(rates, of, strict=True)]
+
+    # -- the unit of updates --
+
+    def unit(self, group: Group) -> Scalar:
+        """The learning rate by which updates of a group's parameters are divided, and by which mean
+        updates are multiplied.
+
+        It stays the same while a schedule changes the learning rate, so that an update in the
+        residual moves the parameters as far as the step that made it did. A learning rate on a
+        device cannot be kept so: there it is the present one."""
+        lr = rate_of(group)
+        first = self._first(group)
+        return lr if is_tensor(lr) or first is None else self.units.setdefault(first.name, lr)
+
+    @torch.no_grad()
+    def change_units(self) -> None:
+        """Set the unit of every group to its present learning rate, and rescale residuals."""
+        self._of.relearn()
+        for _, group in self._of.distinct:
+            self._change_unit(group)
+        self._rates = {id(group): self._rates_of(of, group) for of, group in self._of.distinct}
+
+    def _rates_of(self, optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
+        """(unit, share by which decoupled weight decay shrinks a parameter in a step). The unit
+        changes if the learning rate is FAR from it. A learning rate of 0 moves nothing, not even by
+        residuals: in such a step the unit is 0."""
+        lr, unit = rate_of(group), self.unit(group)
+        if not is_tensor(lr) and lr <= SMALLEST:
+            return 0.0, 0.0
+        if not is_tensor(lr) and not unit / FAR <= lr <= unit * FAR:
+            self._change_unit(group)
+            unit = self.unit(group)
+        decay = group.get("weight_decay", 0.0)
+        return unit, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
+
+    @torch.no_grad()
+    def _change_unit(self, group: Group) -> None:
+        lr, unit, first = rate_of(group), self.unit(group), self._first(group)
+        if is_tensor(lr) or first is None or lr == unit or lr <= SMALLEST:
+            return
+        self.units[first.name] = lr
+        for p in group["params"]:
+            if p in self._of and (residual := self._of.parameter(p).unsent) is not None:
+                residual.mul_(unit / lr)
+
+    def _first(self, group: Group) -> ModelParameter | None:
+        return next((self._of.parameter(p) for p in group["params"] if p in self._of), None)
 
 
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:
@@ -333,12 +393,6 @@ def any_decay(decays: Iterable[Scalar]) -> bool:
 
 def is_tensor(x: Scalar) -> bool:
     return isinstance(x, Tensor)
-
-
-def _rates(optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
-    """(learning rate, share by which decoupled weight decay shrinks a parameter in a step)."""
-    lr, decay = rate_of(group), group.get("weight_decay", 0.0)
-    return lr, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
 
 def same_number(a: Scalar, b: Scalar) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from math import isfinite
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ class MomentState(saved.Stateful):
     share was 1 in some step. share: the momentum share of the last step, in [0, 1]. muon_steps:
     steps of Muon. uninspected: some optimizer has not been inspected yet (inspection.py).
     gradients_only: some optimizer cannot step with local gradients, so that all steps exchange
-    gradients."""
+    gradients. units: see `OptimizerSteps`."""
 
     ranks_differ: bool = saved.saved(False)
     local_squares: bool = saved.saved(False)
@@ -188,10 +189,13 @@ class MomentState(saved.Stateful):
     muon_steps: int = saved.saved(0)
     uninspected: bool = saved.saved(False)
     gradients_only: bool = saved.saved(False)
+    units: dict[str, float] = saved.saved({})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         saved.require(0 <= self.share <= 1, f"'share' must be in [0, 1], got {self.share!r}")
+        fits = all(isfinite(unit) and unit >= 0 for unit in self.units.values())
+        saved.require(fits, f"'units' must be learning rates, got {self.units!r}")
         steps = self.muon_steps
         saved.require(steps >= 0, f"'muon_steps' must be at least 0, got {steps!r}")
 
