@@ -108,10 +108,7 @@ NESTED = (
 )
 
 FAR = 1e3
-"""The unit of updates changes if the learning rate is this many times larger or smaller."""
-
-SMALLEST = torch.finfo(torch.float32).tiny
-"""The smallest learning rate whose inverse float32 can hold."""
+"""Learning rates that differ by more than this factor do not share a unit of updates."""
 
 SURE = 100
 """After this many exchanges in a row for which all optimizers had stepped, they are expected to."""
@@ -325,11 +322,14 @@ class OptimizerSteps:
         updates are multiplied.
 
         It stays the same while a schedule changes the learning rate, so that an update in the
-        residual moves the parameters as far as the step that made it did. A learning rate on a
-        device cannot be kept so: there it is the present one."""
-        lr = rate_of(group)
-        first = self._first(group)
-        return lr if is_tensor(lr) or first is None else self.units.setdefault(first.name, lr)
+        residual moves the parameters as far as the step that made it did. But a learning rate that
+        is FAR below moves next to nothing, not even by residuals: there the unit is the present
+        one. So it is for a learning rate on a device, which is never read."""
+        lr, first = rate_of(group), self._first(group)
+        if is_tensor(lr) or first is None:
+            return lr
+        unit = self.units.setdefault(first.name, lr)
+        return unit if unit <= FAR * lr else lr
 
     @torch.no_grad()
     def change_units(self) -> None:
@@ -341,21 +341,16 @@ class OptimizerSteps:
 
     def _rates_of(self, optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:
         """(unit, share by which decoupled weight decay shrinks a parameter in a step). The unit
-        changes if the learning rate is FAR from it. A learning rate of 0 moves nothing, not even by
-        residuals: in such a step the unit is 0."""
-        lr, unit = rate_of(group), self.unit(group)
-        if not is_tensor(lr) and lr <= SMALLEST:
-            return 0.0, 0.0
-        if not is_tensor(lr) and not unit / FAR <= lr <= unit * FAR:
+        changes if the learning rate is FAR above it."""
+        lr, decay = rate_of(group), group.get("weight_decay", 0.0)
+        if not is_tensor(lr) and lr > FAR * self.unit(group):
             self._change_unit(group)
-            unit = self.unit(group)
-        decay = group.get("weight_decay", 0.0)
-        return unit, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
+        return self.unit(group), lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
     @torch.no_grad()
     def _change_unit(self, group: Group) -> None:
         lr, unit, first = rate_of(group), self.unit(group), self._first(group)
-        if is_tensor(lr) or first is None or lr == unit or lr <= SMALLEST:
+        if is_tensor(lr) or first is None or lr == unit:
             return
         self.units[first.name] = lr
         for p in group["params"]:

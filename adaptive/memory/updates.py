@@ -51,7 +51,6 @@ from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normali
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
-    SMALLEST,
     OptimizerSteps,
     Owners,
     any_decay,
@@ -481,6 +480,10 @@ class UpdateHandover(Handover):
         if self._sync.put_back():
             state = self.state
             state.ranks_differ, state.residuals_hold_gradients = True, False
+
+
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The smallest learning rate whose inverse float32 can hold."""
 
 
 def inverse(lr: Scalar) -> Scalar:
