@@ -186,6 +186,11 @@ class StepWatch:
         remembered = {p: self._norms.pop(p) for p in compared}
         if not now:
             return
+        if self._scale is None and getattr(optimizer, "grad_scale", None) is not None:
+            # A fused optimizer divides by the loss scale inside its step.
+            both = torch.ones((), device=self._device)
+            self._find(both, both)
+            return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
         if kernels_for(before).look(lambda: torch.equal(before, after), False):
             return  # as almost always
@@ -194,17 +199,17 @@ class StepWatch:
             unscaled = before / self._scale
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
-        found = torch.stack([(~same).any(), halved]).to(torch.float64)
-        self._found = found if self._found is None else self._found + found
+        self._find((~same).any(), halved)
 
     def note_change(self, times: float = 1.0) -> None:
         """Count an event as a change of gradients, which ends momentum correction on all ranks
         (`take_found`). times: the number to add to the agreed statistic `changed`."""
         self._find(torch.full((), times, dtype=torch.float64, device=self._device))
 
-    def _find(self, changed: Tensor) -> None:
-        """Add to the first number that `take_found` returns. changed: 0-dim."""
-        found = torch.stack([changed, torch.zeros_like(changed)]).to(torch.float64)
+    def _find(self, changed: Tensor, unscaled: Tensor | None = None) -> None:
+        """Add to the numbers that `take_found` returns (both 0-dim; None: 0)."""
+        unscaled = torch.zeros_like(changed) if unscaled is None else unscaled
+        found = torch.stack([changed, unscaled]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
