@@ -291,6 +291,31 @@ def test_what_is_clipped_between_two_optimizers_is_noticed() -> None:
     assert run_ranks(2, _two_optimizers) == [("residual", True)] * 2
 
 
+def _never_cleared(rank: int, momentum: float) -> str:
+    """Gradients add up in a layer that the optimizer does not step by momentum. momentum: of its
+    group, which the script does not clear; -1: no optimizer has it."""
+    model = DDP(small_net())
+    head, rest = [*model.module[4].parameters()], [*model.module[:4].parameters()]
+    optimizer = torch.optim.SGD(rest, lr=0.02, momentum=0.9)
+    if momentum >= 0:
+        optimizer.add_param_group({"params": head, "momentum": momentum})
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    for step in range(6):
+        for p in rest:
+            p.grad = None
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return compressor.state_dict()["memory_kind"]
+
+
+def _never_cleared_each_way(rank: int) -> list[str]:
+    return [_never_cleared(rank, momentum) for momentum in (-1.0, 0.0, 0.9)]
+
+
+def test_gradients_that_add_up_end_momentum_correction_where_they_hold_velocities() -> None:
+    assert run_ranks(2, _never_cleared_each_way) == [["momentum", "momentum", "residual"]] * 2
+
+
 def _closure(rank: int, clips: bool, by_name: bool) -> list[str]:
     """What is said of an optimizer that is stepped with a closure."""
     model = DDP(small_net())
