@@ -79,8 +79,9 @@ _TOLERANCE = 1e-5
 class StepWatch:
     """Watches the gradients of one model, from the end of a synchronised backward to the step.
 
-    parameters: those that DDP reduces. ours: this library's hook has made the gradients in
-    `p.grad`; False once a gradient arrives after they were cleared, until the hook is called again.
+    parameters: those that DDP reduces. few: those whose gradients are compared in every step. ours:
+    this library's hook has made the gradients in `p.grad`; False once a gradient arrives after they
+    were cleared, until the hook is called again.
     listener: called in the steps of optimizers that have some of these parameters:
     `step_begins(optimizer)` if the step has a closure; `before_step(optimizer, groups)` when the
     gradients are there, which returns other groups for this step (of an optimizer of torch's own),
@@ -103,11 +104,11 @@ class StepWatch:
         # was still there when a gradient arrived (0-dim); None: no gradient has arrived.
         self._velocities: dict[Tensor, Tensor | None] = {}
         parameters = list(self._parameters)
-        self._few = parameters[:: max(1, len(parameters) // FEW)]
+        self.few = parameters[:: max(1, len(parameters) // FEW)]
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         # Samples and write counts of a few parameters after the last step.
-        together = [p for p in self._few if p.device == self._few[0].device]
+        together = [p for p in self.few if p.device == self.few[0].device]
         self._sampled = [p for p in together if is_dense(local(p))]
         self._after_last: tuple[Tensor, list[int]] | None = None
         self._samples: list[Tensor] = []  # views, as bytes
@@ -126,7 +127,7 @@ class StepWatch:
         # The last parameter is among the first that get gradients: it shows that a backward began.
         self._witness = parameters[-1] if parameters else None
         self._device = None if self._witness is None else self._witness.device
-        handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self._few, *parameters[-1:]}]
+        handles: list[Any] = [p.register_hook(arrives(p)) for p in {*self.few, *parameters[-1:]}]
         _WATCHES[id(self)] = me
         if not _HOOKS:
             # If a script has compiled its optimizer's step, the hooks run outside the graph.
@@ -136,16 +137,20 @@ class StepWatch:
         self.end = weakref.finalize(self, _end, id(self), handles)
 
     def backward_ends(
-        self, scale: Tensor | None, compare: bool, waited: Callable[[], None]
+        self,
+        scale: Tensor | None,
+        compare: bool,
+        waited: Callable[[], None],
+        moving: Collection[Tensor] = (),
     ) -> None:
         """To be called in the hook of the last bucket. scale: the loss scale, if the memory knows
         it. compare: remember the gradients, to notice a change before the step. waited: is called
-        once DDP has waited for the means."""
+        once DDP has waited for the means. moving: those of `few` with a velocity in `p.grad`."""
         self._scale, self.ours = scale, True
         engine = Variable._execution_engine
         # DDP queues its own callback, which writes the means to the gradients, after this call.
         engine.queue_callback(
-            lambda: engine.queue_callback(lambda: self._remember(compare, waited))
+            lambda: engine.queue_callback(lambda: self._remember(compare, waited, moving))
         )
 
     def take_found(self) -> Tensor | None:
@@ -165,12 +170,14 @@ class StepWatch:
         self._said.add(message)
         return new
 
-    def _remember(self, compare: bool, waited: Callable[[], None]) -> None:
+    def _remember(
+        self, compare: bool, waited: Callable[[], None], moving: Collection[Tensor]
+    ) -> None:
         waited()
-        self._velocities = dict.fromkeys(self._few) if compare else {}
+        self._velocities = dict.fromkeys(moving) if compare else {}
         grads = ((p, p.grad) for p in self._parameters if compare and p.grad is not None)
         self._written = {p: (id(grad), grad._version) for p, grad in grads}
-        looked_at = self._parameters if self._writes else self._few
+        looked_at = self._parameters if self._writes else self.few
         self._norms = _norms(looked_at) if compare else {}
 
     def _compare(self, optimizer: Optimizer) -> None:
@@ -186,6 +193,11 @@ class StepWatch:
         remembered = {p: self._norms.pop(p) for p in compared}
         if not now:
             return
+        if self._scale is None and getattr(optimizer, "grad_scale", None) is not None:
+            # A fused optimizer divides by the loss scale inside its step.
+            both = torch.ones((), device=self._device)
+            self._find(both, both)
+            return
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
         if kernels_for(before).look(lambda: torch.equal(before, after), False):
             return  # as almost always
@@ -194,17 +206,17 @@ class StepWatch:
             unscaled = before / self._scale
             same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
-        found = torch.stack([(~same).any(), halved]).to(torch.float64)
-        self._found = found if self._found is None else self._found + found
+        self._find((~same).any(), halved)
 
     def note_change(self, times: float = 1.0) -> None:
         """Count an event as a change of gradients, which ends momentum correction on all ranks
         (`take_found`). times: the number to add to the agreed statistic `changed`."""
         self._find(torch.full((), times, dtype=torch.float64, device=self._device))
 
-    def _find(self, changed: Tensor) -> None:
-        """Add to the first number that `take_found` returns. changed: 0-dim."""
-        found = torch.stack([changed, torch.zeros_like(changed)]).to(torch.float64)
+    def _find(self, changed: Tensor, unscaled: Tensor | None = None) -> None:
+        """Add to the numbers that `take_found` returns (both 0-dim; None: 0)."""
+        unscaled = torch.zeros_like(changed) if unscaled is None else unscaled
+        found = torch.stack([changed, unscaled]).to(torch.float64)
         self._found = found if self._found is None else self._found + found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -331,11 +331,15 @@ class UpdateHandover(Handover):
     @torch.no_grad()
     def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
         """Rescale residuals of updates from the old optimizer's learning rate to the new one's, so
-        that residuals move the parameters as far as before."""
+        that residuals move the parameters as far as before; not farther, once a warm-up is over.
+        So a lower rate leaves residuals as they are, as a scheduler does."""
         for parameter, old in before.items():
             new = self.learning_rate(parameter)
             if parameter.unsent is not None and not same_number(old, new):
-                parameter.unsent.mul_(old * inverse(new))
+                factor = old * inverse(new)
+                parameter.unsent.mul_(
+                    factor.clamp(max=1) if isinstance(factor, Tensor) else min(factor, 1)
+                )
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> bool:

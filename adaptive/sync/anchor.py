@@ -111,6 +111,19 @@ class Anchor:
         for velocity in self._velocity.values():
             velocity.zero_()
 
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Land all flights, and set the parameters of all ranks and the anchor to the ranks' mean
+        (collectives): some rank has started over, and others may not have."""
+        self.land()
+        exchange = self.averager.exchange
+        for chunk in self.chunks:
+            total = exchange.total(chunk.here("here")).wait()
+            chunk.go_to(total.div_(exchange.world_size))
+        exchange.take_traffic()  # these bytes belong to no step
+        self.start_here()
+        self.forget_momentum()
+
     def by_name(self) -> dict[str, Tensor]:
         """The anchor's values by parameter name (flat copies)."""
         return _by_name(self._at)

@@ -73,12 +73,17 @@ class AutoStepsSync(OwnStepSync):
         return super().reduce(bucket) if self._steps == 1 else done_with(bucket.buffer())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
+        controller = self.averager.controller
         if self._steps == 1:
-            return super().end_backward(last)
-        self._backwards += 1
-        self._open = self._backwards == self._steps
-        self._to_step = set(self.handover.optimizers)
-        self.averager.controller.skipped += not self._open
+            last = super().end_backward(last)
+        else:
+            self._backwards += 1
+            self._open = self._backwards == self._steps
+            self._to_step = set(self.handover.optimizers)
+            controller.skipped += not self._open
+        if controller.agreed.changed > 0 and (self._steps == 1 or self._open):
+            alone = self._steps == 1
+            (Anchor(self.averager, self._chunks) if alone else self._open_anchor()).meet()
         return last
 
     def _switch_to_gradients(self, why: str) -> None:
@@ -167,6 +172,7 @@ class AutoStepsSync(OwnStepSync):
 
     def start_over(self) -> bool:
         waits = super().start_over()
+        self.averager.watch.note_change()  # the ranks meet in the exchange after the next
         if self._anchor is not None:
             self._anchor.start_here()
         return waits or self._anchor is not None

@@ -195,7 +195,9 @@ class EveryStepSync(Synchroniser):
             averager.pipeline.stream.backward_waited()
             self._hand_over_withheld()
 
-        averager.watch.backward_ends(scale, compare, waited)
+        cf, known = averager.controller.plan.send, averager.parameters
+        moving = [p for p in averager.watch.few if memory.momentum(known[p], cf) is not None]
+        averager.watch.backward_ends(scale, compare, waited, moving)
         stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         return last
 

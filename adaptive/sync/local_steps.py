@@ -109,6 +109,8 @@ class LocalStepsSync(Synchroniser):
             while self._anchor.sending:
                 self._anchor.send()
             averager.end()
+            if controller.agreed.changed > 0:
+                self._anchor.meet()
             self._next = self._count + self._every
             controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         else:
@@ -134,6 +136,7 @@ class LocalStepsSync(Synchroniser):
         self.averager.memory.discard()
         self._anchor.start_here()
         self._anchor.forget_momentum()
+        self.averager.watch.note_change()  # the ranks meet in the exchange after the next
         return True
 
     # -- a step --

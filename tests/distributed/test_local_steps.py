@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from adaptive import (
     AdaptiveCompressor,
+    Delayed,
     Goodput,
     JSONLTimeline,
     LinkSpec,
@@ -38,6 +39,7 @@ from tests.distributed.setting import (
     batch,
     flat_parameters,
     listen,
+    loss_of,
     same,
     small_net,
 )
@@ -874,6 +876,32 @@ def test_means_that_land_for_an_evaluation_are_no_checkpoint_that_was_loaded() -
     (first, told), (second, _) = run_ranks(2, _evaluated)
     assert not told
     assert torch.equal(first, second)
+
+
+def _shrunk(rank: int, sync: str, where: str) -> tuple[dict[str, Any], Tensor]:
+    """The anchor and the parameters of a script that has shrunk its weights, on one rank or all."""
+    model = DDP(small_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kind = {"delayed": Delayed(4), "local": LocalSteps(4)}.get(sync, LocalSteps("auto"))
+    planned = {"rounds of several": [4], "rounds of all kinds": [4, 1, 1, 2, 1]}.get(sync, [0])
+    policy = Scripted([10.0], local_steps=planned)
+    compressor = AdaptiveCompressor(policy=policy, sync=kind).attach(model, optimizer=optimizer)
+    for step in range(40):
+        if step == 13 and (where == "on all ranks" or rank == 1):
+            with torch.no_grad():
+                torch._foreach_mul_([*model.parameters()], 0.8)
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return compressor.state_dict()["sync"]["anchors"], flat_parameters(model)
+
+
+@pytest.mark.parametrize("where", ["on all ranks", "on one rank"])
+@pytest.mark.parametrize("sync", ["local", "delayed", "rounds of several", "rounds of all kinds"])
+def test_ranks_meet_after_a_script_has_moved_parameters_far(sync: str, where: str) -> None:
+    first, second = run_ranks(2, _shrunk, sync, where)
+    assert same(first[0], second[0])
+    assert first[0] or torch.equal(first[1], second[1])
 
 
 def _with_closure(rank: int, closures: bool) -> list[Tensor]:

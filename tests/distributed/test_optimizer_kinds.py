@@ -349,6 +349,21 @@ def test_what_waits_of_an_optimizer_is_not_scaled_by_the_rate_of_another() -> No
         assert told == (rank == 0)
 
 
+def _warmed_up(rank: int) -> float:
+    """The held-out loss where from step 30 on a new AdamW begins at a thousandth of its rate."""
+    run = Training(lambda m: AdamW(m.parameters(), lr=1e-2), Fixed(20)).train(rank, 0, 30)
+    run.optimizer = AdamW(run.model.parameters(), lr=1e-2)
+    warm_up = torch.optim.lr_scheduler.LinearLR(run.optimizer, start_factor=1e-3, total_iters=20)
+    for step in range(30, 60):
+        run.train(rank, step, step + 1)
+        warm_up.step()
+    return _held_out(run.model)
+
+
+def test_what_waits_is_not_blown_up_for_an_optimizer_whose_rate_warms_up() -> None:
+    assert max(run_ranks(2, _warmed_up)) < 0.4
+
+
 def _goes_on(rank: int, make: Callable[[nn.Module], Optimizer]) -> Tensor:
     """From a state that was saved after it was found that it is not served: by how much a run that
     goes on from there is another."""

@@ -215,9 +215,9 @@ def test_a_run_that_has_fallen_back_resumes_so() -> None:
     assert run_ranks(2, _resumed) == [("residual", True)] * 2
 
 
-def _scaled(rank: int, handed_over: bool, clips: bool) -> str:
+def _scaled(rank: int, handed_over: bool, clips: bool, fused: bool) -> str:
     model = DDP(small_net(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     compressor = AdaptiveCompressor(policy=Scripted([10.0]))
     compressor.attach(model, optimizer=optimizer, scaler=scaler if handed_over else None)
@@ -232,12 +232,13 @@ def _scaled(rank: int, handed_over: bool, clips: bool) -> str:
     return compressor.state_dict()["memory_kind"]
 
 
-def _scaled_each_way(rank: int) -> list[str]:
-    return [_scaled(rank, *each) for each in ((True, False), (True, True), (False, False))]
+def _scaled_each_way(rank: int, fused: bool) -> list[str]:
+    return [_scaled(rank, *each, fused) for each in ((True, False), (True, True), (False, False))]
 
 
-def test_a_scaler_that_was_handed_over_may_unscale() -> None:
-    assert run_ranks(2, _scaled_each_way) == [["momentum", "residual", "residual"]] * 2
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_was_handed_over_may_unscale(fused: bool) -> None:
+    assert run_ranks(2, _scaled_each_way, fused) == [["momentum", "residual", "residual"]] * 2
 
 
 def _fused(rank: int, nesterov: bool) -> list[float]:
@@ -288,6 +289,31 @@ def _two_optimizers(rank: int) -> tuple[str, bool]:
 
 def test_what_is_clipped_between_two_optimizers_is_noticed() -> None:
     assert run_ranks(2, _two_optimizers) == [("residual", True)] * 2
+
+
+def _never_cleared(rank: int, momentum: float) -> str:
+    """Gradients add up in a layer that the optimizer does not step by momentum. momentum: of its
+    group, which the script does not clear; -1: no optimizer has it."""
+    model = DDP(small_net())
+    head, rest = [*model.module[4].parameters()], [*model.module[:4].parameters()]
+    optimizer = torch.optim.SGD(rest, lr=0.02, momentum=0.9)
+    if momentum >= 0:
+        optimizer.add_param_group({"params": head, "momentum": momentum})
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    for step in range(6):
+        for p in rest:
+            p.grad = None
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return compressor.state_dict()["memory_kind"]
+
+
+def _never_cleared_each_way(rank: int) -> list[str]:
+    return [_never_cleared(rank, momentum) for momentum in (-1.0, 0.0, 0.9)]
+
+
+def test_gradients_that_add_up_end_momentum_correction_where_they_hold_velocities() -> None:
+    assert run_ranks(2, _never_cleared_each_way) == [["momentum", "momentum", "residual"]] * 2
 
 
 def _closure(rank: int, clips: bool, by_name: bool) -> list[str]:
@@ -438,10 +464,10 @@ def test_discard_leaves_no_trace_of_a_backward(momentum: float) -> None:
     assert run_ranks(2, _discarding, momentum) == [(True, True)] * 2
 
 
-def _scaled_residual(rank: int, how: str) -> int:
+def _scaled_residual(rank: int, how: str, fused: bool) -> int:
     """How often a GradScaler that was not handed over is told of, with plain error feedback."""
     model = DDP(small_net(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how != "no scaler")
     compressor = AdaptiveCompressor(policy=Scripted([10.0]))
     handed_over = scaler if how == "handed over" else None
@@ -457,12 +483,14 @@ def _scaled_residual(rank: int, how: str) -> int:
     return sum("GradScaler" in message for message in told)
 
 
-def _scaled_residual_each_way(rank: int) -> list[int]:
-    return [_scaled_residual(rank, how) for how in ("not handed over", "handed over", "no scaler")]
+def _scaled_residual_each_way(rank: int, fused: bool) -> list[int]:
+    ways = ("not handed over", "handed over", "no scaler")
+    return [_scaled_residual(rank, how, fused) for how in ways]
 
 
-def test_a_scaler_that_was_not_handed_over_is_told_of_with_any_memory() -> None:
-    assert run_ranks(2, _scaled_residual_each_way) == [[1, 0, 0], [0, 0, 0]]
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_was_not_handed_over_is_told_of_with_any_memory(fused: bool) -> None:
+    assert run_ranks(2, _scaled_residual_each_way, fused) == [[1, 0, 0], [0, 0, 0]]
 
 
 def _earlier_state(rank: int) -> str:
