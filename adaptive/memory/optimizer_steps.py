@@ -317,19 +317,20 @@ class OptimizerSteps:
 
     # -- the unit of updates --
 
-    def unit(self, group: Group) -> Scalar:
+    def unit(self, group: Group, lasting: bool = False) -> Scalar:
         """The learning rate by which updates of a group's parameters are divided, and by which mean
         updates are multiplied.
 
         It stays the same while a schedule changes the learning rate, so that an update in the
         residual moves the parameters as far as the step that made it did. But a learning rate that
         is FAR below moves next to nothing, not even by residuals: there the unit is the present
-        one. So it is for a learning rate on a device, which is never read."""
+        one. So it is for a learning rate on a device, which is never read. lasting: the unit that
+        will count again once the learning rate is no longer FAR below."""
         lr, first = rate_of(group), self._first(group)
         if is_tensor(lr) or first is None:
             return lr
         unit = self.units.setdefault(first.name, lr)
-        return unit if unit <= FAR * lr else lr
+        return unit if lasting or unit <= FAR * lr else lr
 
     @torch.no_grad()
     def change_units(self) -> None:

@@ -409,10 +409,11 @@ class UpdateHandover(Handover):
             self._sync.agree(exchange)
         state.ranks_differ, state.had_full_momentum = False, True
 
-    def learning_rate(self, parameter: ModelParameter) -> Any:
-        """The unit of a parameter's updates. Some optimizer must step the parameter."""
+    def learning_rate(self, parameter: ModelParameter, lasting: bool = False) -> Any:
+        """The unit of a parameter's updates (`OptimizerSteps.unit`). Some optimizer must step the
+        parameter."""
         p = parameter.tensor
-        return self.steps.unit(self._of[p][1]) * self._of.rate_scales.get(p, 1.0)
+        return self.steps.unit(self._of[p][1], lasting) * self._of.rate_scales.get(p, 1.0)
 
     def begin_local_steps(self) -> None:
         """Called before several local steps: sets the momentum share to 1, so that momentum takes

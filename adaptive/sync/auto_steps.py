@@ -157,7 +157,9 @@ class AutoStepsSync(OwnStepSync):
         for chunk in anchor.chunks:
             rest = anchor.reset_to_anchor(chunk)
             for p, piece in chunk.pieces(rest):
-                p.open_residual().copy_(piece).mul_(inverse(self.handover.learning_rate(p)))
+                p.open_residual().copy_(piece).mul_(
+                    inverse(self.handover.learning_rate(p, lasting=True))
+                )
         self._anchor = None
 
     # -- between steps --

@@ -625,9 +625,9 @@ def _parting(rank: int, cfs: list[float], strided: bool, overlap: int) -> dict[s
         takes away on one rank what it brings to another."""
         state, held = compressor.state_dict(), []
         arrived.append(len(state["sync"]["flights"]))
-        lr, kept = optimizer.param_groups[0]["lr"], state["memory"]
+        kept, [(_, unit)] = state["memory"], state["moments"]["units"]
         for name, p in model.module.named_parameters():
-            rest = kept.get(name, {}).get("residual", torch.zeros(p.numel()).double()) * lr
+            rest = kept.get(name, {}).get("residual", torch.zeros(p.numel()).double()) * unit
             held.append((p.detach() - rest.as_strided(p.size(), p.stride())).flatten())
         return torch.cat(held)
 
@@ -671,6 +671,27 @@ def test_parting_and_meeting_again_loses_nothing(ranks: int, strided: bool, over
         assert torch.equal(each["united"], found[0]["united"])
         assert each["summary"].local_steps > 1.4 * each["summary"].steps
     torch.testing.assert_close(found[0]["united"], mean[0], rtol=0, atol=1e-12)
+
+
+def _restarted(rank: int) -> float:
+    """The loss after a warm restart. A phase of rounds of several steps has ended before it, at a
+    rate of next to nothing."""
+    model = DDP(small_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    policy = Scripted([20.0], local_steps=[4] * 10 + [1] * 10)
+    compressor = AdaptiveCompressor(cf_range=(1, 100), policy=policy, sync=LocalSteps("auto"))
+    compressor.attach(model, optimizer=optimizer)
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = 1e-6 if 34 <= step < 43 else 0.01
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(sum(_loss(model.module, 500 + step, 0) for step in range(8)) / 8)
+
+
+def test_a_warm_restart_does_not_enlarge_what_has_waited() -> None:
+    assert max(run_ranks(2, _restarted)) < 0.4
 
 
 def _resumed_apart(rank: int, stop: int, path: str) -> list[dict[str, Any]]:
