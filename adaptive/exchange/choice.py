@@ -51,6 +51,7 @@ PROBE_NUMEL, LARGER = 1 << 16, 4
 """Elements of the first all-reduce that measures a link, and the factor to the next larger one."""
 
 LARGEST_NUMEL = 1 << 20
+"""Elements of the largest all-reduce that measures a link."""
 
 SHORT = 0.01
 """Seconds. A shorter transfer fits the link's buffers, which makes the link look too fast."""

@@ -36,7 +36,7 @@ from policies.state import Stateful, require
 KINDS = (NoMemory, Residual, MomentumMemory, UpdateMemory)
 
 BESIDE_RESIDUAL = 0.5
-"""Of the momentum share of momentum correction, that of an SGD beside plain error feedback."""
+"""Momentum share of an SGD beside plain error feedback / that of momentum correction."""
 
 
 class MemoryChoice:

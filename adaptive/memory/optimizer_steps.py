@@ -108,7 +108,7 @@ NESTED = (
 )
 
 FAR = 1e3
-"""Learning rates that differ by more than this factor do not share a unit of updates."""
+"""The largest factor between a learning rate and the unit of updates."""
 
 SURE = 100
 """After this many exchanges in a row for which all optimizers had stepped, they are expected to."""
@@ -149,7 +149,7 @@ class OptimizerSteps:
         if self._stepping is None:
             self.before.clear()
         self._of.relearn()
-        self._rates = {id(group): self._rates_of(of, group) for of, group in self._of.distinct}
+        self._read_rates()
 
     def exchanged(self) -> None:
         """The updates of all chunks have been exchanged."""
@@ -323,9 +323,9 @@ class OptimizerSteps:
 
         It stays the same while a schedule changes the learning rate, so that an update in the
         residual moves the parameters as far as the step that made it did. But a learning rate that
-        is FAR below moves next to nothing, not even by residuals: there the unit is the present
-        one. So it is for a learning rate on a device, which is never read. lasting: the unit that
-        will count again once the learning rate is no longer FAR below."""
+        is FAR below the unit must move next to nothing, not even by residuals: the present learning
+        rate is the unit then. It is also the unit where the learning rate is a tensor, which is
+        never read. lasting: return the unit that holds again once the learning rate has risen."""
         lr, first = rate_of(group), self._first(group)
         if is_tensor(lr) or first is None:
             return lr
@@ -338,6 +338,9 @@ class OptimizerSteps:
         self._of.relearn()
         for _, group in self._of.distinct:
             self._change_unit(group)
+        self._read_rates()
+
+    def _read_rates(self) -> None:
         self._rates = {id(group): self._rates_of(of, group) for of, group in self._of.distinct}
 
     def _rates_of(self, optimizer: Optimizer, group: Group) -> tuple[Scalar, Scalar]:

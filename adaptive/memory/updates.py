@@ -6,7 +6,7 @@ decoded sparse gradients: an element that was in the residual for T steps arrive
 its second moment grows with T^2, and the optimizer divides the burst away
 (docs/research/defaults.md). So autograd returns the local gradient, a script may change it, and the
 user's own optimizer steps with it. A compressed step, with `lr` the present learning rate, and
-`unit` the learning rate when the residual was empty (Muon's unit: see muon.py):
+`unit` an earlier one, which stays while a schedule runs (`OptimizerSteps.unit`; of Muon: muon.py):
 
 1. Before `optimizer.step()`: b = parameters * (1 - lr * decoupled weight decay), the same on all
    ranks. The optimizer then steps with a smaller momentum.
@@ -151,7 +151,7 @@ class UpdateHandover(Handover):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that have stepped the parameters last, each once."""
+        """The optimizers that have stepped the parameters last, each once."""
         return list(dict.fromkeys(of for of, _ in self._of.distinct))
 
     def without_optimizer(self, parameters: Iterable[Tensor]) -> list[int]:
@@ -330,9 +330,10 @@ class UpdateHandover(Handover):
 
     @torch.no_grad()
     def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
-        """Rescale residuals of updates from the old optimizer's learning rate to the new one's, so
-        that residuals move the parameters as far as before; not farther, once a warm-up is over.
-        So a lower rate leaves residuals as they are, as a scheduler does."""
+        """Rescale residuals to the unit of a new optimizer's updates if it is larger than the old
+        optimizer's unit, so that residuals move the parameters as far as before. A smaller unit
+        leaves residuals as they are: it may be that of a warm-up, and residuals enlarged for the
+        beginning of a warm-up would be far too large at its end."""
         for parameter, old in before.items():
             new = self.learning_rate(parameter)
             if parameter.unsent is not None and not same_number(old, new):

@@ -112,9 +112,9 @@ class Anchor:
             velocity.zero_()
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def restart_from_mean(self) -> None:
         """Land all flights, and set the parameters of all ranks and the anchor to the ranks' mean
-        (collectives): some rank has started over, and others may not have."""
+        (collectives). Called if some rank has started over, since other ranks may not have."""
         self.land()
         exchange = self.averager.exchange
         for chunk in self.chunks:

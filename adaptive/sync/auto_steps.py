@@ -82,8 +82,9 @@ class AutoStepsSync(OwnStepSync):
             self._to_step = set(self.handover.optimizers)
             controller.skipped += not self._open
         if controller.agreed.changed > 0 and (self._steps == 1 or self._open):
-            alone = self._steps == 1
-            (Anchor(self.averager, self._chunks) if alone else self._open_anchor()).meet()
+            one_step = self._steps == 1
+            anchor = Anchor(self.averager, self._chunks) if one_step else self._open_anchor()
+            anchor.restart_from_mean()
         return last
 
     def _switch_to_gradients(self, why: str) -> None:
@@ -174,7 +175,7 @@ class AutoStepsSync(OwnStepSync):
 
     def start_over(self) -> bool:
         waits = super().start_over()
-        self.averager.watch.note_change()  # the ranks meet in the exchange after the next
+        self.averager.watch.note_change()  # see `Anchor.restart_from_mean`
         if self._anchor is not None:
             self._anchor.start_here()
         return waits or self._anchor is not None

@@ -97,9 +97,9 @@ class Synchroniser:
 
     def start_over(self) -> bool:
         """Drop all unsent updates and all exchanges under way, because the script has moved the
-        parameters far (by loading a checkpoint, say). No collective: a rank finds this out by
-        itself, and ranks with parameters of their own meet later. Returns whether there was
-        anything to drop."""
+        parameters far (by loading a checkpoint, say). No collective: each rank notices this by
+        itself. If ranks have parameters of their own, a later exchange sets all to the ranks' mean.
+        Returns whether there was anything to drop."""
         return False
 
     def describe(self) -> str:

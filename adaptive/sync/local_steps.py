@@ -110,7 +110,7 @@ class LocalStepsSync(Synchroniser):
                 self._anchor.send()
             averager.end()
             if controller.agreed.changed > 0:
-                self._anchor.meet()
+                self._anchor.restart_from_mean()
             self._next = self._count + self._every
             controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
         else:
@@ -136,7 +136,7 @@ class LocalStepsSync(Synchroniser):
         self.averager.memory.discard()
         self._anchor.start_here()
         self._anchor.forget_momentum()
-        self.averager.watch.note_change()  # the ranks meet in the exchange after the next
+        self.averager.watch.note_change()  # see `Anchor.restart_from_mean`
         return True
 
     # -- a step --
