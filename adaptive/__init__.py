@@ -8,9 +8,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from adaptive import contrib as _contrib
-from adaptive import on_import as _on_import  # noqa: F401 - first: it checks the import path
-from adaptive.compressor import AdaptiveCompressor
+from adaptive import on_import as _on_import  # first: it checks the import path
 from adaptive.exchange.choice import ParameterServer, register_exchange
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from adaptive.exchange.two_level import TwoLevel
@@ -19,7 +17,8 @@ from adaptive.memory.rule import Kept, MemoryRule
 from adaptive.model.state import reshard_states
 from adaptive.network.collectives import Exchange
 from adaptive.network.link import LinkSpec, Network, StepClock
-from adaptive.settings.synchronisation import Delayed, EveryStep, LocalSteps
+from adaptive.session.compressor import AdaptiveCompressor
+from adaptive.step.synchronisation import Delayed, EveryStep, LocalSteps
 from adaptive.timeline.records import Event, Header, StepRecord
 from adaptive.timeline.sinks import JSONLTimeline, LogTimeline, MemoryTimeline, Timeline
 from adaptive.timeline.summary import Summary
@@ -87,7 +86,7 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     """Import the names of `adaptive.contrib` at their first use."""
-    return _contrib.load(name)
+    return _on_import.load_optional(name)
 
 
 try:

@@ -37,9 +37,9 @@ from adaptive.model.parameters import largest_shard, local
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.network.collectives import groups_joined, join_groups
 from adaptive.network.link import done_with
-from adaptive.settings.config import Settings
-from adaptive.settings.synchronisation import EveryStep
+from adaptive.step.config import Settings
 from adaptive.step.reducer import SendsItself
+from adaptive.step.synchronisation import EveryStep
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,38 @@
 """The first actions when the library is imported: it refuses a project's folders that Python would
 import instead of its packages, explains errors for a project's folders that its packages hide, and
-puts the library's name before the lines of its log."""
+puts the library's name before the lines of its log. Optional features are imported later, by
+`load_optional`, when a script names them."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 NAMES = ("compressors", "policies")
 """The library's other packages. Python would import a folder of the same name beside the script
 instead."""
+
+OPTIONAL = {
+    "Gossip": "gossip",
+    "GossipRule": "gossip",
+    "HookRung": "hooks",
+    "with_hooks": "hooks",
+}
+"""The classes and functions of `adaptive.contrib` that scripts may use, and the file of each."""
+
+
+def load_optional(name: str) -> Any:
+    """The class or function of this name in `OPTIONAL`. AttributeError if there is none."""
+    if name not in OPTIONAL:
+        raise AttributeError(f"module 'adaptive' has no attribute {name!r}")
+    return getattr(import_module(f"adaptive.contrib.{OPTIONAL[name]}"), name)
 
 
 def _check() -> None:

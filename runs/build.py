@@ -22,7 +22,7 @@ from adaptive import (
     Schedule,
     Timeline,
 )
-from adaptive.settings.synchronisation import EveryStep, Synchronisation
+from adaptive.step.synchronisation import EveryStep, Synchronisation
 from policies import DENSE
 from runs.config import TrainConfig
 from runs.expression import PLAIN, made_from, policy_from

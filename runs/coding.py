@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from adaptive.settings.config import RUNGS
+from adaptive.step.config import RUNGS
 from compressors import Compressor, RoundsCompressor, make_compressor
 from compressors.base import Key, Payload, Spec
 from runs.expression import made_from

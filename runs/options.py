@@ -168,7 +168,7 @@ def _of_policy(policy: str) -> dict[str, Any]:
 def policy_for(given: Mapping[str, Any]) -> str:
     """The policy that nobody has named: fixed for a CF, for a base that sends everything and for
     gossip; else the library's choice."""
-    from adaptive.settings.config import default_policy  # torch is imported late
+    from adaptive.step.config import default_policy  # torch is imported late
     from compressors import make_compressor
 
     base = str(given.get("base") or TrainConfig.base)

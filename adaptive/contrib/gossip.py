@@ -54,7 +54,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
 
-from adaptive.bucket.bucket import (
+from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrices, named
+from adaptive.exchange.bucket import (
     Bucket,
     BucketLayout,
     StepCFs,
@@ -64,7 +65,6 @@ from adaptive.bucket.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.contrib.topology import TOPOLOGIES, Topology, TopologyName, check_matrices, named
 from adaptive.exchange.strategies import Outgoing, pack, unpack
 from adaptive.memory.handover import Groups
 from adaptive.memory.inspection import MovedBetweenSteps
@@ -76,9 +76,9 @@ from adaptive.model.parameters import ModelParameter, shaped
 from adaptive.model.state import check_like, flat_tensors
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.link import done_with
-from adaptive.settings.synchronisation import Synchronisation, check_all_moved
 from adaptive.statistics.vector import Tally
 from adaptive.step.averager import Averager
+from adaptive.step.synchronisation import Synchronisation, check_all_moved
 from adaptive.sync.base import Synchroniser
 from compressors.base import Compressor, Key, Payload
 from compressors.kernels import all_finite

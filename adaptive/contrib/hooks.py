@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from adaptive.exchange.choice import ParameterServer
 from adaptive.network.collectives import Exchange
-from adaptive.settings.synchronisation import Synchronisation
+from adaptive.step.synchronisation import Synchronisation
 from compressors.base import Compressor, Payload, Spec
 from policies import Policy
 

@@ -1,1 +1,1 @@
-"""How the payloads of all ranks become their mean."""
+"""How the buckets of all ranks, compressed to payloads, become their mean."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket.bucket import Bucket, Unit
+from adaptive.exchange.bucket import Bucket, Unit
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Strategy
 from adaptive.network.collectives import Exchange, Traffic, gather_wire_bytes, reduce_wire_bytes
 from adaptive.network.link import done_with

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket.bucket import (
+from adaptive.exchange.bucket import (
     EXACT,
     Bucket,
     Unit,

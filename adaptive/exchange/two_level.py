@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket.bucket import by_shards
+from adaptive.exchange.bucket import by_shards
 from adaptive.exchange.choice import ExchangeName, ParameterServer
 from adaptive.exchange.strategies import (
     Gathered,

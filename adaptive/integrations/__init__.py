@@ -9,7 +9,7 @@ docs/frameworks.md says what is saved where.
 
 from __future__ import annotations
 
-from adaptive.compressor import AdaptiveCompressor
+from adaptive.session.compressor import AdaptiveCompressor
 
 
 def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:

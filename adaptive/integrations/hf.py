@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adaptive.compressor import AdaptiveCompressor
 from adaptive.integrations import metrics
 from adaptive.model.wrappers import unwrap
 from adaptive.network.agreement import all_or_none
+from adaptive.session.compressor import AdaptiveCompressor
 
 log = logging.getLogger("adaptive")
 

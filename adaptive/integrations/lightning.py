@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.compressor import AdaptiveCompressor
 from adaptive.integrations import metrics
 from adaptive.model.wrappers import unwrap
+from adaptive.session.compressor import AdaptiveCompressor
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback

@@ -1,1 +1,1 @@
-"""The session of a compressor on one model, from attach to close, and its checkpoints."""
+"""`AdaptiveCompressor`, its session on one model, from attach to close, and its checkpoints."""

@@ -31,11 +31,11 @@ from adaptive.network.link import EmulatedLink
 from adaptive.network.pace import DenseTimer
 from adaptive.network.pipeline import HookStream, Pipeline
 from adaptive.network.timing import Stopwatch, Timestamps
-from adaptive.settings.config import Settings
-from adaptive.settings.sizes import Sizes, make_header, start_policy
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.step.averager import Averager
+from adaptive.step.config import Settings
 from adaptive.step.controller import TOO_SMALL, Controller
+from adaptive.step.sizes import Sizes, make_header, start_policy
 from adaptive.sync import gradients_or_steps, start
 from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary

@@ -1,1 +1,1 @@
-"""One step: a gradient's way to the ranks' mean (reducer), and the policy's plan (controller)."""
+"""One step: a script's settings, a gradient's way to the ranks' mean, and the policy's plan."""

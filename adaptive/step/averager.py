@@ -30,11 +30,11 @@ from adaptive.model.parameters import ModelParameter, ModelParameters
 from adaptive.network.agreement import compare_replicas
 from adaptive.network.collectives import Exchange, drain
 from adaptive.network.pipeline import Pipeline
-from adaptive.settings.config import Settings
-from adaptive.settings.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
+from adaptive.step.config import Settings
 from adaptive.step.controller import Controller
 from adaptive.step.reducer import OnGradient, Reducer, SendsItself, Step
+from adaptive.step.sizes import Sizes
 from compressors.base import InvalidPayload
 
 log = logging.getLogger("adaptive")

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adaptive.bucket.bucket import StepCFs
+from adaptive.exchange.bucket import StepCFs
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.network.collectives import Exchange, PendingSum, drain
 from adaptive.network.pace import Contrast, DenseTimer, network_in_words
 from adaptive.network.timing import Stopwatch
-from adaptive.settings.sizes import Sizes
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Statistics, Tally
+from adaptive.step.sizes import Sizes
 from adaptive.timeline.records import CFS, Event
 from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket.bucket import (
+from adaptive.exchange.bucket import (
     EXACT,
     Bucket,
     BucketLayout,
@@ -46,7 +46,7 @@ from adaptive.bucket.bucket import (
     record_levels,
     strided_sample,
 )
-from adaptive.bucket.bucket_memory import BucketMemory
+from adaptive.exchange.bucket_memory import BucketMemory
 from adaptive.exchange.strategies import Outgoing, Received, Strategy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.chunks import Destination

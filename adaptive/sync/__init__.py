@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from adaptive.memory.updates import UpdateMemory
-from adaptive.settings.synchronisation import Delayed, LocalSteps
 from adaptive.step.averager import Averager
+from adaptive.step.synchronisation import Delayed, LocalSteps
 from adaptive.sync.auto_steps import AutoStepsSync
 from adaptive.sync.base import Synchroniser
 from adaptive.sync.every_step import AsDDP, EveryStepSync

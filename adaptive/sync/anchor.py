@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from adaptive.bucket.bucket import LARGEST, Unit
+from adaptive.exchange.bucket import LARGEST, Unit
 from adaptive.exchange.strategies import Outgoing, Received, Rounds, Strategy, Wrapped
 from adaptive.model.chunks import Chunk
 from adaptive.model.parameters import ModelParameter, local

@@ -36,8 +36,8 @@ from adaptive.model.chunks import chunked
 from adaptive.model.uniting import averaged, unite
 from adaptive.network.collectives import drain
 from adaptive.network.link import done_with
-from adaptive.settings.synchronisation import LocalSteps
 from adaptive.step.averager import Averager
+from adaptive.step.synchronisation import LocalSteps
 from adaptive.sync.anchor import Anchor, check_anchor
 from adaptive.sync.own_step import OwnStepSync
 from policies.state import require

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Gossip
-from adaptive.settings.synchronisation import Synchronisation
+from adaptive.step.synchronisation import Synchronisation
 from docs.studies.common import columns
 from runs.simulate.group import SimulatedGroup
 from runs.simulate.ranks import run_ranks

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from adaptive import Gossip, LinkSpec
 from adaptive.exchange.choice import ExchangeChoice
-from adaptive.settings.config import make_base
+from adaptive.step.config import make_base
 from docs.studies.common import columns, train, write
 from runs.build import sends_dense, synchronisation
 from runs.compare.contender import Contender, parse_contender

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from adaptive.bucket.bucket import Unit, compress_levels, record_levels, strided_sample
+from adaptive.exchange.bucket import Unit, compress_levels, record_levels, strided_sample
 from adaptive.statistics.vector import Tally
 from compressors import Compressor, RoundsCompressor, TopK, compressor_names, make_compressor
 from compressors.base import Spec, kept

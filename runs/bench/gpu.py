@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from adaptive import AdaptiveCompressor, Fixed
 from adaptive.network.link import done_with
-from adaptive.settings.config import RUNGS
+from adaptive.step.config import RUNGS
 from compressors import Compressor, make_compressor
 from compressors.base import Spec
 from compressors.ladder import Ladder

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import AdaptiveCompressor, Fixed, Goodput
-from adaptive.settings.config import RUNGS
+from adaptive.step.config import RUNGS
 from compressors.ladder import Ladder
 from policies import Plan, Policy
 from runs.bench.timing import Row, in_processes, median_ratio

@@ -53,8 +53,8 @@ from adaptive.model.replicas import DDPReplica
 from adaptive.network.collectives import Exchange
 from adaptive.network.link import LinkCost, new_future
 from adaptive.session.session import Session
-from adaptive.settings.config import Settings, with_ladder
-from adaptive.settings.synchronisation import LATE, EveryStep
+from adaptive.step.config import Settings, with_ladder
+from adaptive.step.synchronisation import LATE, EveryStep
 from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks

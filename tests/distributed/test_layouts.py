@@ -12,10 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Residual
-from adaptive.bucket.bucket import Granularity
-from adaptive.bucket.bucket_memory import BucketMemory
+from adaptive.exchange.bucket import Granularity
+from adaptive.exchange.bucket_memory import BucketMemory
 from adaptive.memory.momentum import RESTING
-from adaptive.settings.config import RUNGS
+from adaptive.step.config import RUNGS
 from adaptive.step.reducer import Reducer
 from compressors.ladder import Ladder
 from tests.distributed.processes import run_ranks

@@ -30,7 +30,7 @@ from adaptive import (
 )
 from adaptive.exchange.choice import EXCHANGES
 from adaptive.memory.options import NAMED
-from adaptive.settings.config import GRANULARITIES
+from adaptive.step.config import GRANULARITIES
 from compressors import compressor_names
 from policies import policy_names
 from runs.simulate.ranks import WorkerError

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, ParameterServer, TwoLevel
-from adaptive.bucket.bucket import Granularity
+from adaptive.exchange.bucket import Granularity
 from adaptive.exchange.two_level import VARIABLE, NodeExchange, _problem
 from compressors import make_compressor
 from compressors.base import Payload, Spec

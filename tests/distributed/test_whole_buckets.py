@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Fixed
-from adaptive.bucket.bucket import Bucket, BucketLayout
+from adaptive.exchange.bucket import Bucket, BucketLayout
 from adaptive.model.parameters import ModelParameter
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, same

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adaptive.exchange.choice import strategies
-from adaptive.settings.config import make_base
+from adaptive.step.config import make_base
 from compressors import compressor_names, make_compressor
 from tests.faults import saving, training
 from tests.faults.ranks import START, Ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adaptive.settings.config import make_base
+from adaptive.step.config import make_base
 from runs.__main__ import main
 from runs.build import build_compressor
 from runs.cli import HELP, OPTIONS

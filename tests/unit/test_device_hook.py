@@ -19,7 +19,7 @@ from torch.futures import Future
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils._pytree import tree_leaves
 
-from adaptive.bucket.bucket import Granularity, StepCFs
+from adaptive.exchange.bucket import Granularity, StepCFs
 from adaptive.exchange.choice import Strategy, strategies
 from adaptive.memory.error_feedback import NoMemory, Residual
 from adaptive.memory.handover import stand_in_for
@@ -28,9 +28,9 @@ from adaptive.memory.updates import UpdateHandover, UpdateMemory
 from adaptive.model.parameters import ModelParameter
 from adaptive.network.collectives import Exchange, Traffic
 from adaptive.network.pipeline import HookStream, Pipeline
-from adaptive.settings.config import whole_buckets
 from adaptive.statistics.requested import RequestedStatistics
 from adaptive.statistics.vector import Tally
+from adaptive.step.config import whole_buckets
 from adaptive.step.reducer import Reducer, Step
 from compressors import Compressor, compressor_names, make_compressor
 from compressors.base import Spec

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, Residual
-from adaptive.bucket.bucket import LARGEST
+from adaptive.exchange.bucket import LARGEST
 from compressors.kernels import judge, squared_norms
 from tests.distributed.setting import Scripted
 from tests.unit.device_path import device_path

@@ -31,7 +31,7 @@ from adaptive import (
 )
 from adaptive.exchange.choice import EXCHANGES
 from adaptive.memory.options import NAMED
-from adaptive.settings.config import make_base
+from adaptive.step.config import make_base
 from compressors import compressor_names
 from runs import settings
 from runs.__main__ import COMMANDS

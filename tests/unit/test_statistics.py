@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive.bucket.bucket import SAMPLED, WHOLE, strided_sample
+from adaptive.exchange.bucket import SAMPLED, WHOLE, strided_sample
 from adaptive.statistics.vector import Statistics, Tally
 from compressors import TopK
 from compressors.base import Key, Spec

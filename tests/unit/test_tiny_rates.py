@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, EveryStep, LocalSteps
-from adaptive.settings.synchronisation import Synchronisation
+from adaptive.step.synchronisation import Synchronisation
 from tests.distributed.setting import Scripted, flat_parameters
 from tests.unit.device_path import device_path
 from tests.unit.in_one_process import Given, one_rank

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive.settings.config import RUNGS
+from adaptive.step.config import RUNGS
 from compressors import Compressor, TopK, make_compressor
 from compressors.base import Key, Payload, Spec
 from compressors.kernels.blocks import triton_works

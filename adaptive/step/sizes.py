@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adaptive.bucket.bucket import Granularity, StepCFs
+from adaptive.exchange.bucket import Granularity, StepCFs
 from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
@@ -18,7 +18,7 @@ from adaptive.model.parameters import ModelParameter, ModelParameters
 from adaptive.network.collectives import reduce_wire_bytes
 from adaptive.network.link import LinkCost, LinkSpec, Network, StepClock
 from adaptive.network.pace import network_in_words
-from adaptive.settings.config import Settings
+from adaptive.step.config import Settings
 from adaptive.timeline.records import Header
 from compressors.base import Spec
 from policies import DENSE, Context, Fixed, Policy

@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from adaptive.bucket.bucket import Bucket, Part, Unit
+from adaptive.exchange.bucket import Bucket, Part, Unit
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.parameters import ModelParameter
 from compressors.base import Payload

@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adaptive import contrib
 from adaptive.exchange.choice import ExchangeName, ParameterServer, measure_latency
 from adaptive.exchange.options import ExchangeOptions
 from adaptive.exchange.strategies import Strategy
@@ -26,9 +25,10 @@ from adaptive.model.wrappers import Unwrapped, unwrap
 from adaptive.network.agreement import agree, wait_for_all
 from adaptive.network.collectives import Exchange
 from adaptive.network.link import LinkCost, LinkSpec, Network, network_from
+from adaptive.on_import import load_optional
 from adaptive.session import checkpoint as forms
 from adaptive.session.session import Session
-from adaptive.settings.config import (
+from adaptive.step.config import (
     GRANULARITIES,
     USUAL,
     GranularityName,
@@ -40,8 +40,8 @@ from adaptive.settings.config import (
     require,
     with_ladder,
 )
-from adaptive.settings.sizes import latency_of
-from adaptive.settings.synchronisation import LATE, EveryStep, LocalSteps, Synchronisation
+from adaptive.step.sizes import latency_of
+from adaptive.step.synchronisation import LATE, EveryStep, LocalSteps, Synchronisation
 from adaptive.timeline.sinks import SafeTimeline, Sink
 from adaptive.timeline.summary import Summary
 from compressors import Compressor
@@ -164,7 +164,7 @@ class AdaptiveCompressor:
                 policy = make_policy(sync.default_policy or chosen)
             compressor = with_ladder(compressor, policy, ways.way, remembered.kind, cf_range[0])
             if hooks is not None:
-                with_hooks = contrib.load("with_hooks")
+                with_hooks = load_optional("with_hooks")
                 compressor = with_hooks(compressor, hooks, cf_range, policy, sync, ways.server)
             return Settings(
                 base=compressor,

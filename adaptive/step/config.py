@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from adaptive.bucket.bucket import Granularity
+from adaptive.exchange.bucket import Granularity
 from adaptive.exchange.options import ExchangeOptions
 from adaptive.exchange.strategies import Strategy
 from adaptive.memory.model_memory import MemoryChoice
 from adaptive.network.link import Network
-from adaptive.settings.synchronisation import Synchronisation
+from adaptive.step.synchronisation import Synchronisation
 from adaptive.timeline.sinks import SafeTimeline
 from compressors import Compressor, Ladder, make_compressor
 from compressors.base import Spec
