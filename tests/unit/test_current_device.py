@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
-from adaptive import compressor as module
+from adaptive.session import compressor as module
 from tests.unit.in_one_process import one_rank
 
 
