@@ -13,6 +13,7 @@ from runs.bench.gpu_training import Point, main, table
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2"]
 
 
+@pytest.mark.long
 def test_contenders_start_alike_and_the_table_has_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
