@@ -15,8 +15,9 @@ same number of steps. So the steps done so far bound the CF (lateness.py). With 
 bound is twenty times as loose, for a longer schedule.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
-the smallest CF of the ladder; if the link is not known, at the smallest CF of the ladder. It does
-not begin at dense on a slow network, where a dense step can take as long as a hundred compressed
+the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least: that
+is int4 among many ranks, whose sparse payloads each rank receives from all others. If the link is
+not known, a run begins at the smallest CF of the ladder. It does not begin at dense on a slow network, where a dense step can take as long as a hundred compressed
 steps. It does not begin at a large CF, because the first gradients are the largest: they would stay
 in the residual until a smaller CF sends them all at once, which sets training back. If the link is
 not known, or has changed, the policy goes from a large CF to a smaller one in strides, and measures
@@ -146,10 +147,13 @@ class Goodput(DeclaredPolicy):
     def _first(self) -> float:
         """The CF of the first steps."""
         latency, seconds_a_byte = self._context.link()
-        small = sorted({DENSE, *self._assumed})
-        seconds = (latency + self._context.wire_bytes(cf) * seconds_a_byte for cf in small)
-        soon = (cf for cf, each in zip(small, seconds, strict=True) if 0 < each <= SOON)
-        return min(self._smallest, next(soon, self._smallest))
+        small = (cf for cf in {DENSE, *self._assumed} if cf < self._smallest)
+        seconds = {
+            cf: latency + self._context.wire_bytes(cf) * seconds_a_byte
+            for cf in (self._smallest, *sorted(small, reverse=True))
+        }
+        soon = [cf for cf, each in seconds.items() if 0 < each <= SOON]
+        return min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
 
     def _allowed(self, cf: float, steps: int) -> bool:
         """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""

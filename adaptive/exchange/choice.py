@@ -36,13 +36,6 @@ WORTH = 0.9
 """The sharded exchange compresses twice, so it keeps less of the gradient: it is chosen only if it
 takes less than this share of the all-gather's time."""
 
-FEW_RANKS = 8
-"""The largest world size at which "auto" all-gathers a sparsifier's payloads of gradients. Voted
-indices send fewer bytes at the same CF. But fewer of each rank's largest elements get through, so
-voted indices send more bytes for the same quality (measured with 4 and 8 ranks:
-docs/research/defaults.md). Larger world sizes were not measured. For updates both are level, and
-"auto" takes the faster one."""
-
 CALL = 1e-5
 """Seconds of host time for one torch operation or kernel launch (measured: 5 to 15 microseconds). A
 constant, so that all ranks make the same choice."""
@@ -178,8 +171,10 @@ class ExchangeChoice:
     host time included.
 
     An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
-    A sparsifier uses voted indices in place of the sharded exchange: they send fewer bytes and
-    keep more of the gradient. Up to FEW_RANKS ranks all-gather its payloads of gradients.
+    A sparsifier's payloads of gradients are all-gathered, however many ranks there are. Voted
+    indices send fewer bytes at the same CF, but N times fewer elements of the mean, and more bytes
+    to the same quality (measured with 4, 8 and 16 ranks: docs/research/defaults.md). Among updates
+    voted indices lose nothing, and replace the sharded exchange: they send fewer bytes than that.
 
     means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates:
     updates of optimizers are exchanged, not gradients. messages: number of messages that a rank
@@ -293,7 +288,7 @@ class ExchangeChoice:
             fixed = self._fixed or GATHERED
             return many if fixed.votes else fixed
         n, link = self._world_size, self.link
-        if sparse and n <= FEW_RANKS and not self.of_updates:
+        if sparse and not self.of_updates:
             return GATHERED
         if not isfinite(link.beta):  # an injected clock has not timed the link: compare the bytes
             link = LinkCost(0.0, 1.0)

@@ -8,7 +8,6 @@ import torch
 from adaptive import ParameterServer
 from adaptive.exchange.choice import (
     CALL,
-    FEW_RANKS,
     GATHERED,
     ExchangeChoice,
     Strategy,
@@ -32,9 +31,10 @@ def pick(
     link: LinkCost = SLOW,
     exchange: str = "auto",
     cf: float = 100,
+    of_updates: bool = False,
 ) -> str:
     choice = ExchangeChoice(Ladder({4: "int8"}, above="topk"), exchange, world_size)
-    choice.link = link
+    choice.link, choice.of_updates = link, of_updates
     return choice.pick(nbytes, cf).name
 
 
@@ -44,21 +44,20 @@ def test_with_two_ranks_there_is_nothing_to_choose() -> None:
 
 
 def test_many_ranks_and_large_payloads_are_sharded() -> None:
-    assert pick(MB, 16) == "voted_indices"
+    assert pick(MB, 16, of_updates=True) == "voted_indices"
     assert pick(MB, 16, cf=4) == "sharded"
 
 
-def test_few_ranks_gather_what_a_sparsifier_keeps_of_gradients() -> None:
-    assert pick(MB, FEW_RANKS) == "all_gather"
-    assert pick(MB, FEW_RANKS + 1) == "voted_indices"
-    assert pick(MB, FEW_RANKS, cf=4) == "sharded"
-    choice = ExchangeChoice(make_compressor("topk"), "auto", FEW_RANKS)
-    choice.link, choice.of_updates = SLOW, True
-    assert choice.pick(MB, 100).name == "voted_indices"
+@pytest.mark.parametrize("ranks", [3, 8, 16, 64])
+def test_what_a_sparsifier_keeps_of_gradients_is_gathered(ranks: int) -> None:
+    assert pick(MB, ranks) == "all_gather"
+    assert pick(MB, ranks, exchange="voted_indices") == "voted_indices"
+    assert pick(MB, ranks, of_updates=True) == "voted_indices"
+    assert pick(MB, ranks, cf=4) == "sharded"
 
 
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
-    assert pick(100, 9) == "all_gather"
+    assert pick(100, 9, of_updates=True) == "all_gather"
 
 
 def test_the_host_time_of_more_calls_decides_where_the_link_has_little_to_do() -> None:
@@ -67,10 +66,11 @@ def test_the_host_time_of_more_calls_decides_where_the_link_has_little_to_do() -
     saved = 8 * MB - 2 * 8 / 9 * MB  # bytes, of a payload of 1 MB: 6.2 ms on this link
     more = CALL * (_calls("voted_indices") - GATHERED.calls)
     assert 0 < more < saved / fast.beta
-    assert pick(MB, 9, fast) == "voted_indices"
+    assert pick(MB, 9, fast, of_updates=True) == "voted_indices"
     few = MB * more * fast.beta / saved / 2  # of which the link saves half as long as calls take
-    assert pick(few, 9, fast) == "all_gather"
-    assert pick(few, 9, LinkCost(0.0, fast.beta / 100)) == "voted_indices"
+    assert pick(few, 9, fast, of_updates=True) == "all_gather"
+    slow = LinkCost(0.0, fast.beta / 100)
+    assert pick(few, 9, slow, of_updates=True) == "voted_indices"
     assert pick(MB, 9, fast, cf=4) == "sharded"
     assert pick(few / 4, 9, fast, cf=4) == "all_gather"
 
@@ -80,7 +80,7 @@ def test_ranks_that_agree_on_the_link_choose_alike() -> None:
     for link in (SLOW, LinkCost(0.0, 1e9), LinkCost(1e-5, 1e8)):
         ranks = [ExchangeChoice(make_compressor("topk"), "auto", 9) for _ in range(2)]
         for rank in ranks:
-            rank.link = link
+            rank.link, rank.of_updates = link, True
         for size in (1e2, 1e4, 1e5, 1e6):
             assert len({rank.pick(size, 100).name for rank in ranks}) == 1
 
@@ -126,7 +126,7 @@ def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
 
 
 def test_a_clock_that_stands_still_leaves_the_bytes_to_count() -> None:
-    assert pick(MB, 9, LinkCost()) == "voted_indices"
+    assert pick(MB, 9, LinkCost(), of_updates=True) == "voted_indices"
 
 
 def test_what_is_asked_for_is_done() -> None:

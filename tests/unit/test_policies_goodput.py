@@ -143,6 +143,30 @@ def test_a_dense_step_in_fewer_bits_has_nothing_to_compress():
     assert set(sent[40:]) == {bf16}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rate", "first"),
+    [
+        (2, 1e10, DENSE),  # an exchange that is over soon
+        (2, 1.5e8, 8.0),
+        (2, 1e6, 10.0),  # none is: what takes least
+        (16, 1e6, 8.0),
+        (16, 0.0, 10.0),  # the link is not known
+    ],
+)
+def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(ranks, rate, first):
+    """Sparse payloads go to each of the other ranks, those of CF 4 and 8 once round in shards."""
+
+    def wire(cf):
+        sparse = (ranks - 1) * 1.2 / cf
+        return 25e6 * (sparse if cf > 8 else 2 * (ranks - 1) / ranks * 4 / cf)
+
+    policy = Goodput()
+    link = (0.0, 1 / rate if rate else 0.0)
+    assumed = {4.0: 0.98, 8.0: 0.98}
+    policy.start(Context((10, 1000), ranks, wire_bytes=wire, assumed=assumed, link=lambda: link))
+    assert policy.plan().send == first
+
+
 @pytest.mark.parametrize(("rate", "says"), [(1e9, "dense is right"), (1e6, "")])
 def test_it_says_when_dense_is_right(rate, says):
     policy = started()
