@@ -16,12 +16,13 @@ bound is twenty times as loose, for a longer schedule.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
 the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least: that
-is int4 among many ranks, whose sparse payloads each rank receives from all others. If the link is
-not known, a run begins at the smallest CF of the ladder. It does not begin at dense on a slow network, where a dense step can take as long as a hundred compressed
-steps. It does not begin at a large CF, because the first gradients are the largest: they would stay
-in the residual until a smaller CF sends them all at once, which sets training back. If the link is
-not known, or has changed, the policy goes from a large CF to a smaller one in strides, and measures
-the network after each stride.
+is int4 among many ranks, where each rank receives the sparse payloads of all others. If the link is
+not known, a run begins at the smallest CF of the ladder. It does not begin at dense on a slow
+network, where a dense step can take as long as a hundred compressed steps. It does not begin at a
+large CF, because the first gradients are the largest: they would stay in the residual until a
+smaller CF sends them all at once, which sets training back. If the link is not known, or has
+changed, the policy goes from a large CF to a smaller one in strides, and measures the network after
+each stride.
 
 A CF that was not sent on this network is measured in its first `opening` steps. If it then promises
 less than another CF, the policy moves on. Measurements stay valid until the network changes, so the

@@ -73,6 +73,8 @@ class Benching:
     """Only the recipes of quality whose names have this part (all)."""
     seeds: Count = 3
     """Seeds of each run of quality."""
+    ranks: Annotated[tuple[int, ...], spec("N ...", at_least(2), "*")] = (2, 4)
+    """Simulated workers of quality."""
     log: Annotated[str, metavar("FILE")] = "logs/quality.jsonl"
     """Where runs of quality are kept."""
     json: bool = False

@@ -49,7 +49,6 @@ MEGABYTES = 100.0
 FEWER = 50
 """On the slower link the default sends at least so many times fewer bytes than dense."""
 
-WORKERS = (2, 4)
 SLOW, FAST = "100mbit", "1gbit"
 
 DENSE = "dense"
@@ -95,7 +94,7 @@ def bench_quality(asked: Benching) -> list[Row]:
     jobs = [
         Job(recipe.name, contender, workers, link, seed)
         for seed, workers, recipe, contender in product(
-            range(asked.seeds), WORKERS, recipes, CONTENDERS
+            range(asked.seeds), asked.ranks, recipes, CONTENDERS
         )
         for link in ((SLOW, FAST) if "Fixed" not in CONTENDERS[contender] else ("",))
     ]

@@ -55,9 +55,9 @@ def test_a_run_goes_the_same_way_every_time_and_dense_sends_all(text):
 
 def test_it_goes_on_where_it_was_stopped(text, tmp_path, monkeypatch):
     log = tmp_path / "logs" / "runs.jsonl"
-    asked = Benching(images=str(text), text=str(text), recipe="GPT", seeds=1, log=str(log))
+    told = {"images": str(text), "text": str(text), "recipe": "GPT", "log": str(log)}
+    asked = Benching(**told, seeds=1, ranks=(2,))
     monkeypatch.setattr(quality, "RECIPES", (TINY,))
-    monkeypatch.setattr(quality, "WORKERS", (2,))
     monkeypatch.setattr(quality, "ProcessPoolExecutor", _Here)
     first = bench_quality(asked)
     lines = log.read_text().splitlines()
