@@ -132,10 +132,12 @@ def _wrapped(text: str) -> str:
 
 
 def _first_words(box: str) -> str:
-    """The message in the box that tyro draws around an error, and the nearest option."""
+    """The message in the box that tyro draws around an error, and the nearest option. Where stdout
+    is not in UTF-8, the box has rules of - and no sides."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ \n") for line in plain.splitlines() if line.startswith("│")]
-    end = next((n for n, line in enumerate(lines) if set(line) == {"─"}), len(lines))
+    lines = [line.strip("│ \n") for line in plain.splitlines() if line.startswith(("│", "  "))]
+    lines = ["" if set(line) in ({"─"}, {"-"}) else line for line in lines]  # rules
+    end = lines.index("") if "" in lines else len(lines)
     message = " ".join(lines[:end]).removeprefix("Error parsing ")
     if "Perhaps you meant:" in lines:
         near = [line for line in lines if line.startswith("--")]
