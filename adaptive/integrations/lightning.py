@@ -69,7 +69,7 @@ class AdaptiveCompressionCallback(Callback):
             return
         if model.static_graph and not pl_module.automatic_optimization:
             raise ValueError(
-                "static_graph=True does not go with manual optimization: Lightning has DDP exchange "
+                "static_graph=True does not go with manual optimization: Lightning has DDP send "
                 "the first gradients after backward, where none can be compressed; leave one of "
                 "the two out"
             )
