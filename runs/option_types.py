@@ -14,11 +14,13 @@ Parse = Callable[[str], Any]
 
 def spec(metavar: str, parse: Parse, nargs: Any = 1) -> PrimitiveConstructorSpec[Any]:
     """A type of one word or of several, each read by `parse`, which raises ValueError. nargs: how
-    many words, "*" for any number; with one, the value is no tuple, with (0, 1) it may be ""."""
+    many words, "*" for one or more; with one, the value is no tuple, with (0, 1) it may be ""."""
 
     def value(words: list[str]) -> Any:
         if nargs in (1, (0, 1)):
             return parse("".join(words))
+        if not words:
+            raise ValueError("must be followed by one value or more, got none")
         return tuple(map(parse, words))
 
     return PrimitiveConstructorSpec(

@@ -62,7 +62,7 @@ def options(
     help. What has a default is None unless it is given, so that it is known what was; the help says
     the default. without: fields that are left out. told: another help of some."""
     from docstring_parser import parse_from_object
-    from tyro.conf import Positional, arg
+    from tyro.conf import FlagConversionOff, Positional, arg
 
     made: list[tuple[str, Any, Field[Any]]] = []
     hints = get_type_hints(group, include_extras=True)
@@ -73,8 +73,9 @@ def options(
             continue
         kinds, metadata = _parts(hints[each.name])
         default, text = each.default, " ".join(helps.get(each.name, "").split()).removesuffix(".")
-        is_flag = default is False or default == ()
-        said = default is MISSING or default is None or is_flag or text.endswith(")")
+        # A switch, on or off, is no flag: off may be given, too.
+        is_flag = default == () or (default is False and FlagConversionOff not in metadata)
+        said = default in (MISSING, None, False, ()) or text.endswith(")")
         metadata.insert(0, arg(help=text, help_behavior_hint="" if said else f"({default})"))
         if Positional not in metadata and not is_flag:
             kinds, default = (*kinds, type(None)), None
@@ -132,10 +133,12 @@ def _wrapped(text: str) -> str:
 
 
 def _first_words(box: str) -> str:
-    """The message in the box that tyro draws around an error, and the nearest option."""
+    """The message in the box that tyro draws around an error, and the nearest option. Where stdout
+    is not in UTF-8, the box has rules of - and no sides."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ \n") for line in plain.splitlines() if line.startswith("│")]
-    end = next((n for n, line in enumerate(lines) if set(line) == {"─"}), len(lines))
+    lines = [line.strip("│ \n") for line in plain.splitlines() if line.startswith(("│", "  "))]
+    lines = ["" if set(line) in ({"─"}, {"-"}) else line for line in lines]  # rules
+    end = lines.index("") if "" in lines else len(lines)
     message = " ".join(lines[:end]).removeprefix("Error parsing ")
     if "Perhaps you meant:" in lines:
         near = [line for line in lines if line.startswith("--")]

@@ -1,16 +1,35 @@
-"""Output that outlives its reader, or its disk: `train | head` must not end the training."""
+"""Output that outlives its reader, its disk, or its encoding: `train | head` must not end the
+training."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 
 def outlive_readers() -> None:
-    """What is printed once nobody reads any more, or the disk is full, is lost without an error."""
-    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+    """What is printed where nobody reads, or the disk is full, is lost without an error. A
+    character that the terminal's encoding lacks, as in the name of a folder, is escaped."""
+    sys.stdout, sys.stderr = _Lasting(_opened(sys.stdout, 1)), _Lasting(_opened(sys.stderr, 2))
+
+
+def _opened(stream: TextIO | None, number: int) -> TextIO:
+    """A standard stream. stream: None, as Python has it, if the command was started with the file
+    descriptor `number` closed (`>&-`). It then leads nowhere, and no other file takes its place."""
+    if stream is None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere == number:
+            os.set_inheritable(number, True)  # also of the workers
+        else:
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+        return os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace")
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
 
 
 class _Lasting:

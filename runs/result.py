@@ -271,9 +271,10 @@ def ending(
         parts += [f"  CF history{rounds}{note}", _history(result["cf_history"], summary.rungs)]
         parts += [f"  summary of one worker{note}", indent(summary.table(), "    ")]
     parts += [faint(f"  note: {note}") for note in notes]
-    look = f"a page of them: python -m runs report {config.log_dir}"
+    folder = shlex.quote(config.log_dir)
+    look = f"a page of them: python -m runs report {folder}"
     if find_spec("tensorboard") is not None:
-        look += f", or tensorboard --logdir {config.log_dir}"
+        look += f", or tensorboard --logdir {folder}"
     parts += [f"files in {config.log_dir}; {look}"]
     if outcome.interrupted and outcome.saved_at == outcome.steps_done:
         parts += [

@@ -118,6 +118,9 @@ class AdaptiveCompressionCallback(TrainerCallback):
     ) -> None:
         self._stop_catching()
         self.compressor.close()
+        if self._model is not None and self._given is None:
+            # Another trainer may wrap the model anew, while somebody still holds this compressor.
+            self.compressor.running().leave()
 
     def _stop_catching(self) -> None:
         if self._catching is not None:
@@ -128,8 +131,10 @@ class AdaptiveCompressionCallback(TrainerCallback):
         """Attach to a model. folder: the checkpoint to go on from; None: none."""
         known, self._model = self._model, None  # nothing else keeps a model of another `train()`
         if known is not None and self._given is None:
-            if known is model:
-                self.compressor.detach()
+            if known is model and folder is None:
+                self.compressor.detach()  # the optimizer goes on with its velocities and moments
+            # Model and optimizer of a checkpoint are there already: detaching would change them.
+            self.compressor.running().leave()
             self.compressor = AdaptiveCompressor(**self._arguments)
         if known is not model or self._given is None:
             self.compressor.attach(model, optimizer=optimizer)
@@ -154,8 +159,11 @@ class AdaptiveCompressionCallback(TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder of the trainer's checkpoint at this step."""
-    return Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
+    """The folder of the trainer's checkpoint at this step. Each trial of a hyperparameter search
+    has a folder of its own, which callbacks do not see: it is the one with the newest such."""
+    folder, name = Path(args.output_dir or "."), f"checkpoint-{state.global_step}"
+    of_trials = folder.glob(f"*/{name}") if state.is_hyper_param_search else ()
+    return max(of_trials, key=lambda path: path.stat().st_mtime, default=folder / name)
 
 
 def _bare(model: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptive.integrations import metrics
 from adaptive.model.wrappers import unwrap
 from adaptive.session.compressor import AdaptiveCompressor
+from policies import DENSE
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -37,7 +38,8 @@ class AdaptiveCompressionCallback(Callback):
     gets the trainer's optimizers and `GradScaler`. The trainer's checkpoints hold its states of all
     ranks. The attribute `compressor` is the one in use.
 
-    TypeError when training starts with a strategy of several processes that is not DDP.
+    When training starts, TypeError with a strategy of several processes that is not DDP, and
+    ValueError for manual optimization with DDP's `static_graph`.
     """
 
     def __init__(self, compressor: AdaptiveCompressor | None = None, **arguments: Any) -> None:
@@ -49,24 +51,34 @@ class AdaptiveCompressionCallback(Callback):
         self._loaded: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget a state that was read for a validation. The trainer reads the checkpoint later."""
+        """Forget a state that was read for a validation. The trainer reads the checkpoint later.
+        A fit also forgets the fit before, whose state a checkpoint before the first step (the one
+        that a learning rate finder goes back to) must not hold."""
         self._loaded = None
+        if stage == "fit" and self._model is not None:
+            self._model = None
+            if self._given is None:
+                self.compressor.running().leave()  # as after a fit that an exception has ended
+                self.compressor = AdaptiveCompressor(**self._arguments)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, and go on from the checkpoint if there was one."""
         model = unwrap(trainer.strategy.model, None).model
         if not isinstance(model, DistributedDataParallel):
             _refuse(trainer)
-            self._model = None
             return
-        if self._model is not None:
-            self.compressor = self._given or AdaptiveCompressor(**self._arguments)
-        self._model = model
+        if model.static_graph and not pl_module.automatic_optimization:
+            raise ValueError(
+                "static_graph=True does not go with manual optimization: Lightning has DDP send "
+                "the first gradients after backward, where none can be compressed; leave one of "
+                "the two out"
+            )
         self.compressor.attach(
             model,
             optimizer=trainer.optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
+        self._model = model
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self.compressor.load_state_dict(loaded)
@@ -79,17 +91,29 @@ class AdaptiveCompressionCallback(Callback):
                 clips,
             )
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Drop the gradients of the last epoch, with which Lightning steps once at the end of an
+        epoch without backward passes (`StochasticWeightAveraging` has one for batch norm). After a
+        compressed step they are each rank's own, or velocities, and were exchanged already."""
+        compressed = self._model is not None and self.compressor.cf != DENSE
+        if compressed and trainer.fit_loop._skip_backward:
+            optimizer.zero_grad()
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log CF, gain and wire factor as often as the trainer logs."""
-        step, every = trainer.global_step, max(1, trainer.log_every_n_steps)
-        if self._model is not None and step and step % every == 0:
+        """Log CF, gain and wire factor as often as the trainer logs. The trainer counts batches
+        that have stepped. Its `global_step` counts the steps of all optimizers."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        if self._model is not None and step % max(1, trainer.log_every_n_steps) == 0:
             pl_module.log_dict(metrics(self.compressor), rank_zero_only=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take in the last step and close the timeline."""
+        """Take in the last step and close the timeline. A later fit wraps the module anew, and may
+        have another callback, while somebody still holds this one's compressor."""
         self.compressor.close()
+        if self._model is not None and self._given is None:
+            self.compressor.running().leave()
 
     def state_dict(self) -> dict[str, Any]:
         """A part of the trainer's checkpoint. The trainer asks all ranks, and writes rank 0's."""

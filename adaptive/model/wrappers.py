@@ -15,6 +15,9 @@ AROUND_MODELS = ("_forward_module", "_orig_mod")
 """Attributes in which the wrappers of Fabric and torch.compile hold the wrapped module. Fabric's is
 first, because Fabric's wrapper also passes on the attributes of the module inside."""
 
+PREPARED = "_is_accelerate_prepared"
+"""An attribute that Accelerate gives to the models that it has prepared. Its DDP is torch's own."""
+
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages whose checkpoints hold rank 0's state, and are read by all ranks."""
 
@@ -23,7 +26,7 @@ class Unwrapped(NamedTuple):
     """A model and its optimizers without wrappers.
 
     scaler: the `GradScaler` of an optimizer's wrapper; None without one. by_framework: some wrapper
-    is of one of FRAMEWORKS."""
+    is of one of FRAMEWORKS, or the model is PREPARED."""
 
     model: Any
     optimizers: tuple[Any, ...]
@@ -42,6 +45,7 @@ def unwrap(model: Any, optimizer: Any) -> Unwrapped:
             break
         by_framework = by_framework or _is_of_framework(model)
         model = inner
+    by_framework = by_framework or bool(getattr(model, PREPARED, False))
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = []
     for each in given if optimizer is not None else ():

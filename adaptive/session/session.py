@@ -135,7 +135,7 @@ class Session:
             replica.settling,
         )
         self._sync = start(self._averager)
-        if settings.sync.takes_optimizer:
+        if settings.sync.takes_optimizer and not self.controller.too_small:
             self._averager.warn_once(self._memory.warning(optimizers))
         if settings.sync.lets_ranks_differ and replica.sends_buffers:
             self._averager.warn_once(BROADCASTS)

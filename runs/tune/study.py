@@ -4,6 +4,7 @@ answer. All else that there is to see of a study Optuna shows."""
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -120,7 +121,8 @@ def tune(given: dict[str, Any]) -> int:
     answer, *more = findings(tuning, study, why)
     print("", answer, *more, sep="\n")
     if storage is None:
-        print(f"look at it: optuna-dashboard sqlite:///{tuning.folder / 'study.db'}", flush=True)
+        url = shlex.quote(f"sqlite:///{tuning.folder / 'study.db'}")
+        print(f"look at it: optuna-dashboard {url}", flush=True)
     if code == INTERRUPTED:
         print(GOES_ON, file=sys.stderr)
     elif not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):

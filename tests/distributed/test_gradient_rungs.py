@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam, AdamW, RMSprop
 
 from adaptive import AdaptiveCompressor, Ladder, LocalSteps, ParameterServer
-from adaptive.memory.step_watch import UNSCALED
+from adaptive.memory.step_watch import UNSCALED, _divided_by_a_power_of_two, _norms
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import (
     Scripted,
@@ -161,6 +161,23 @@ def test_a_loss_scale_that_was_not_handed_over_is_told_of(cf: float) -> None:
     """Where gradients wait, which would stay in its units. Updates have none."""
     first, other = run_ranks(2, _warned, cf)
     assert (len(first), other) == (int(cf == 8.0), [])
+
+
+@pytest.mark.parametrize(
+    ("factor", "scaler"), [(2.0**-16, True), (0.5, True), (0.5 * (1 + 4e-6), False), (2.0, False)]
+)
+def test_clipping_that_comes_near_a_power_of_two_is_taken_for_no_scaler(
+    factor: float, scaler: bool
+) -> None:
+    """One clipped step in 50,000 comes as near as that, and long runs have more."""
+    parameters = [*small_net(torch.float32).parameters()]
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    before = torch.stack([*_norms(parameters).values()])
+    for p in parameters:
+        p.grad.mul_(factor)
+    after = torch.stack([*_norms(parameters).values()])
+    assert bool(_divided_by_a_power_of_two(before, after)) is scaler
 
 
 def test_what_waits_in_the_units_of_a_loss_scale_is_unscaled_with_a_gradient() -> None:

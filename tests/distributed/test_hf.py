@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,7 +112,13 @@ class Model(nn.Module):
         return {"loss": ((self.net(x) - y) ** 2).mean()}
 
 
-def _train(folder: str, optimizer: str, resume: bool = False, **options: Any) -> Any:
+def _train(
+    folder: str,
+    optimizer: str,
+    resume: bool = False,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from adaptive.integrations.hf import AdaptiveCompressionCallback
@@ -134,7 +142,7 @@ def _train(folder: str, optimizer: str, resume: bool = False, **options: Any) ->
         # The default is True, with which buckets never change.
         ddp_find_unused_parameters=False if optimizer == "sgd" else None,
     )
-    model = Model()
+    model = Model() if model is None else model
     optimizers: tuple[Any, Any] = (None, None)
     if optimizer == "sgd":
         optimizers = (optimizer_of("sgd", model.parameters()), None)
@@ -163,9 +171,15 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
             "logged": logged[-1],
         }
         first = callback.compressor
-        trainer.train()  # with another DDP of the same parameters
+        # With the same DDP and optimizer, into which the checkpoint is loaded before it attaches.
+        trainer.train(resume_from_checkpoint=f"{own}/checkpoint-{STOP}")
+        found[optimizer]["resumed here"] = flat_parameters(trainer.model)
+        trainer.train()
         again = callback.compressor
         found[optimizer]["again"] = again is not first and again.summary().steps
+        # Another trainer, with another DDP of the same parameters and a callback of its own.
+        other = _train(f"{own}/other", optimizer, model=trainer.model)
+        found[optimizer]["other"] = other[1].compressor.summary().steps
     told = listen()
     _train(own, optimizer, resume=True, resume_from=f"{folder}/elsewhere")
     found["told"] = [line for line in told if "resume_from" in line]
@@ -189,7 +203,8 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
     first, second = (of_rank["trainer"] for of_rank in both)
     for optimizer, memory in (("sgd", "momentum"), ("adamw", "updates")):
         a, b = first[optimizer], second[optimizer]
-        assert a["again"] == b["again"] == STEPS
+        assert a["again"] == b["again"] == a["other"] == b["other"] == STEPS
+        torch.testing.assert_close(a["resumed here"], a["resumed"], rtol=1e-5, atol=1e-6)
         assert torch.equal(a["straight"], b["straight"])
         assert torch.equal(a["resumed"], b["resumed"])
         torch.testing.assert_close(a["resumed"], a["straight"], rtol=1e-3, atol=1e-4)
@@ -199,3 +214,18 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
         assert a["logged"]["compression/cf"] == 10
         assert 0 < a["logged"]["compression/gain"] < 1
     assert len(first["told"]) == 1
+
+
+def test_the_folder_of_a_trials_checkpoint_is_found(tmp_path: Path) -> None:
+    from transformers import TrainerState, TrainingArguments
+
+    from adaptive.integrations.hf import _checkpoint
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state = TrainerState(global_step=STOP, is_hyper_param_search=True)
+    assert _checkpoint(arguments, state) == tmp_path / f"checkpoint-{STOP}"  # none is there
+    for number in (1, 0):
+        made = tmp_path / f"run-{number}" / f"checkpoint-{STOP}"
+        made.mkdir(parents=True)
+        os.utime(made, (100 + number, 100 + number))
+    assert _checkpoint(arguments, state) == tmp_path / "run-1" / f"checkpoint-{STOP}"

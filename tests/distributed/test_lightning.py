@@ -53,7 +53,29 @@ def _trainer(folder: str, callbacks: list[Any], **options: Any) -> Any:
     )
 
 
-def _fit(folder: str, optimizer: str, ckpt_path: str | None = None, **options: Any) -> Any:
+def _averaged(folder: str) -> tuple[torch.Tensor, int]:
+    """Of a model with batch norm Lightning takes a last step with old gradients."""
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from adaptive.integrations.lightning import AdaptiveCompressionCallback
+
+    module = _module("adamw")
+    module.net = torch.nn.Sequential(torch.nn.BatchNorm1d(12), module.net)
+    callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10))
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    options = {"max_steps": -1, "max_epochs": 2, "enable_checkpointing": False}
+    trainer = _trainer(folder, [callback, averaging], **options)
+    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
+    return flat_parameters(module), callback.compressor.summary().steps
+
+
+def _fit(
+    folder: str,
+    optimizer: str,
+    ckpt_path: str | None = None,
+    module: Any = None,
+    **options: Any,
+) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from adaptive.integrations.lightning import AdaptiveCompressionCallback
@@ -66,7 +88,7 @@ def _fit(folder: str, optimizer: str, ckpt_path: str | None = None, **options: A
     saves = ckpt_path is None
     callbacks = [callback, saving] if saves else [callback]
     trainer = _trainer(folder, callbacks, enable_checkpointing=saves, **options)
-    module = _module(optimizer)
+    module = _module(optimizer) if module is None else module
     loader = torch.utils.data.DataLoader(rows(), batch_size=4)
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     return trainer, module, callback
@@ -95,6 +117,13 @@ def _trains(rank: int, folder: str) -> dict[str, Any]:
                 if "exp_avg" in state
             ],
         }
+    first = callback.compressor  # which somebody still holds, while the module is fitted again
+    again, _, callback = _fit(folder, "adamw", module=module, max_steps=2)
+    found["again"] = first.summary().steps, callback.compressor.summary().steps
+    again.fit_loop.epoch_loop.max_steps = 4
+    again.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
+    found["again"] += (callback.compressor.summary().steps,)
+    found["averaged"] = _averaged(folder)
     told = listen()
     _fit(folder, "sgd", max_steps=2, gradient_clip_val=1.0, accumulate_grad_batches=2)
     found["clipping"] = [line for line in told if "gradient_clip_val" in line]
@@ -114,6 +143,9 @@ def test_lightning_compresses_and_resumes(tmp_path: Path) -> None:
         assert a["logged"]["compression/cf"] == 10
         assert 0 < a["logged"]["compression/gain"] < 1
         assert a["logged"]["compression/wire_factor"] > 3
+    assert first["again"] == second["again"] == (STEPS, 2, 2)
+    assert torch.equal(first["averaged"][0], second["averaged"][0])
+    assert first["averaged"][1] == 10  # two epochs
     moments = first["adamw"]["moments"], second["adamw"]["moments"]
     assert not torch.equal(moments[0][0], moments[1][0])  # each rank's own, so the test is of that
     assert len(first["clipping"]) == 1

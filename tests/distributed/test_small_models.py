@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import batch, flat_parameters
+from tests.distributed.setting import batch, flat_parameters, listen
 
 
 def _train(rank: int, options: dict[str, Any] | None, width: int = 1) -> tuple[Tensor, Any]:
@@ -51,6 +51,17 @@ def test_a_policy_that_is_named_and_a_larger_model_are_measured() -> None:
     for _, (share, _, explained) in run_ranks(2, _train, {}, 20_000):
         assert share != 1
         assert "so small" not in explained
+
+
+def _warned(rank: int) -> list[str]:
+    told = listen()
+    model = DDP(nn.Linear(12, 3))
+    AdaptiveCompressor().attach(model, optimizer=torch.optim.AdamW(model.parameters()))
+    return told
+
+
+def test_nobody_is_warned_of_compression_that_does_not_happen() -> None:
+    assert run_ranks(2, _warned) == [[], []]
 
 
 def _on_one_rank_only(rank: int) -> str:

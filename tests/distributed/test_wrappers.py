@@ -109,6 +109,14 @@ def test_the_scaler_of_a_wrapper_is_found() -> None:
     assert not found.by_framework
 
 
+def test_a_model_that_accelerate_has_prepared_is_known_beside_a_bare_optimizer() -> None:
+    """Its checkpoints hold rank 0's state, however the optimizer was handed over."""
+    model = net()
+    assert not unwrap(model, None).by_framework
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    assert unwrap(model, None).by_framework
+
+
 def _fabric(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warnings.simplefilter("ignore")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.frameworks import needs
 from tests.distributed.setting import listen
@@ -17,6 +18,11 @@ pytestmark = [pytest.mark.long, needs("lightning")]
 def _trainer(world_size: int) -> Any:
     strategy = SimpleNamespace(model=torch.nn.Linear(2, 2))
     return SimpleNamespace(strategy=strategy, world_size=world_size, global_step=5)
+
+
+def _ddp() -> Any:
+    """A model of DDP's class that needs no process group."""
+    return DistributedDataParallel.__new__(DistributedDataParallel)
 
 
 def test_without_ddp_one_process_is_told_and_several_are_refused() -> None:
@@ -35,3 +41,53 @@ def test_without_ddp_one_process_is_told_and_several_are_refused() -> None:
         AdaptiveCompressionCallback(callback.compressor, cf_range=(10, 100))
     with pytest.raises(ValueError, match="base"):  # when it is made, not when training starts
         AdaptiveCompressionCallback(base="top")
+
+
+def test_a_checkpoint_before_the_first_step_holds_nothing_of_an_earlier_fit() -> None:
+    """A learning rate finder saves one, goes back to it, and so would begin with an old state."""
+    from adaptive.integrations.lightning import AdaptiveCompressionCallback
+
+    callback, left = AdaptiveCompressionCallback(cf_range=(10, 100)), []
+    session = SimpleNamespace(leave=lambda: left.append(True))
+    states = {"running": lambda: session, "state_dict": lambda **_: {"of": "an earlier fit"}}
+    callback.compressor = earlier = SimpleNamespace(**states)
+    callback._model = _ddp()
+    callback.setup(None, None, "validate")
+    assert callback.state_dict() == {"of": "an earlier fit"}
+    callback.setup(None, None, "fit")
+    assert callback.state_dict() == {}
+    assert left == [True]
+    assert callback.compressor is not earlier
+
+
+def test_it_logs_with_the_trainer_though_optimizers_step_unevenly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a GAN's: one steps in every batch, another in every third."""
+    from adaptive.integrations import lightning
+
+    monkeypatch.setattr(lightning, "metrics", lambda _: {"compression/cf": 10.0})
+    callback = lightning.AdaptiveCompressionCallback(cf_range=(10, 100))
+    callback._model = _ddp()
+    logged: list[int] = []
+    for batch in range(12):
+        epoch_loop = SimpleNamespace(_batches_that_stepped=batch)
+        trainer = SimpleNamespace(
+            fit_loop=SimpleNamespace(epoch_loop=epoch_loop),
+            global_step=batch + 1 + batch // 3,
+            log_every_n_steps=4,
+        )
+        module = SimpleNamespace(log_dict=lambda *_, batch=batch, **__: logged.append(batch))
+        callback.on_train_batch_end(trainer, module, None, None, batch)
+    assert logged == [3, 7, 11]  # where Lightning's own loggers write
+
+
+def test_a_static_graph_with_manual_optimization_is_refused() -> None:
+    """Lightning has DDP send the first gradients when backward has ended."""
+    from adaptive.integrations.lightning import AdaptiveCompressionCallback
+
+    trainer, module = _trainer(2), SimpleNamespace(automatic_optimization=False)
+    trainer.strategy.model = _ddp()
+    trainer.strategy.model.static_graph = True
+    with pytest.raises(ValueError, match="static_graph=True does not go with manual optimization"):
+        AdaptiveCompressionCallback().on_train_start(trainer, module)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,61 @@ sys.exit(7)
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, cwd=ROOT
         )
     assert (done.returncode, done.stderr) == (7, b"")
+
+
+def _run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A line for the shell, with `runs` for `python -m runs`."""
+    line = command.replace("runs", f"{shlex.quote(sys.executable)} -m runs", 1)
+    return subprocess.run(
+        ["/bin/sh", "-c", line],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def test_output_that_was_closed_ends_nothing() -> None:
+    done = _run("runs --version >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = _run("runs train --workers 0 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped() -> None:
+    script = "from runs.pipes import outlive_readers; outlive_readers(); print('a \\u00fc \\udcff')"
+    for encoding, shown in (("ascii", "a \\xfc \\udcff\n"), ("utf-8:strict", "a ü \\udcff\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            cwd=ROOT,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.decode() == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--workers 0", "--workers: must be an integer >= 1, got '0'"),
+        ("--step 5", "Unrecognized options: --step, 5; perhaps --steps N"),
+        ("--steps", "Missing value for argument '--steps'. Expected 1 values."),
+    ],
+)
+def test_an_error_is_one_sentence_on_a_terminal_that_is_not_in_utf8(words: str, said: str) -> None:
+    done = _run(f"runs train {words}", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert done.stderr == f"python -m runs train: error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("compare", "--seeds"), ("compare", "--bandwidths"), ("tune", "--search")],
+)
+def test_an_option_of_several_values_needs_one(command: str, option: str, capfd: Any) -> None:
+    assert_refused(capfd, command, option, parts=[f"{option}: must be followed by one value"])
 
 
 def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:

@@ -33,6 +33,7 @@ from tests.unit.made_runs import made, record
     [
         ("epsilon=0.1..0.5", FloatDistribution(0.1, 0.5)),
         ("window=4..9", IntDistribution(4, 9)),
+        ("autocast=on,off", CategoricalDistribution([True, False])),
         ("window=4..90", IntDistribution(4, 90, log=True)),
         ("lr=0.01..1", FloatDistribution(0.01, 1, log=True)),
         ("window=10,20", CategoricalDistribution((10, 20))),
