@@ -446,17 +446,21 @@ class GossipSync(Synchroniser):
         return averaged(self.parameters, self._exchange)
 
     def unite(self) -> Sequence[Optimizer]:
+        return self._unite(of_means=False)
+
+    def _unite(self, of_means: bool) -> Sequence[Optimizer]:
+        """of_means: see `unite_moments`."""
         stepped = [] if self._stepped is None else [self._stepped]
         optimizers = [*(of for of in self.averager.optimizers if of not in stepped), *stepped]
         self.make_up()
         self.wait()
         unite(self.parameters, self._exchange)
-        unite_moments(self.parameters, optimizers, self._exchange)
+        unite_moments(self.parameters, optimizers, self._exchange, of_means)
         self._begin()
         return optimizers
 
     def stop(self) -> None:
-        self.unite()
+        self._unite(of_means=True)
 
     def describe(self) -> str:
         return f"{self.algorithm} on a topology: {self.topology}"

@@ -5,6 +5,7 @@ see `adaptive/memory/updates.py`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -109,6 +110,11 @@ NESTED = (
 
 FAR = 1e3
 """The largest factor between a learning rate and the unit of updates."""
+
+ENLARGED = 4.0
+"""The largest factor by which residuals are enlarged that momentum takes over. Momentum moves the
+parameters by later learning rates. If these soon rise, as in a warm restart, it moves them too far,
+by the same factor."""
 
 SURE = 100
 """After this many exchanges in a row for which all optimizers had stepped, they are expected to."""
@@ -333,11 +339,13 @@ class OptimizerSteps:
         return unit if lasting or unit <= FAR * lr else lr
 
     @torch.no_grad()
-    def change_units(self) -> None:
-        """Set the unit of every group to its present learning rate, and rescale residuals."""
+    def change_units(self, to_momentum: bool) -> None:
+        """Set the unit of every group to its present learning rate, and rescale residuals.
+        to_momentum: first moments, where there are any, are about to take over the residuals."""
         self._of.relearn()
-        for _, group in self._of.distinct:
-            self._change_unit(group)
+        for of, group in self._of.distinct:
+            taken = to_momentum and is_adaptive(of) and group.get("betas", (0.0,))[0]
+            self._change_unit(group, ENLARGED if taken else inf)
         self._read_rates()
 
     def _read_rates(self) -> None:
@@ -349,17 +357,21 @@ class OptimizerSteps:
         lr, decay = rate_of(group), group.get("weight_decay", 0.0)
         if not is_tensor(lr) and lr > FAR * self.unit(group):
             self._change_unit(group)
-        return self.unit(group), lr * decay if decay and is_decoupled(optimizer, group) else 0.0
+        # A copy, because a scheduler may change a tensor before a rank that has left its step out
+        # exchanges.
+        unit = lr.clone() if is_tensor(lr) else self.unit(group)
+        return unit, lr * decay if decay and is_decoupled(optimizer, group) else 0.0
 
     @torch.no_grad()
-    def _change_unit(self, group: Group) -> None:
+    def _change_unit(self, group: Group, most: float = inf) -> None:
+        """most: the largest factor of the residuals."""
         lr, unit, first = rate_of(group), self.unit(group), self._first(group)
         if is_tensor(lr) or first is None or lr == unit:
             return
         self.units[first.name] = lr
         for p in group["params"]:
             if p in self._of and (residual := self._of.parameter(p).unsent) is not None:
-                residual.mul_(unit / lr)
+                residual.mul_(min(unit / lr, most))
 
     def _first(self, group: Group) -> ModelParameter | None:
         return next((self._of.parameter(p) for p in group["params"] if p in self._of), None)

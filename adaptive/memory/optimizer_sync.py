@@ -91,17 +91,22 @@ class OptimizerSync:
 
 @torch.no_grad()
 def unite_moments(
-    parameters: Sequence[ModelParameter], optimizers: Iterable[Optimizer], exchange: Exchange
+    parameters: Sequence[ModelParameter],
+    optimizers: Iterable[Optimizer],
+    exchange: Exchange,
+    of_means: bool,
 ) -> None:
     """Replace the states of parameters, in optimizers of any kind, by the ranks' mean. If several
-    optimizers have a parameter, the last one counts; it may keep the same tensors as the others."""
+    optimizers have a parameter, the last one counts; it may keep the same tensors as the others.
+
+    of_means: the optimizers go on with mean gradients, not with local ones."""
     states: dict[ModelParameter, dict[str, Any]] = {p: {} for p in parameters}
     of = {p.tensor: p for p in parameters}
     groups = ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
     owners = {p: each for each in groups for p in each[1]["params"] if p in of}
     for p, (optimizer, group) in owners.items():
         state = states[of[p]] = optimizer.state[p]
-        if is_adaptive(optimizer) and have_noise(state):
+        if of_means and is_adaptive(optimizer) and have_noise(state):
             # A rank's second moment holds noise that averaging gradients would remove.
             own = Run(group, state["step"], state)
             scale_second_moments(state, mean_share(own, exchange.world_size))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from adaptive.memory.handover import (
 )
 from adaptive.model.parameters import is_dense, local, parameters_of, storage_of
 from compressors.kernels import kernels_for
+from policies.state import read
 
 log = logging.getLogger("adaptive")
 
@@ -169,6 +170,24 @@ class StepWatch:
         found, self._found = self._found, None
         return found
 
+    def state_dict(self) -> dict[str, float]:
+        """The two numbers that the next `take_found` returns, of this rank."""
+        found = [0.0, 0.0] if self._found is None else self._found.tolist()
+        return {"changed": found[0], "unscaled": found[1]}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless this is a `state_dict()`."""
+        for name in ("changed", "unscaled"):
+            read(state, name, float)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load a state that `check` has accepted. The script may move the parameters before the
+        next step, so they are not compared."""
+        found = [state["changed"], state["unscaled"]]
+        there = torch.tensor(found, dtype=torch.float64, device=self._device)
+        self._found = there if any(found) else None
+        self._after_last = None
+
     def is_new(self, message: str) -> bool:
         """Whether this is the first call with this message."""
         new = message not in self._said
@@ -268,10 +287,6 @@ class StepWatch:
     def we_move(self) -> None:
         """This library has just moved the parameters."""
         self._after_last = self._after_last and self._snapshot()
-
-    def they_move(self) -> None:
-        """The script may move the parameters before the next step: do not compare them."""
-        self._after_last = None
 
     def moved_far(self) -> bool:
         """Called at the next forward: whether the script has moved the parameters far since the

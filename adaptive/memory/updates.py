@@ -31,6 +31,8 @@ Momentum delays updates, and so does a residual. To avoid delaying them twice, t
 (`MomentumRule.with_share`) is below 1 in compressed steps, and the residual takes the part of the
 pending momentum that is lost. When the CF falls, the share rises, and momentum takes over the whole
 residual: momentum applies it over some ten steps. Applied in one step, it would disturb the model.
+Momentum moves the parameters by the learning rates of these steps, so a residual that was made at
+much larger rates is not taken over in full (`ENLARGED`): a warm restart may follow.
 """
 
 from __future__ import annotations
@@ -405,7 +407,7 @@ class UpdateHandover(Handover):
         state = self.state
         state.residuals_hold_gradients, self.steps.was_exchanged = True, False
         if state.ranks_differ:
-            self.steps.change_units()
+            self.steps.change_units(to_momentum=True)
             self._moments.before_sync()
             self._sync.agree(exchange)
         state.ranks_differ, state.had_full_momentum = False, True
@@ -474,7 +476,7 @@ class UpdateHandover(Handover):
             self._back_to_residuals()
         self.state.residuals_hold_gradients = False
         if share != self.state.share or not self.state.local_squares:
-            self.steps.change_units()
+            self.steps.change_units(to_momentum=share > self.state.share)
         self._moments.begin_own_steps(share)
 
     def _back_to_residuals(self) -> None:

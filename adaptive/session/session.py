@@ -453,12 +453,14 @@ class Session:
         saving it may change the memory. kind: the memory's name in the state. resharded: the state
         to be loaded was converted from another number of ranks."""
         base, sync, controller = self.settings.base, self._sync, self.controller
+        watch = self._watch
         return {
             "sync": SavedPart(sync.state_dict, sync.check, sync.load_state_dict),
             "compressor": swapped(base),
             **self._choice.parts(self.device, resharded),
             **self._memory.parts(kind),
             "sum": self._requested.part(self._parameters.values()),
+            "watch": SavedPart(watch.state_dict, watch.check, watch.load_state_dict),
             "controller": swapped(controller, same_clock=same_clock, resharded=resharded),
         }
 
@@ -486,7 +488,6 @@ class Session:
             if self.exchange.first:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         self.abandon()
-        self._watch.they_move()
         with averager.noting_failure():
             for name, part in parts.items():
                 part.load(state[name])

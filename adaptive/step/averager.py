@@ -135,7 +135,7 @@ class Averager:
                 compare_replicas(controller.step, controller.plan, (), self.exchange.everyone)
         # Fall back to plain error feedback if a script changes gradients between backward and the
         # optimizer's step. All ranks decide by the same agreed statistic; each rank warns.
-        if controller.agreed.changed > 0 and "velocity" in memory.now.keeps:
+        if controller.changed > 0 and "velocity" in memory.now.keeps:
             other = memory.now.handover.other_optimizer
             why = OTHER_OPTIMIZER.format(other) if other else CHANGED
             controller.note(f"{why}; {FALLEN_BACK}")

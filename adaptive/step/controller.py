@@ -70,9 +70,10 @@ class Controller(saved.Stateful):
     delays that a policy may plan. delay: of the exchange that begins. skipped: backwards since the
     last exchange. lag: further steps by which decisions lag, beside the usual one: the number of
     means in flight, because statistics are sent after the means. agreed: the statistics of the last
-    step that the ranks have agreed on. invalid: some rank has received bytes that no rank can have
-    sent. too_small: statistics would cost more than compression of this model can save, so every
-    step is dense.
+    step that the ranks have agreed on. changed: the statistic `changed`, summed over all steps that
+    were observed since the step before began (none, one or several). invalid: some rank has
+    received bytes that no rank can have sent. too_small: statistics would cost more than
+    compression of this model can save, so every step is dense.
     """
 
     _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
@@ -102,6 +103,8 @@ class Controller(saved.Stateful):
     delay: int = saved.saved(0)
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
+    changed: float = 0.0
+    _changed_next: float = saved.saved(0.0)  # `changed` of the step that begins
     invalid: bool = False
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
@@ -113,6 +116,7 @@ class Controller(saved.Stateful):
         """Called at the first bucket: observe the last agreed step, and plan this one."""
         now = self.stopwatch.stop(counts=self.step > 1)
         self._observe(now, keep=max(self.lag, int(self.tally.on_device)))
+        self.changed, self._changed_next = self._changed_next, 0.0
         for pending in self._pending:
             pending.summed.fetch()
         plan = self._next_plan()
@@ -368,6 +372,7 @@ class Controller(saved.Stateful):
         message = f"'delay' must be one of {self.delays}, got {self.delay}"
         saved.require(self.delay in self.delays, message)
         self._pending, self.agreed, self.invalid = deque(), Statistics(), False
+        self.changed = 0.0
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
         if not same_clock:
@@ -389,6 +394,7 @@ class Controller(saved.Stateful):
             report, cfs, recorded, tally, summed = self._pending.popleft()
             requested, step = self.requested, report.step
             agreed = self.agreed = Statistics.agreed(tally, summed.read())
+            self._changed_next += agreed.changed
             self.invalid = self.invalid or agreed.invalid > 0
             empties = self.is_dense(report.cf) and not agreed.nonfinite
             if empties and step > self._compressed_last:

@@ -24,7 +24,8 @@ CSER: Xie and others 2020, algorithm 2). So no residual is needed, and nothing i
 rounding. With the identity as outer step a landing keeps the mean of the ranks' parameters.
 
 If some rank sent a value that is not finite, the flight moves nothing. That rank goes on from the
-anchor. The other ranks send their updates again with the next flight.
+anchor. The other ranks send their updates again with the next flight, from their parameters or,
+with a user's memory rule, from their residuals.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ class Anchor:
         return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
     def start_here(self) -> None:
-        """Set the anchor to this rank's parameters, which all ranks have. Drop all flights."""
+        """Set the anchor to this rank's parameters, which all ranks have. Drop all flights, once
+        their means are there: later flights use the same buffers."""
+        if self.averager.whole:
+            self.wait()
         self.flights = []
         for chunk in self.chunks:
             self._at[chunk] = chunk.here("anchor")
@@ -227,7 +231,9 @@ class Anchor:
             mean = future.wait()
             nonfinite = all_finite(mean) ^ True
             any_nonfinite = either(any_nonfinite, nonfinite)
-            for each in (mean, sent):
+            # What a bad flight has not brought waits in the residuals of a user's memory rule.
+            waits = not self.feeds_back and any(p.has_residual for p in chunk.parameters)
+            for each in (mean,) if waits else (mean, sent):
                 fill_if(nonfinite, each, 0.0)
             if flight.summed:
                 for p, piece in chunk.pieces(mean):

@@ -70,6 +70,8 @@ class AutoStepsSync(OwnStepSync):
             self._steps = self.averager.controller.local_steps
             if 1 < self._steps == self._backwards + 1:
                 self.averager.begin(self.alike, of_gradients=False)  # this plans the next round
+                if self.averager.controller.changed < 0:
+                    self._agree_on_inspection()
         return super().reduce(bucket) if self._steps == 1 else done_with(bucket.buffer())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
@@ -81,7 +83,7 @@ class AutoStepsSync(OwnStepSync):
             self._open = self._backwards == self._steps
             self._to_step = set(self.handover.optimizers)
             controller.skipped += not self._open
-        if controller.agreed.changed > 0 and (self._steps == 1 or self._open):
+        if controller.changed > 0 and (self._steps == 1 or self._open):
             one_step = self._steps == 1
             anchor = Anchor(self.averager, self._chunks) if one_step else self._open_anchor()
             anchor.restart_from_mean()

@@ -13,7 +13,6 @@ each new flight. Flights under way keep the step before which they land.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,12 +36,14 @@ from adaptive.sync.anchor import Anchor, check_anchor
 from adaptive.sync.base import Synchroniser
 from policies.state import require
 
-log = logging.getLogger("adaptive")
-
 NO_STEP = (
-    "local steps: no optimizer of torch's has stepped since the last exchange, which moves the "
-    "parameters only now: what has changed them in between is lost"
+    "local steps: no optimizer of the model's parameters has stepped yet. If the script steps "
+    "copies of them, it overwrites what the ranks exchange"
 )
+
+PATIENCE = 50
+"""Backwards without any optimizer step before `NO_STEP` is said. A `GradScaler` leaves out the
+first steps of a run, and gradients may be accumulated."""
 
 
 class LocalStepsSync(Synchroniser):
@@ -70,7 +71,6 @@ class LocalStepsSync(Synchroniser):
         self._every, self._delay = every, delay
         self._count = 0  # number of backwards, the same on all ranks
         self._next = every  # the backward with which the next flight begins
-        self._stepped = True  # an optimizer has stepped since the last flight began
         # Optimizers that have stepped, in the order of their last steps.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._moved = MovedBetweenSteps(
@@ -90,7 +90,7 @@ class LocalStepsSync(Synchroniser):
             averager, stopwatch = self.averager, self.averager.controller.stopwatch
             if bucket.index() == 0:
                 self._moved.look(averager.exchange)
-                self._land_late()
+                self._anchor.land(self._count)  # unless `forward_begins` has done so
                 averager.begin(self.alike, of_gradients=False)
                 planned = averager.controller.delay
                 delay = planned - 1 if planned else self._delay
@@ -109,7 +109,7 @@ class LocalStepsSync(Synchroniser):
             while self._anchor.sending:
                 self._anchor.send()
             averager.end()
-            if controller.agreed.changed > 0:
+            if controller.changed > 0:
                 self._anchor.restart_from_mean()
             self._next = self._count + self._every
             controller.stopwatch.hook_left(entered, drain(averager.pipeline.waits))
@@ -117,14 +117,6 @@ class LocalStepsSync(Synchroniser):
             controller.skipped += 1
         self._count += 1
         return last
-
-    def _land_late(self) -> None:
-        """Called before a flight begins: land the flights that are due and whose optimizer step
-        did not come."""
-        if self._anchor.flights and not self._stepped:
-            log.warning("%s", NO_STEP)
-        self._anchor.land(self._count)
-        self._stepped = False
 
     def wait(self) -> None:
         self._anchor.wait()
@@ -141,19 +133,30 @@ class LocalStepsSync(Synchroniser):
 
     # -- a step --
 
+    def forward_begins(self) -> None:
+        """Before a flight begins: land the flights that are due and whose optimizer step did not
+        come. In the backward it is too late: a backward needs the parameters of its forward."""
+        late = self._due and any(flight.due <= self._count for flight in self._anchor.flights)
+        if late and self.averager.whole:
+            if not self._optimizers and self._count > PATIENCE:
+                self.averager.warn_once(NO_STEP)
+            self._land_due()
+
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """Land the flights that are due. With several optimizers, the first step moves the
         parameters of all of them."""
         self._optimizers.pop(optimizer, None)
         self._optimizers[optimizer] = None
-        self._stepped = True
-        with self.averager.noting_failure():
-            self._anchor.land(self._count)
+        self._land_due()
         self._moved.before_step(optimizer)
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._moved.after_step(optimizer)
+
+    def _land_due(self) -> None:
+        with self.averager.noting_failure():
+            self._anchor.land(self._count)
 
     # -- between steps --
 
@@ -167,22 +170,25 @@ class LocalStepsSync(Synchroniser):
         return averaged([*self.averager.parameters.values()], self.averager.exchange)
 
     def unite(self) -> Sequence[Optimizer]:
-        """Returns the optimizers that were handed over (some may not have stepped since a state was
-        loaded) and all others that have stepped. If several have stepped a parameter, the last one
-        counts, on all ranks."""
+        return self._unite(of_means=False)
+
+    def _unite(self, of_means: bool) -> Sequence[Optimizer]:
+        """of_means: see `unite_moments`. Returns the optimizers that were handed over (some may not
+        have stepped since a state was loaded) and all others that have stepped. If several have
+        stepped a parameter, the last one counts, on all ranks."""
         self._anchor.land()
         parameters, exchange = [*self.averager.parameters.values()], self.averager.exchange
         unite(parameters, exchange)
         handed_over = (of for of in self.averager.optimizers if of not in self._optimizers)
         optimizers = [*handed_over, *self._optimizers]
-        unite_moments(parameters, optimizers, exchange)
+        unite_moments(parameters, optimizers, exchange, of_means)
         for p in parameters:
             p.has_residual = False
         self._anchor.start_here()
         return optimizers
 
     def stop(self) -> None:
-        self.unite()
+        self._unite(of_means=True)
 
     # -- saved --
 

@@ -82,7 +82,7 @@ class OwnStepSync(EveryStepSync):
             if self.handover.state.uninspected:
                 self._agree_on_inspection()
             self.averager.begin(self.alike)
-            if self.averager.controller.agreed.changed < 0:
+            if self.averager.controller.changed < 0:
                 self._agree_on_inspection()
         if not self.by_updates:
             return self._mean(bucket)

@@ -399,7 +399,12 @@ def _refused(rank: int) -> list[str]:
         with pytest.raises(RuntimeError, match="SharedOut keeps state of other") as error:
             run.train(rank, 0, 3)
         found.append(str(error.value))
-    return found
+    # It changes a number from its sixth step on, in rounds of several steps.
+    policy, sync = Scripted([20.0], local_steps=[4]), LocalSteps("auto")
+    run = Training(NumberFromStep5, policy, small_net(SINGLE), sync=sync)
+    with pytest.raises(RuntimeError, match="NumberFromStep5 keeps numbers") as error:
+        run.train(rank, 0, 20)
+    return [*found, str(error.value)]
 
 
 def test_what_cannot_step_by_itself_is_refused_where_that_was_asked_for() -> None:
@@ -407,6 +412,7 @@ def test_what_cannot_step_by_itself_is_refused_where_that_was_asked_for() -> Non
     assert first == second
     assert "sync=LocalSteps('auto') does not go with" in first[0]
     assert "memory='updates' does not go with" in first[1]
+    assert "sync=LocalSteps('auto') does not go with" in first[2]
 
 
 def _undone(rank: int) -> list[str]:

@@ -354,6 +354,40 @@ def test_moments_that_two_optimizers_keep_are_agreed_on_once() -> None:
         assert same(one, two)
 
 
+def _saved_often(rank: int, way: str) -> float:
+    """The sum of second moments after a run whose states are gathered after every fourth step,
+    relative to a run without that. Gradients are noise."""
+    sums = []
+    for saves in (True, False):
+        model = DDP(small_net(torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        policy: Any = Fixed(5) if way == "gossip" else Scripted([5.0])
+        compressor = AdaptiveCompressor("topk", (2, 100), policy=policy, sync=WAYS[way])
+        compressor.attach(model, optimizer=optimizer)
+        for step in range(20):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            made = torch.Generator().manual_seed(1000 * step + rank)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=made)
+            optimizer.step()
+            if saves and step % 4 == 3:
+                compressor.state_dict("gathered")
+        kept = optimizer.state.values()
+        sums.append(sum(float(state["exp_avg_sq"].sum()) for state in kept))
+        compressor.close()
+    return sums[0] / sums[1]
+
+
+@pytest.mark.parametrize("way", ["local", "delay", "gossip"])
+def test_gathering_states_does_not_enlarge_the_steps_that_ranks_make_by_themselves(
+    way: str,
+) -> None:
+    """Ranks go on with local gradients, whose second moments hold all noise."""
+    for ratio in run_ranks(2, _saved_often, way):
+        assert 0.9 < ratio < 1.1
+
+
 def _of_one_that_is_not_finite(rank: int) -> list[torch.Tensor]:
     """Parameters and moments that the ranks agree on, if those of rank 1 are not finite."""
     run = Run("local steps")

@@ -217,20 +217,28 @@ def test_an_overflow_on_one_rank_skips_all_optimizers_on_all_ranks(bad: int) -> 
     assert run_ranks(2, _overflown, bad) == [(0.0, [7, 7])] * 2
 
 
-def _left_out(rank: int) -> float:
-    """How far three ranks are apart, of which one, another, and all leave a step out."""
-    training = Training(MAKE["adamw"], Fixed(10), small_net(torch.float32))
+def _left_out(rank: int, as_tensor: bool) -> float:
+    """How far three ranks are apart, of which one, another, and all leave a step out. A schedule
+    lowers the learning rate after every step, also after one that was left out."""
+    lr = torch.tensor(3e-3) if as_tensor else 3e-3
+    training = Training(
+        lambda m: torch.optim.AdamW(m.parameters(), lr=lr, foreach=False),
+        Fixed(10),
+        small_net(torch.float32),
+    )
     skips = {2: [0], 4: [2], 5: [0, 1, 2], 7: [1, 2]}
     for step in range(10):
         training.optimizer.zero_grad()
         loss_of(training.model, step, rank).backward()
         if rank not in skips.get(step, []):
             training.optimizer.step()
+        training.optimizer.param_groups[0]["lr"] *= 0.8  # of a tensor in place, as schedulers do
     return differs([training.flat])
 
 
-def test_ranks_that_leave_steps_out_stay_alike_to_the_bit() -> None:
-    assert run_ranks(3, _left_out) == [0.0] * 3
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_ranks_that_leave_steps_out_stay_alike_to_the_bit(as_tensor: bool) -> None:
+    assert run_ranks(3, _left_out, as_tensor) == [0.0] * 3
 
 
 def _written(state: Any) -> io.BytesIO:
