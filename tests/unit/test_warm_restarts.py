@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, EveryStep, LocalSteps
-from adaptive.settings.synchronisation import Synchronisation
+from adaptive.step.synchronisation import Synchronisation
 from tests.distributed.setting import Scripted, loss_of, small_net
 from tests.unit.in_one_process import one_rank
 
