@@ -75,7 +75,8 @@ def options(
         default, text = each.default, " ".join(helps.get(each.name, "").split()).removesuffix(".")
         # A switch, on or off, is no flag: off may be given, too.
         is_flag = default == () or (default is False and FlagConversionOff not in metadata)
-        said = default in (MISSING, None, False, ()) or text.endswith(")")
+        nothing = default is MISSING or default is None or default is False
+        said = nothing or is_flag or text.endswith(")")
         metadata.insert(0, arg(help=text, help_behavior_hint="" if said else f"({default})"))
         if Positional not in metadata and not is_flag:
             kinds, default = (*kinds, type(None)), None

@@ -137,6 +137,14 @@ def test_an_option_of_several_values_needs_one(command: str, option: str, capfd:
     assert_refused(capfd, command, option, parts=[f"{option}: must be followed by one value"])
 
 
+def test_help_tells_defaults_also_where_they_are_0(capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    told = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    assert "--seed N Of weights, order, augmentation (0)" in told
+    assert "stay float32 --" in told or "stay float32 ╰" in told  # autocast: no (False)
+
+
 def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:
     assert main(["trian"]) == 2
     assert capfd.readouterr().err.count("\n") == 1
