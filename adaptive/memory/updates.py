@@ -262,8 +262,14 @@ class UpdateHandover(Handover):
             before = chunk.here("unstepped")
             decays = [] if stepped else [decay for _, decay in rates]
             if any_decay(decays):
-                some = (any_stepped() > 0).to(before.dtype)
-                multiply(before, chunk, [1 - decay * some for decay in decays])
+                some = any_stepped() > 0
+                # In the precision in which a rank that has stepped computes these factors.
+                wide = torch.float64
+                factors = [
+                    1 - decay * some.to(decay.dtype if isinstance(decay, Tensor) else wide)
+                    for decay in decays
+                ]
+                multiply(before, chunk, factors)
         chunk.go_to(torch.sub(before, mean, out=mean))
 
     @torch.no_grad()

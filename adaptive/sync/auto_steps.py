@@ -94,6 +94,14 @@ class AutoStepsSync(OwnStepSync):
 
     # -- a step --
 
+    def forward_begins(self) -> None:
+        """Before the last backward of a round: land the flights that are due, if the steps before
+        which they were due were left out. `debug` compares the ranks' anchors in this backward."""
+        super().forward_begins()
+        if self._anchor is not None and 0 < self._backwards == self._steps - 1:
+            with self.averager.noting_failure():
+                self._anchor.land(self._backwards)
+
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if self._steps > 1:
             with self.averager.noting_failure():

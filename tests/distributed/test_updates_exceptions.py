@@ -224,7 +224,7 @@ def _left_out(rank: int, as_tensor: bool) -> float:
     training = Training(
         lambda m: torch.optim.AdamW(m.parameters(), lr=lr, foreach=False),
         Fixed(10),
-        small_net(torch.float32),
+        small_net(torch.float64 if as_tensor else torch.float32),
     )
     skips = {2: [0], 4: [2], 5: [0, 1, 2], 7: [1, 2]}
     for step in range(10):
