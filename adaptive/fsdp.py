@@ -127,6 +127,15 @@ class ShardedReplica(Replica):
     def maybe_unused(self) -> bool:
         return self._unused
 
+    def sent_dtype(self, p: Tensor) -> torch.dtype:
+        policy = next(unit.group.mp_policy for unit in self._units if p in set(unit.parameters))
+        return _exchanged_in(policy.reduce_dtype or policy.param_dtype or p.dtype, p.dtype)
+
+    def moved(self) -> None:
+        """Free the whole parameters, of before the move, that a forward without backward leaves."""
+        for unit in self._units:
+            unit.group.modules[0].reshard()
+
     def _ignored(self) -> set[str]:
         managed = {p for unit in self._units for p in unit.parameters}
         return {name for name, p in self.module.named_parameters() if p not in managed}
@@ -165,9 +174,7 @@ class ShardedReplica(Replica):
         parts = flat.split([largest_shard(p).numel() for p in parameters])
         shards = [part[:numel] for part, numel in zip(parts, numels, strict=True)]
         buffer = flat if sum(numels) == flat.numel() else torch.cat(shards)
-        dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        if buffer.dtype.itemsize >= 4:  # the memory has this precision
-            buffer = buffer.to(dtype)
+        buffer = buffer.to(_exchanged_in(buffer.dtype, parameters[0].dtype))
         bucket: Any = ShardBucket(self._buckets, buffer, parameters)  # replaces a GradBucket
         mean = self.exchanging.reduce(bucket, at_once=True).value()
         self._buckets += 1
@@ -249,6 +256,14 @@ def _units(root: Any) -> Iterator[_Unit]:
         if group is not None and group not in seen:
             seen.add(group)
             yield _Unit(name, group, parameters)
+
+
+def _exchanged_in(reduced: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients are exchanged that FSDP has reduced in the dtype `reduced`:
+    narrow ones as they are, others in the precision of the memory. dtype: of their parameters."""
+    if reduced.itemsize < torch.float32.itemsize:
+        return reduced
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -216,6 +216,10 @@ class SGDHandover(Handover):
             for parameter, mean, any_started in zip(chunk, means, started_on, strict=True):
                 if parameter.stepped or (self.rule(parameter).momentum and any_started):
                     self._add_to_buffer(parameter, mean)
+        # An empty shard is in no chunk. Other ranks have shards of the same parameter, and buffers.
+        for parameter in self._parameters.values():
+            if parameter.stepped and not parameter.numel:
+                self._add_to_buffer(parameter, parameter.zeros())
 
     def _add_to_buffer(self, parameter: ModelParameter, mean: Tensor) -> None:
         p = parameter.tensor

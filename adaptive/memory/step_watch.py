@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -317,9 +317,16 @@ class StepWatch:
         """Whether the optimizer has one of the watched parameters."""
         return any(p in self._parameters for p in parameters_of(optimizer))
 
+    def gradients_arrive(self, parameters: Iterable[Tensor]) -> None:
+        """Called for a model that FSDP shards, before FSDP adds new gradients to `p.grad`: FSDP
+        calls none of torch's hooks."""
+        for p in parameters:
+            if p in self._velocities:
+                self.gradient_arrives(p)
+
     def gradient_arrives(self, p: Tensor) -> None:
         """One of the few parameters, or the witness, has a new gradient, which is not yet added to
-        `p.grad`. (FSDP sets `p.grad` itself, without calling torch's hooks.)"""
+        `p.grad`."""
         if p is self._witness and _is_empty(p.grad):
             self.ours = False  # until this library's hook is called
         if p.grad is None:

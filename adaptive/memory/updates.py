@@ -389,7 +389,8 @@ class UpdateHandover(Handover):
         owners = {of for of, _ in self._of.distinct}
         seen = [of for of in self._inspection.seen if of in findings or of in owners]
         own = [findings.get(of) for of in seen]
-        gathered = exchange.gather_objects((own, self._inspected_stepped))
+        # Shards of one optimizer's state may show different things.
+        gathered = exchange.gather_from_everyone((own, self._inspected_stepped))
         everyone, stepped = zip(*gathered, strict=True)
         found = [[each for each in theirs if each] for theirs in everyone]
         state.uninspected = {*map(len, found)} != {max(map(len, everyone))}

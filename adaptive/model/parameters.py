@@ -31,7 +31,8 @@ class ModelParameter:
     bfloat16 that would be in float32. velocity: with momentum correction only. started: the
     velocity has moved on this rank. momentum_share: the share with which it moves
     (`MomentumRule.with_share`). stepped: the optimizer has stepped with a mean gradient of the
-    parameter; the same on all ranks.
+    parameter; the same on all ranks. sent_dtype: the dtype in which the gradient arrives, and in
+    which a dense step sends it; None: that of the parameter.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelParameter:
     momentum_share: float = 1.0
     stepped: bool = False
     residual_dtype: torch.dtype = torch.float32
+    sent_dtype: torch.dtype | None = None
 
     @property
     def local(self) -> Tensor:
@@ -58,6 +60,11 @@ class ModelParameter:
     def largest(self) -> torch.Size:
         """Shape of the largest shard: the same on all ranks, unlike that of `local`."""
         return largest_shard(self.tensor)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of an element of the gradient, as a dense step sends it."""
+        return (self.sent_dtype or self.tensor.dtype).itemsize
 
     @property
     def sharded(self) -> bool:
@@ -129,7 +136,10 @@ class ModelParameters(dict[Tensor, ModelParameter]):
             if p.is_complex() or p in sparse:
                 self.left_to_ddp[name] = p
             else:
-                self[p] = ModelParameter(name, p, residual_dtype=residual_dtype)
+                sent_dtype = replica.sent_dtype(p)
+                self[p] = ModelParameter(
+                    name, p, residual_dtype=residual_dtype, sent_dtype=sent_dtype
+                )
 
     def find(self, param: Tensor) -> ModelParameter:
         """The state of a parameter in a bucket. RuntimeError for a parameter of another model."""
@@ -138,9 +148,13 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         replica = self._replica()
         named = replica.module.named_parameters() if replica and replica.model else ()
         names: dict[Tensor, str] = {p: name for name, p in named}
+        who, advice = "DDP", "freeze parameters before DDP(model)"
+        if hasattr(param, "to_local"):
+            advice = "detach() it before parameters are unfrozen, and attach a new one after that"
+            who = "FSDP"
         raise RuntimeError(
-            f"DDP reduces {names.get(param, 'a parameter of another model')}, which was not to "
-            f"be reduced when the compressor was attached: freeze parameters before DDP(model)"
+            f"{who} reduces {names.get(param, 'a parameter of another model')}, which was not to "
+            f"be reduced when the compressor was attached: {advice}"
         )
 
     def by_name(self) -> dict[str, ModelParameter]:
@@ -150,6 +164,12 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         """Whether a step may leave some parameters without a gradient on all ranks."""
         replica = self._replica()
         return replica is None or replica.maybe_unused
+
+    def moved(self) -> None:
+        """The parameters have been moved between a step and the next forward."""
+        replica = self._replica()
+        if replica is not None:
+            replica.moved()
 
     @property
     def device(self) -> torch.device:

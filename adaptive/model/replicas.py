@@ -101,6 +101,13 @@ class Replica(ABC):
             if p.requires_grad and name not in ignored:
                 yield name, p
 
+    def sent_dtype(self, p: Tensor) -> torch.dtype:
+        """The dtype in which the gradient of a parameter arrives."""
+        return p.dtype
+
+    def moved(self) -> None:  # noqa: B027 - only FSDP keeps copies of parameters
+        """The parameters have been moved between a step and the next forward."""
+
     def check_free(self) -> None:  # noqa: B027 - only a DDP model may have another hook
         """RuntimeError if the model has a hook of another library."""
 

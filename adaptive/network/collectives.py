@@ -215,6 +215,10 @@ class Exchange:
         """The object of each rank of the group, in order. Waits for all of them."""
         return gather_objects(own, self.group)
 
+    def gather_from_everyone(self, own: T) -> list[T]:
+        """The object of each rank of everyone, in order. Waits for all of them."""
+        return gather_objects(own, self.everyone)
+
     def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
         """A future of one element, above 0 if the flag is set on some rank of everyone. It counts
         as statistics. An emulated link does not delay it."""

@@ -296,7 +296,8 @@ class AdaptiveCompressor:
     def _is_late(self, replica: Replica, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the network's latency is so high that ranks should make local steps, and their
         optimizers can (a collective)."""
-        network, exchange, measured = self._settings.network, Exchange(replica.group), LinkCost()
+        network, measured = self._settings.network, LinkCost()
+        exchange = Exchange(replica.group, everyone=replica.everyone)
         if network.is_real:
             devices = (p.device for _, p in replica.parameters())
             device = next(devices, torch.device("cpu"))

@@ -142,7 +142,9 @@ class Session:
         self._watch.start()
         mark = self.controller.stopwatch.forward
         mark.begins = weakref.WeakMethod(self._forward_begins)
-        self._forward_hook = replica.model.register_forward_pre_hook(mark)
+        # Before FSDP's own hook, which gathers parameters: the exchange that this rank owes moves
+        # them.
+        self._forward_hook = replica.model.register_forward_pre_hook(mark, prepend=True)
         ATTACHED.add(self)
 
     # -- attaching --
@@ -278,6 +280,8 @@ class Session:
         averager = self._averager
         if bucket.index() == 0:
             averager.check_whole()
+        if at_once:
+            self._watch.gradients_arrive(bucket.parameters())
         with averager.replica_calls(waits=at_once):
             done = self._sync.reduce(bucket)
             if at_once:
@@ -299,7 +303,10 @@ class Session:
     def _forward_begins(self) -> None:
         if self._watch.moved_far() and self._sync.start_over():
             self._averager.warn_once(MOVED)
+        owed = self._sync.owes
         self._sync.forward_begins()
+        if owed:
+            self._parameters.moved()
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """See the listener of `StepWatch`, as for `before_step` and `after_step`."""
@@ -361,15 +368,20 @@ class Session:
         """A context in which the model holds the mean of the ranks' parameters."""
         self.make_up()
         found = self._sync.averaged()
-        self._watch.we_move()  # means that were under way have landed
+        self._we_moved()  # means that were under way have landed
         return found
+
+    def _we_moved(self) -> None:
+        """This library may just have moved the parameters, between a step and the next forward."""
+        self._watch.we_move()
+        self._parameters.moved()
 
     def make_up(self) -> None:
         """Do the exchange of the last backward, if this rank has left its optimizer step out. Other
         ranks may have done this exchange already, so it comes before any other collective."""
         if self._averager.whole:
             self._sync.make_up()
-            self._watch.we_move()
+            self._we_moved()
 
     @contextmanager
     def taking_up(self) -> Iterator[None]:
@@ -428,7 +440,7 @@ class Session:
         that those of one rank may be saved for all ranks. Returns the states of both (see
         `Agreed`); {} if they were the same before."""
         optimizers = self._sync.unite()
-        self._watch.we_move()
+        self._we_moved()
         return {} if optimizers is None else self.agreed.state_dict(optimizers)
 
     def take_up(self, agreed: Mapping[str, Any]) -> None:
@@ -443,7 +455,7 @@ class Session:
         self._sync.make_up()
         self.controller.flush()
         values = {name: part.save() for name, part in self._parts(self._memory.now.name).items()}
-        self._watch.we_move()
+        self._we_moved()
         return {**self._identity(), "resharded_from": None, **values}
 
     def _parts(

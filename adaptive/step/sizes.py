@@ -50,10 +50,10 @@ class Sizes:
         return sum(parameter.largest.numel() for parameter in self.parameters.values())
 
     def dense_nbytes(self) -> int:
-        """Bytes of these gradients in the precision of their parameters: DDP and dense steps send
+        """Bytes of these gradients in the precision in which they arrive: DDP and dense steps send
         them so (with local steps in fp32 at least)."""
         kept = self.parameters.values()
-        return sum(each.largest.numel() * each.tensor.element_size() for each in kept)
+        return sum(each.largest.numel() * each.sent_nbytes for each in kept)
 
     def element_nbytes(self) -> float:
         """Mean bytes of an element of these gradients."""

@@ -1,0 +1,250 @@
+"""Scripts that do something else than one backward and one step by one optimizer, on a model that
+FSDP2 shards: two processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, Optimizer
+
+from adaptive import AdaptiveCompressor
+from tests.distributed.processes import run_ranks
+from tests.distributed.setting import Scripted, batch, listen, small_net
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_all_reduce_hook"),
+    reason="attach_fsdp needs FSDPModule.set_all_reduce_hook, torch 2.7",
+)
+
+REPLICAS, SHARDS = (2, 1), (1, 2)
+PLAIN = MixedPrecisionPolicy()
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+
+
+def sharded(mesh: DeviceMesh, precision: MixedPrecisionPolicy = PLAIN) -> Any:
+    model = small_net(torch.float32)
+    fully_shard(model, mesh=mesh["shard"], mp_policy=precision)
+    return model
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    x, y = batch(step, dist.get_rank(), torch.float32)
+    loss: Tensor = ((model(x) - y) ** 2).mean()
+    return loss
+
+
+def _second_backward(rank: int) -> tuple[str, list[str]]:
+    told = listen()
+    model, mesh = sharded(mesh_of(REPLICAS)), mesh_of(REPLICAS)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+    compressor.attach_fsdp(model, mesh, optimizer=optimizer)
+    for step in range(3):
+        for micro in range(2):  # both exchange
+            loss_of(model, 2 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return compressor.memory, told
+
+
+def test_a_second_backward_adds_gradients_to_velocities_which_is_noticed() -> None:
+    """As with DDP: plain error feedback from then on."""
+    (memory, told), (other, _) = run_ranks(2, _second_backward)
+    assert memory == other == "residual"
+    assert sum("a second backward()" in each for each in told) == 1
+
+
+def _one_of_two(rank: int, evaluates: bool) -> list[Tensor]:
+    """Of DDP and FSDP: the parameters, after steps of which every second one leaves out an
+    optimizer. The next forward makes the exchange then, which moves parameters."""
+    found = []
+    for by_ddp in (True, False):
+        mesh = mesh_of(REPLICAS)
+        model: Any = DDP(small_net(torch.float32)) if by_ddp else sharded(mesh)
+        parameters = list(model.parameters())
+        optimizers = [AdamW(parameters[i::2], lr=1e-2, eps=1e-4) for i in range(2)]
+        compressor = AdaptiveCompressor(
+            "topk", policy=Scripted([10.0]), granularity="layer", exchange="all_gather"
+        )
+        if by_ddp:
+            compressor.attach(model, optimizer=optimizers)
+        else:
+            compressor.attach_fsdp(model, mesh, optimizer=optimizers)
+        for step in range(6):
+            loss_of(model, step).backward()
+            for optimizer in optimizers[: 1 + step % 2]:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if evaluates:  # the parameters of the root stay whole after that
+                with torch.no_grad():
+                    loss_of(model, 0)
+        compressor.close()
+        values = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters)
+        found.append(torch.cat([each.detach().flatten() for each in values]))
+    return found
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_forward_has_the_parameters_that_the_exchange_before_it_has_moved(
+    evaluates: bool,
+) -> None:
+    for by_ddp, by_fsdp in run_ranks(2, _one_of_two, evaluates):
+        torch.testing.assert_close(by_fsdp, by_ddp, rtol=1e-4, atol=1e-5)
+
+
+class _KeepsWeights(SGD):
+    """Keeps a copy of the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].setdefault("kept", p.detach().clone())
+            kept.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            p.lerp_(kept, 0.5)
+
+
+class _TwoHeads(nn.Module):
+    """The gate's weight is on one shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = small_net(torch.float32), nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * torch.sigmoid(self.gate(y))
+
+
+def _weights_on_one_shard(rank: int) -> tuple[list[str], Tensor]:
+    told, mesh = listen(), mesh_of(SHARDS)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = _TwoHeads()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizers: list[Optimizer] = [
+        AdamW(model.body.parameters(), lr=1e-3),
+        _KeepsWeights(model.gate.parameters(), lr=1e-3),
+    ]
+    compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+    compressor.attach_fsdp(model, mesh, optimizer=optimizers)
+    for step in range(5):
+        loss_of(model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compressor.close()
+    return told, model.gate.weight.full_tensor().detach()
+
+
+def test_all_shards_learn_of_weights_that_an_optimizer_keeps_on_one() -> None:
+    (told, weight), (_, other) = run_ranks(2, _weights_on_one_shard, limit=40, timeout=20)
+    assert sum("keeps weights in its state" in each for each in told) == 1
+    assert torch.equal(weight, other)
+
+
+def _detached(rank: int) -> dict[str, Any]:
+    mesh = mesh_of(SHARDS)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = _TwoHeads()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+    compressor.attach_fsdp(model, mesh, optimizer=optimizer)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compressor.detach()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)  # empty but on rank 0
+
+
+def test_after_detach_every_shard_has_every_momentum_buffer() -> None:
+    """So torch can gather the optimizer's state, for which it asks each shard for each buffer."""
+    first, _ = run_ranks(2, _detached, limit=40, timeout=20)
+    buffers = {name: kept["momentum_buffer"] for name, kept in first["state"].items()}
+    assert buffers["gate.weight"].shape == (1, 3)
+    assert all(bool(buffer.any()) for buffer in buffers.values())
+
+
+def _unfrozen(rank: int, detaches: bool) -> tuple[str, bool]:
+    """What is said once a frozen layer is trained; whether it has moved then."""
+    mesh = mesh_of(REPLICAS)
+    model: Any = small_net(torch.float32)
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+    compressor.attach_fsdp(model, mesh, optimizer=optimizer)
+    before, said = model[0].weight.to_local().clone(), ""
+    for step in range(4):
+        if step == 2:
+            if detaches:
+                compressor.detach()
+            model[0].requires_grad_(True)
+            if detaches:
+                compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+                compressor.attach_fsdp(model, mesh, optimizer=optimizer)
+        try:
+            loss_of(model, step).backward()
+        except RuntimeError as error:
+            said = str(error)
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    return said, not torch.equal(before, model[0].weight.to_local())
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_parameters_that_are_unfrozen_later_need_another_compressor(detaches: bool) -> None:
+    for said, moved in run_ranks(2, _unfrozen, detaches, timeout=20):
+        assert moved == detaches
+        assert detaches or said.startswith("FSDP reduces 0.weight, which was not to be reduced")
+        assert said.endswith("attach a new one after that") != detaches
+
+
+def _dense_bytes(rank: int, precision: MixedPrecisionPolicy) -> tuple[float, float]:
+    mesh = mesh_of(REPLICAS)
+    model = sharded(mesh, precision)
+    compressor = AdaptiveCompressor("topk", policy=Scripted([1.0])).attach_fsdp(model, mesh)
+    loss_of(model, 0).backward()
+    compressor.close()
+    total = compressor.summary()
+    return total.dense_bytes, total.fp32_wire_factor / total.wire_factor
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16, None])
+def test_dense_bytes_are_those_that_a_dense_step_sends(reduced: torch.dtype | None) -> None:
+    """FSDP may reduce gradients in another precision than that of the parameters, by default in
+    that of the forward."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    itemsize = 4 if reduced is torch.float32 else 2
+    for dense, factor in run_ranks(2, _dense_bytes, precision):
+        assert dense == pytest.approx(1139 * itemsize)
+        assert factor == pytest.approx(4 / itemsize)
+
+
+def _late(rank: int) -> list[str]:
+    told, mesh = listen(), mesh_of(SHARDS)
+    compressor = AdaptiveCompressor("topk", sync="auto", network="10mbit, 80 ms")
+    compressor.attach_fsdp(sharded(mesh), mesh)
+    return told
+
+
+def test_a_late_network_is_told_of_by_one_rank() -> None:
+    first, other = run_ranks(2, _late)
+    assert sum("local steps of sync='auto' need DDP" in each for each in first) == 1
+    assert not any("local steps" in each for each in other)
