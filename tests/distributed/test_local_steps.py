@@ -441,6 +441,27 @@ def test_a_step_left_out_while_means_are_due_is_no_alarm() -> None:
     assert told == []
 
 
+def _left_out_of_a_round(rank: int) -> Tensor:
+    """Rank 1 leaves out the first step of a round of two, before which means are due."""
+    model = DDP(small_net())
+    optimizer = OPTIMIZERS["adamw"](model)
+    compressor = AdaptiveCompressor(
+        policy=Scripted([8.0], local_steps=[2]), sync=LocalSteps("auto", overlap=0), debug=1
+    ).attach(model, optimizer=optimizer)
+    for step in range(9):
+        optimizer.zero_grad()
+        _loss(model, step, rank).backward()
+        if rank == 0 or step != 3:  # the first round is of one step
+            optimizer.step()
+    compressor.detach()
+    return flat_parameters(model)
+
+
+def test_anchors_are_compared_once_all_ranks_have_landed() -> None:
+    first, second = run_ranks(2, _left_out_of_a_round)
+    assert torch.equal(first, second)
+
+
 def _rolled_back(rank: int) -> bool:
     """A state is loaded while an exchange is under way that takes some time."""
     model = DDP(small_net(torch.float32))
