@@ -11,8 +11,9 @@ network takes an eighth of a step (or a twentieth). Gains measured in every step
 the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not the only goal: a run has a schedule, and must reach dense's quality in the
-same number of steps. So the steps done so far bound the CF (lateness.py). With `goal="time"` the
-bound is twenty times as loose, for a longer schedule.
+same number of steps. So the steps done so far bound the CF (lateness.py), and among more than
+PROVEN ranks only CFs with an assumed gain are sent, where there are some: int4, as a rule. With
+`goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
 the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least: that
@@ -62,6 +63,10 @@ first few steps are over soon, however long a step's work takes."""
 FALLS = 0.25
 """The gain of a CF is assumed to be CF^-FALLS: 0.56 at CF 10, 0.32 at CF 100, 0.18 at CF 1000."""
 
+PROVEN = 8
+"""The largest number of ranks among which the CFs of the ladder were seen to keep dense's quality
+in equal steps. Among 16 a GPT with AdamW ended 10% behind (docs/research/defaults.md)."""
+
 HASTE = 8.0
 """With goal="time", the largest CF is this many times the steps done."""
 
@@ -82,7 +87,8 @@ class Goodput(DeclaredPolicy):
     compression throughput. ValueError or TypeError names a setting that is wrong.
 
     goal: "quality" keeps dense's quality in the same number of steps: the steps done so far bound
-        the CF. "time" has a far looser bound: the most progress a second, for a longer schedule.
+        the CF, and among more than 8 ranks only CFs with an assumed gain are sent. "time" has a far
+        looser bound: the most progress a second, for a longer schedule.
     step_size: factor between neighbouring candidates, > 1. The candidates are a geometric ladder in
         cf_range, and the CFs with an assumed gain (`Context.assumed`).
     opening: steps at the first CF before another is considered, >= 1; also at each CF that was not
@@ -148,10 +154,11 @@ class Goodput(DeclaredPolicy):
     def _first(self) -> float:
         """The CF of the first steps."""
         latency, seconds_a_byte = self._context.link()
-        small = (cf for cf in {DENSE, *self._assumed} if cf < self._smallest)
+        small = {DENSE, *self._assumed, self._smallest}
         seconds = {
             cf: latency + self._context.wire_bytes(cf) * seconds_a_byte
-            for cf in (self._smallest, *sorted(small, reverse=True))
+            for cf in sorted(small, reverse=True)
+            if cf <= self._smallest and self._allowed(cf, self._local_steps)
         }
         soon = [cf for cf, each in seconds.items() if 0 < each <= SOON]
         return min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
@@ -160,8 +167,16 @@ class Goodput(DeclaredPolicy):
         """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""
         if self.goal == "time":
             return cf <= self._longest_wait
+        if self._only_assumed and cf not in (DENSE, *self._assumed):
+            return False
         wait = steps if cf in self._assumed else cf * steps  # an assumed CF sends every element
         return wait <= self._longest_wait
+
+    @property
+    def _only_assumed(self) -> bool:
+        """Only dense and the CFs with an assumed gain may be sent: there are so many ranks that the
+        other CFs are not known to keep dense's quality."""
+        return self.goal == "quality" and self._ranks > PROVEN and bool(self._assumed)
 
     @property
     def _longest_wait(self) -> float:
@@ -218,7 +233,9 @@ class Goodput(DeclaredPolicy):
             "asked": 0.0 if best == self._send else self._needed(best, promised) / here - 1,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": here,
-            "allowed": self._longest_wait / self._local_steps,
+            "allowed": (
+                max(self._assumed) if self._only_assumed else self._longest_wait / self._local_steps
+            ),
             "exploring": float(self._since == self._steps < self.opening),
             **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
         }
@@ -287,6 +304,8 @@ class Goodput(DeclaredPolicy):
 
     def _too_late(self) -> str:
         """Why the CF in use is no longer allowed, in words."""
+        if self._only_assumed:
+            return f"among {self._ranks} ranks {self._named(self._send)} may cost quality"
         alike = counted_steps(self._lateness.alike)
         late = f"what {self._named(self._send)} does not send would wait too long"
         return f"{late} beside {alike} at about this learning rate"

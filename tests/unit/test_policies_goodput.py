@@ -150,7 +150,8 @@ def test_a_dense_step_in_fewer_bits_has_nothing_to_compress():
         (2, 1.5e8, 8.0),
         (2, 1e6, 10.0),  # none is: what takes least
         (16, 1e6, 8.0),
-        (16, 0.0, 10.0),  # the link is not known
+        (2, 0.0, 10.0),  # the link is not known
+        (16, 0.0, 8.0),
     ],
 )
 def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(ranks, rate, first):
@@ -165,6 +166,43 @@ def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(r
     assumed = {4.0: 0.98, 8.0: 0.98}
     policy.start(Context((10, 1000), ranks, wire_bytes=wire, assumed=assumed, link=lambda: link))
     assert policy.plan().send == first
+
+
+def seen(ranks, goal="quality", assumed=(8.0,)):
+    """The CFs that a run on a slow link sends."""
+    policy, sent = Goodput(goal=goal), []
+    of = dict.fromkeys(assumed, 0.98)
+    policy.start(Context((10, 1000), ranks, wire_bytes=nbytes, assumed=of))
+    for step in range(200):
+        sent.append(policy.plan().send)
+        policy.observe(report(step, sent[step], 1e5))
+    return {*sent}, policy
+
+
+def test_among_many_ranks_only_what_is_assumed_to_lose_nothing_is_sent():
+    assert max(seen(8)[0]) > 10
+    sent, policy = seen(16)
+    assert sent == {8.0}
+    assert policy.status()["allowed"] == 8
+    assert max(seen(16, goal="time")[0]) > 10
+    assert max(seen(16, assumed=())[0]) > 10  # there is nothing else
+
+
+def test_a_state_of_few_ranks_goes_on_among_many():
+    """It leaves its CF at once, and says why."""
+    _, few = seen(8)
+    many = Goodput()
+    many.start(Context((10, 1000), 16, wire_bytes=nbytes, assumed={8.0: 0.98}))
+    many.load_state_dict(few.state_dict())
+    many.rescale()
+    sent, reasons = [], []
+    for step in range(200, 260):
+        sent.append(many.plan().send)
+        reasons.append(many.plan().reason)
+        many.observe(report(step, sent[-1], 1e5))
+    assert sent[0] > 10
+    assert sent[-1] == 8
+    assert any("among 16 ranks" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(("rate", "says"), [(1e9, "dense is right"), (1e6, "")])
