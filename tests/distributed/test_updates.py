@@ -269,7 +269,8 @@ def _adds_up(
     """What is missing, relative to all that moved: of the updates while they are compressed, of
     what one dense step then delivers, and of its moments. falls: a step's learning rate / that of
     the step before. An update moves the parameters as far as its own step would have, whenever it
-    is sent: residuals are in units of the first learning rate."""
+    is sent: residuals are in units of the first learning rate. (Momentum takes over at
+    most ENLARGED times a residual. Here the learning rate falls by less than that.)"""
     lr, n = 0.01, dist.get_world_size()
     now = lr
     run = Training(
@@ -321,7 +322,7 @@ def _adds_up(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sent_plus_waiting_is_the_sum_of_updates(ranks: int) -> None:
     for options in ({"granularity": "layer"}, {"exchange": "sharded"})[: 3 - ranks // 2]:
-        for falls in (1.0, 0.8):
+        for falls in (1.0, 0.85):
             for found in run_ranks(ranks, _adds_up, options, falls):
                 assert max(found) < 2e-6  # torch's optimizers count steps in float32
 
