@@ -58,6 +58,7 @@ from adaptive.step.synchronisation import LATE, EveryStep
 from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
+from policies.goodput import PROVEN
 from policies.lateness import SHARE
 
 STEPS = 30
@@ -184,6 +185,7 @@ class Verdict:
         )
         is_faster = self.expected[self.best] > WORTH * self.expected[fastest]
         between = f"; expected after these{told[False][1:]}" if told[False] else ""
+        differs = any(cf != self.cf for _, cf, _ in self.path)
         runs = " and ".join(f"{self.with_default(n):.3g}x in {n:,} steps" for n in RUNS[::2])
         others = (
             f'  in other runs {runs}; with goal="time", for a schedule made longer, {interval} at '
@@ -201,7 +203,7 @@ class Verdict:
                 f"{self.waits:.3g} waiting for the network",
                 f"  {self.best_name} {self.expected[self.best]:.3g} s a step",
                 *([faster] if is_faster else []),
-                *([] if self.cf == DENSE or len(self.path) == 1 else [others]),
+                *([others] if self.cf != DENSE and differs else []),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.3g} ms a message",
                 *([late] if self.link.alpha >= LATE else []),
@@ -336,7 +338,9 @@ def conclude(
         waits=times.waits,
         ranks=ranks,
         link=replace(link, beta=max(link.beta, times.nbytes(DENSE) / (times.span or inf))),
-        path=tuple((n, cf, name(cf)) for n, cf in _path(best, expected, times.rungs, progress)),
+        path=tuple(
+            (n, cf, name(cf)) for n, cf in _path(best, expected, times.rungs, progress, ranks)
+        ),
         noise=max(_spread(dense), _spread(at_best)),
     )
 
@@ -346,17 +350,25 @@ def _path(
     expected: Mapping[float, float],
     rungs: Collection[float],
     progress: Callable[[float], float],
+    ranks: int,
 ) -> Iterator[tuple[int, float]]:
     """The CFs that a run with default settings sends, each with its first step: of those that the
-    steps done allow the one that promises most progress a second, until `best` is allowed."""
+    steps done allow the one that promises most progress a second, until `best` is allowed. Among
+    many ranks only dense and the rungs are allowed, if there are rungs."""
     whole = {DENSE, *rungs}
+
+    def most(allowed: Collection[float]) -> float:
+        return max(allowed, key=lambda each: (progress(each) / max(expected[each], 1e-9), -each))
+
+    if ranks > PROVEN and rungs:
+        yield 1, most([each for each in expected if each in whole])
+        return
     smallest = min(expected.keys() - whole)
     last = 0.0
     for cf in sorted({smallest, *(each for each in expected if each not in whole)}):
         step = 1 if cf == smallest else ceil(cf / SHARE)
-        allowed = [each for each in expected if each in whole or each <= cf]
-        sent = max(allowed, key=lambda each: (progress(each) / max(expected[each], 1e-9), -each))
-        sent = best if best in allowed else sent
+        sent = most([each for each in expected if each in whole or each <= cf])
+        sent = best if best in whole or best <= cf else sent
         if sent != last:
             yield step, sent
         if sent == best:

@@ -221,6 +221,11 @@ def test_the_advice_is_what_the_bound_allows_and_not_the_fastest() -> None:
     assert found.best == 80
     assert str(found).startswith(f"expect {found.with_default(1000):.2f}x [")
     assert found.with_default(1000) < found.speedup
+    many = conclude(times, progress, ladder, "{:g}".format, 16, LinkCost())
+    assert [(step, cf) for step, cf, _ in many.path] == [(1, 8)]  # all that the default sends
+    assert many.best == 80
+    assert many.with_default(1000) < found.with_default(1000)
+    assert 'with goal="time"' in str(many)
 
 
 SECONDS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=8)
