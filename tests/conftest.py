@@ -1,7 +1,7 @@
 """Property-based tests search at random on a developer's machine, and repeatably in CI; how long an
 example takes is no matter in either, since the machine may be busy. Triton's kernels are
 interpreted, but for those of tests/gpu. `make test` leaves a part of the tests to `make
-long-test`."""
+long-test`. LONG_PART=0/2 leaves out the long tests of every second file: CI takes turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test with real processes and four or more sets of parameters, `make test` takes every
     third, `make long-test` the others."""
     processes = Path(__file__).parent / "distributed"
@@ -50,3 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if several[test] >= 4 and seen[test] % 3:
             item.add_marker(pytest.mark.long)
         seen[test] += 1
+    part, parts = map(int, os.environ.get("LONG_PART", "0/1").split("/"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    files = sorted({item.path for item in long})[part::parts]
+    others = {item for item in long if item.path not in files}
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
