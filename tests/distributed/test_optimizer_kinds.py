@@ -319,7 +319,10 @@ def _wrong(
     return wrong
 
 
-@pytest.mark.parametrize("kinds", [slice(0, None, 2), slice(1, None, 2)])
+HALVES = [slice(0, None, 2), pytest.param(slice(1, None, 2), marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("kinds", HALVES)
 def test_whatever_an_optimizer_keeps_ranks_stay_alike_or_a_sentence_says_it_is_not_served(
     kinds: slice,
 ) -> None:
