@@ -65,7 +65,7 @@ FALLS = 0.25
 
 PROVEN = 8
 """The largest number of ranks among which the CFs of the ladder were seen to keep dense's quality
-in equal steps. Among 16 a GPT with AdamW ended 10% behind (docs/research/defaults.md)."""
+in equal steps. Among 16 a GPT with AdamW ended 10 to 12% behind (docs/research/defaults.md)."""
 
 HASTE = 8.0
 """With goal="time", the largest CF is this many times the steps done."""
@@ -158,7 +158,7 @@ class Goodput(DeclaredPolicy):
         seconds = {
             cf: latency + self._context.wire_bytes(cf) * seconds_a_byte
             for cf in sorted(small, reverse=True)
-            if cf <= self._smallest and self._allowed(cf, self._local_steps)
+            if cf <= self._smallest and self._keeps_quality(cf)
         }
         soon = [cf for cf, each in seconds.items() if 0 < each <= SOON]
         return min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
@@ -167,15 +167,18 @@ class Goodput(DeclaredPolicy):
         """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""
         if self.goal == "time":
             return cf <= self._longest_wait
-        if self._only_assumed and cf not in (DENSE, *self._assumed):
+        if not self._keeps_quality(cf):
             return False
         wait = steps if cf in self._assumed else cf * steps  # an assumed CF sends every element
         return wait <= self._longest_wait
 
+    def _keeps_quality(self, cf: float) -> bool:
+        """Whether a CF may keep dense's quality among so many ranks, however long a run is."""
+        return not self._only_assumed or cf in (DENSE, *self._assumed)
+
     @property
     def _only_assumed(self) -> bool:
-        """Only dense and the CFs with an assumed gain may be sent: there are so many ranks that the
-        other CFs are not known to keep dense's quality."""
+        """Only dense and the CFs with an assumed gain may be sent (`PROVEN`)."""
         return self.goal == "quality" and self._ranks > PROVEN and bool(self._assumed)
 
     @property

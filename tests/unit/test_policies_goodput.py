@@ -168,6 +168,15 @@ def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(r
     assert policy.plan().send == first
 
 
+@pytest.mark.parametrize("steps", [1, 4, 16, 50])
+@pytest.mark.parametrize(("ranks", "first"), [(2, 10.0), (16, 8.0)])
+def test_with_local_steps_it_begins_where_it_does_without(steps, ranks, first):
+    policy = Goodput()
+    told = {"assumed": {8.0: 0.98}, "local_steps": (steps,), "link": lambda: (0.0, 1e-6)}
+    policy.start(Context((10, 1000), ranks, wire_bytes=lambda cf: 1e8 / min(cf, 10), **told))
+    assert policy.plan().send == first
+
+
 def seen(ranks, goal="quality", assumed=(8.0,)):
     """The CFs that a run on a slow link sends."""
     policy, sent = Goodput(goal=goal), []
