@@ -338,36 +338,30 @@ def conclude(
         waits=times.waits,
         ranks=ranks,
         link=replace(link, beta=max(link.beta, times.nbytes(DENSE) / (times.span or inf))),
-        path=tuple(
-            (n, cf, name(cf)) for n, cf in _path(best, expected, times.rungs, progress, ranks)
-        ),
+        path=tuple((n, cf, name(cf)) for n, cf in _path(best, times, progress, expected, ranks)),
         noise=max(_spread(dense), _spread(at_best)),
     )
 
 
 def _path(
     best: float,
-    expected: Mapping[float, float],
-    rungs: Collection[float],
+    times: StepTimes,
     progress: Callable[[float], float],
+    cfs: Collection[float],
     ranks: int,
 ) -> Iterator[tuple[int, float]]:
     """The CFs that a run with default settings sends, each with its first step: of those that the
     steps done allow the one that promises most progress a second, until `best` is allowed. Among
-    many ranks only dense and the rungs are allowed, if there are rungs."""
-    whole = {DENSE, *rungs}
-
-    def most(allowed: Collection[float]) -> float:
-        return max(allowed, key=lambda each: (progress(each) / max(expected[each], 1e-9), -each))
-
-    if ranks > PROVEN and rungs:
-        yield 1, most([each for each in expected if each in whole])
+    many ranks only dense and the rungs are allowed, if there are rungs. cfs: dense among them."""
+    whole = {DENSE, *times.rungs}
+    if ranks > PROVEN and times.rungs:
+        yield 1, most_progress(times, progress, [cf for cf in cfs if cf in whole])
         return
-    smallest = min(expected.keys() - whole)
+    smallest = min({*cfs} - whole)
     last = 0.0
-    for cf in sorted({smallest, *(each for each in expected if each not in whole)}):
+    for cf in sorted({*cfs} - whole):
         step = 1 if cf == smallest else ceil(cf / SHARE)
-        sent = most([each for each in expected if each in whole or each <= cf])
+        sent = most_progress(times, progress, [each for each in cfs if each in whole or each <= cf])
         sent = best if best in whole or best <= cf else sent
         if sent != last:
             yield step, sent
