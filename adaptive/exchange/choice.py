@@ -172,9 +172,9 @@ class ExchangeChoice:
 
     An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
     A sparsifier's payloads of gradients are all-gathered, however many ranks there are. Voted
-    indices send fewer bytes at the same CF, but N times fewer elements of the mean, and more bytes
-    to the same quality (measured with 4, 8 and 16 ranks: docs/research/defaults.md). Among updates
-    voted indices lose nothing, and replace the sharded exchange: they send fewer bytes than that.
+    indices send fewer bytes at the same CF, but cost quality there (measured with 4, 8 and 16
+    ranks: docs/research/defaults.md). For a sparsifier's updates both keep about the same quality.
+    Voted indices replace the sharded exchange there, because they send fewer bytes.
 
     means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates:
     updates of optimizers are exchanged, not gradients. messages: number of messages that a rank
