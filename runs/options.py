@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.config import TrainConfig
-from runs.expression import PLAIN, WHOLE, policy_from, policy_name, with_arguments
+from runs.expression import PLAIN, WHOLE, made_from, policy_from, policy_name, with_arguments
 from runs.metric import parse_metric
 from runs.needs import check_beside
 from runs.netlab.lab import Lab
@@ -175,7 +175,7 @@ def policy_for(given: Mapping[str, Any]) -> str:
     if "cf" in given or base == "none" or str(given.get("sync")).startswith("Gossip"):
         return "fixed"
     try:
-        return default_policy(make_compressor(base))
+        return default_policy(make_compressor(made_from(base, "base")))
     except ValueError:  # is told of where the base is used
         return TrainConfig.policy
 

@@ -180,6 +180,8 @@ def test_the_command_that_is_saved_makes_the_same_run(options: str) -> None:
     [
         ("", "goodput"),
         ("--base qsgd", "gravac"),
+        ("--base QSGD(norm='l2')", "gravac"),
+        ("--base Ladder({4:'int8'},'topk')", "goodput"),
         ("--base none", "fixed"),
         ("--cf 100", "Fixed(cf=100)"),
         ("--sync Gossip('ring') --cf 20", "Fixed(cf=20)"),
