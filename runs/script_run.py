@@ -34,7 +34,7 @@ from runs.claim import claim
 from runs.config import TrainConfig
 from runs.expression import PLAIN
 from runs.files import known, write_json, write_text
-from runs.interrupt import PRUNED
+from runs.interrupt import INTERRUPTED, PRUNED
 from runs.launch import GRACE, launch
 from runs.metric import parse_metric
 from runs.netlab.place import the_place
@@ -79,8 +79,11 @@ def run_whole(
         code = launch(_work, job, config.workers, failed)
         if code not in (0, PRUNED):
             (config.folder / RESULT_FILE).unlink(missing_ok=True)
-            if not shown and code == 1:
-                print(f"what it has printed is in {config.folder / OUTPUT_FILE}", file=sys.stderr)
+            if code != INTERRUPTED:  # it has failed, whatever exit code it has given
+                where = f": what it has printed is in {config.folder / OUTPUT_FILE}"
+                told = f"error: {config.script[0]} has failed{'' if shown else where}"
+                print(told, file=sys.stderr)
+                return 1
     return code
 
 

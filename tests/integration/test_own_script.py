@@ -135,6 +135,10 @@ def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capf
     assert "the script's own fault" in err
     assert "output.txt" in err
     assert not list(folder.glob("runs/*/result.json"))
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")  # exit code 2
+    assert main([*map(str, words)]) == 1
+    assert f"{script} has failed: what it has printed is in" in capfd.readouterr().err
+    script.write_text(SCRIPT)
     words = ("compare", "--log-dir", folder, "--metric", "nothing {}", "--", script, "plain", 5, 1)
     assert main([*map(str, words)]) == 2
     assert "has reported none in 5 steps" in capfd.readouterr().err
