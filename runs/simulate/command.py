@@ -103,6 +103,11 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
             f"--policy {PLAIN} leaves out the library's hook, which models the step times; "
             "accepted: any other --policy (dense: it sends everything)"
         )
+    if "TwoLevel" in given.get("exchange", ""):
+        raise UsageError(
+            f"--exchange {given['exchange']}: simulated workers exchange on one level; accepted: "
+            "what stands between its nodes, such as all_gather"
+        )
     if "resume" in given:
         return given
     return {"workers": WORKERS, "fixed_clock": STEP_SECONDS, **given}

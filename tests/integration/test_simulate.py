@@ -119,6 +119,7 @@ def test_a_failed_worker_ends_the_run_as_in_train(
         ("--step-seconds 0", "--step-seconds: must be a finite number > 0"),
         ("--fixed-clock 1", "--fixed-clock"),
         ("--exchange postal", "--exchange"),
+        ("--exchange TwoLevel(node=2)", "exchange on one level"),
         ("--workers 100000", "--batch-size"),
     ],
 )
