@@ -78,11 +78,11 @@ class AdaptiveCompressor:
     cf_range: smallest and largest CF besides dense, floats >= 1. None: (10, 1000).
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
-        sparsifiers) without hooks, else "gravac"; a model so small that statistics would be more
-        than 1% of dense's bytes then stays dense, and nothing is measured. A policy may have its
-        own defaults of base, cf_range, memory and granularity, used where these are None:
-        `GraVAC.paper()` and `Accordion.paper()` (by name "gravac-paper" and "accordion-paper") have
-        those of their papers.
+        sparsifiers) without hooks, "fixed" with gossip, else "gravac"; a model so small that
+        statistics would be more than 1% of dense's bytes then stays dense, and nothing is measured.
+        A policy may have its own defaults of base, cf_range, memory and granularity, used where
+        these are None: `GraVAC.paper()` and `Accordion.paper()` (by name "gravac-paper" and
+        "accordion-paper") have those of their papers.
     sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 local steps
         between two exchanges. `Delayed(2)`: the mean of a step arrives two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: the ranks exchange in
