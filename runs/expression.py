@@ -11,8 +11,10 @@ line may name one (see `Typed`); what is written in a run's folder is looked up 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -225,6 +227,8 @@ def _named(name: str, text: str) -> Callable[..., Any]:
             f"imported, since that would run its code; accepted, if you trust {name[:SHOWN]}: "
             f"--policy {again} on the command line (beside --resume)"
         )
+    if (here := os.getcwd()) not in sys.path:  # as it is with `python -m`, not with adaptive-runs
+        sys.path.append(here)
     try:
         found = getattr(import_module(module), last)
     except (ImportError, AttributeError) as error:

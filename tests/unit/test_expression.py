@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,10 @@ def test_calls_with_literals_and_calls_in_them() -> None:
 
 
 def test_a_class_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the present folder, which is not on the path of a console script or of an example."""
     (tmp_path / "of_their_own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*filter(None, sys.path)])
     policy = policy_from(Typed("of_their_own.Mine(cf=20)"))
     assert isinstance(policy, Fixed)
     assert (policy.name, policy.cf) == ("mine", 20.0)
