@@ -26,6 +26,7 @@ from adaptive.model.parameters import ModelParameters, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.model.state import SavedPart, check_state, refusing, swapped
 from adaptive.model.uniting import Agreed
+from adaptive.model.wrappers import steps_a_part
 from adaptive.network.agreement import agree
 from adaptive.network.link import EmulatedLink
 from adaptive.network.pace import DenseTimer
@@ -232,6 +233,11 @@ class Session:
             raise ValueError(
                 f"sync={sync!r} does not go with sparse gradients or complex parameters, which DDP "
                 f"itself averages in every step: the model has {names}"
+            )
+        if sync.lets_ranks_differ and any(map(steps_a_part, optimizers)):
+            raise ValueError(
+                f"sync={sync!r} does not go with ZeroRedundancyOptimizer, which would step each "
+                f"parameter by the gradient of one rank alone: use the optimizer itself, without it"
             )
         sync.check_optimizers(optimizers, {t: p.name for t, p in self._parameters.items()})
 

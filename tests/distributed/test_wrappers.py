@@ -14,7 +14,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, LocalSteps
 from adaptive.model.wrappers import unwrap
 from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
@@ -43,10 +43,10 @@ def _attached(rank: int) -> dict[str, Any]:
     told = listen()
     found: dict[str, Any] = {}
 
-    def attach(name: str, wrap: Any, model: Any = None) -> None:
+    def attach(name: str, wrap: Any, model: Any = None, sync: Any = None) -> None:
         ddp = DDP(small_net(torch.float32))
         optimizer = optimizer_of("sgd", ddp.parameters())
-        compressor = AdaptiveCompressor(policy="fixed", cf_range=(5, 5))
+        compressor = AdaptiveCompressor(policy="fixed", cf_range=(5, 5), sync=sync)
         try:
             compressor.attach(model(ddp) if model else ddp, optimizer=wrap(optimizer))
         except (TypeError, ValueError) as error:
@@ -65,6 +65,7 @@ def _attached(rank: int) -> dict[str, Any]:
 
     attach("compiled", lambda optimizer: optimizer, partial(torch.compile, backend="eager"))
     attach("zero", zero)
+    attach("zero with local steps", zero, sync=LocalSteps(2))
     attach("slow", Slow)
     attach("around", Around)
     attach("bare", lambda optimizer: optimizer, lambda ddp: torch.nn.Sequential(ddp))
@@ -86,6 +87,7 @@ def test_what_is_not_taken_over_is_said_with_what_to_do() -> None:
     assert memory == "updates"  # if it steps by itself, which is seen in its step
     assert ["optimizer Slow: each rank's steps" in each for each in told] == [True]
     for found in (first, second):
+        assert "use the optimizer itself" in found["zero with local steps"]
         assert "optimizer" in found["around"]
         assert "torch.optim.Optimizer" in found["around"]
         assert "must be a DistributedDataParallel module, got Sequential" in found["bare"]
