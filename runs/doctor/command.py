@@ -94,7 +94,10 @@ def _watch(asked: DoctorOptions) -> Callable[[int], int]:
         nonlocal doctor
         result = attach(compressor, *args, **kwargs)
         if doctor is None:
-            doctor = look_at(compressor, asked.steps, lambda verdict: _tell(verdict, asked.json))
+            try:
+                doctor = look_at(compressor, asked.steps, lambda told: _tell(told, asked.json))
+            except ValueError as error:
+                raise UsageError(f"the script's own AdaptiveCompressor: {error}") from error
         return result
 
     def before_forward(model: DistributedDataParallel) -> None:

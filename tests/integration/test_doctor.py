@@ -87,6 +87,15 @@ def test_a_script_that_ends_too_soon_is_no_verdict(start: Start, script: Path) -
 
 
 @pytest.mark.long
+def test_a_compressor_that_it_cannot_rehearse_is_one_line(start: Start, script: Path) -> None:
+    script.write_text(SCRIPT.replace("cf_range=(20, 100)", "'int4'"))
+    run = start(*python_m("doctor"), "--", script, 99, "attach")
+    assert run.end() == 2
+    assert "own AdaptiveCompressor: base must be a sparsifier for the doctor" in run.err
+    assert "Traceback" not in run.err
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["while workers start", "in mid-run"])
 def test_ctrl_c_is_no_failure(start: Start, script: Path, when: str) -> None:
     script.write_text(SCRIPT.replace("try:", "print('up', flush=True)\ntry:"))
