@@ -161,7 +161,7 @@ def shared(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, f
 
 class ForwardMark:
     """A forward pre-hook that records when the forward of a step began. A forward without gradients
-    (an evaluation) is not recorded; a compiled forward cannot be.
+    (an evaluation) is not recorded. In a compiled model the hook runs outside the graph.
 
     timestamps: None in a copied or pickled model, whose hook does nothing. begins: a weak reference
     to a callback, which is called before each forward with gradients.
@@ -171,13 +171,17 @@ class ForwardMark:
         self._timestamps = timestamps
         self._began: Timestamp = None
         self.begins: Callable[[], Callable[[], None] | None] = lambda: None
+        self._note = torch.compiler.disable(self._forward_begins)
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        seen = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        begins = self.begins() if seen else None
+        if torch.is_grad_enabled():
+            self._note()
+
+    def _forward_begins(self) -> None:
+        begins = self.begins()
         if begins is not None:
             begins()
-        if seen and self._timestamps is not None and self._began is None:
+        if self._timestamps is not None and self._began is None:
             self._began = self._timestamps()
 
     def take(self) -> Timestamp:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import utils as metrics
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor
+from adaptive import AdaptiveCompressor, Delayed
 from adaptive.model.replicas import DDPReplica, adaptive_hook
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import Scripted, flat_parameters, loss_of, small_net
@@ -59,6 +59,33 @@ def test_a_compiled_model_trains_as_one_that_is_not() -> None:
             torch.testing.assert_close(parameters, eager)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one[0], other[0])
+
+
+def _leaves_out(rank: int, sync: Any, rests: set[int], compiles: bool) -> Tensor:
+    """Parameters. rests: ranks that leave out their second step."""
+    model = DDP(nn.Sequential(_net(), nn.BatchNorm1d(3)), bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0]), sync=sync)
+    compressor.attach(model, optimizer=optimizer)
+    called: Any = torch.compile(model, backend="aot_eager") if compiles else model
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(called, step, rank).backward()
+        if step != 1 or rank not in rests:
+            optimizer.step()
+    compressor.close()
+    return flat_parameters(model)
+
+
+def _all_leave_out(rank: int) -> list[list[Tensor]]:
+    cases: list[tuple[Any, set[int]]] = [(None, {0}), (Delayed(2), {0, 1})]
+    return [[_leaves_out(rank, *case, compiles) for compiles in (False, True)] for case in cases]
+
+
+def test_a_compiled_forward_makes_up_for_a_step_that_was_left_out() -> None:
+    for results in run_ranks(2, _all_leave_out, timeout=20):
+        for eager, compiled in results:
+            torch.testing.assert_close(compiled, eager)
 
 
 def _around_a_compiled_module(rank: int) -> list[tuple[Tensor, list[str]]]:
