@@ -118,11 +118,13 @@ class Anchor:
     @torch.no_grad()
     def restart_from_mean(self) -> None:
         """Land all flights, and set the parameters of all ranks and the anchor to the ranks' mean
-        (collectives). Called if some rank has started over, since other ranks may not have."""
+        (collectives). Called if some rank has started over, since other ranks may not have. Values
+        that are not finite count as the anchor's, as in a landing."""
         self.land()
         exchange = self.averager.exchange
         for chunk in self.chunks:
-            total = exchange.total(chunk.here("here")).wait()
+            here = chunk.here("here")
+            total = exchange.total(torch.where(here.isfinite(), here, self._at[chunk])).wait()
             chunk.go_to(total.div_(exchange.world_size))
         exchange.take_traffic()  # these bytes belong to no step
         self.start_here()

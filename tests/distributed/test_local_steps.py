@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -1044,6 +1045,29 @@ def test_ranks_meet_after_a_script_has_moved_parameters_far(sync: str, where: st
     first, second = run_ranks(2, _shrunk, sync, where)
     assert same(first[0], second[0])
     assert first[0] or torch.equal(first[1], second[1])
+
+
+def _shrunk_and_nan(rank: int) -> Tensor:
+    """Parameters of a script that has shrunk its weights, with a NaN on rank 1 in the round in
+    which the ranks meet."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    policy = Scripted([10.0], local_steps=[4])
+    compressor = AdaptiveCompressor(policy=policy, sync=LocalSteps("auto"))
+    compressor.attach(model, optimizer=optimizer)
+    for step in range(24):
+        if step == 13:
+            with torch.no_grad():
+                torch._foreach_mul_([*model.parameters()], 0.8)
+        optimizer.zero_grad()
+        (loss_of(model, step, rank) * (math.nan if (step, rank) == (18, 1) else 1)).backward()
+        optimizer.step()
+    return flat_parameters(model)
+
+
+def test_a_nan_of_one_rank_stays_there_while_ranks_meet() -> None:
+    for parameters in run_ranks(2, _shrunk_and_nan):
+        assert parameters.isfinite().all()
 
 
 def _shrunk_then(rank: int, sync: Any, at: int, resumes: bool) -> dict[str, Any]:
