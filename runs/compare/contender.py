@@ -81,7 +81,7 @@ def parse_contender(text: str) -> Contender:
                 )
             given["cf"] = _cf(cf)
         if keys is not None:
-            given |= _settings(keys)
+            given |= _settings(keys, {*given} & {"cf"})
     except (UsageError, ValueError) as error:
         raise UsageError(f"--contender {text}: {error}") from error
     return Contender(text.strip(), given)
@@ -120,15 +120,18 @@ def _meaning(name: str) -> dict[str, Any]:
     )
 
 
-def _settings(keys: str) -> dict[str, Any]:
+def _settings(keys: str, seen: set[str]) -> dict[str, Any]:
     """What the keys stand for: options of train, read as train reads them, and the arguments of the
-    policy."""
+    policy. seen: keys that have a value already."""
     words: list[str] = []
     arguments: dict[str, Any] = {}
     for part in _parts(keys, ","):
         key, equals, value = part.strip().partition("=")
         if not (equals and value):
             raise UsageError(f"{key!r} needs a value: {key}=VALUE")
+        if key in seen:
+            raise UsageError(f"{key} is given twice; accepted: once")
+        seen.add(key)
         if key in _OWN:
             words += [option(key), *value.split("/")]
         elif key in CONFIG_OPTIONS:

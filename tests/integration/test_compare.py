@@ -107,6 +107,8 @@ BAD = {
     "--contender topk@0.5": ["'0.5'", ">= 1"],
     "--contender topk@": ["''", ">= 1"],
     "--contender gravac:eps=1": ["GraVAC takes no eps", "epsilon, omega"],
+    "--contender gravac:epsilon=0.1,epsilon=0.2": ["epsilon is given twice"],
+    "--contender topk@100:cf=5": ["cf is given twice"],
     "--contender gravac:epsilon": ["'epsilon' needs a value"],
     "--contender gravac:epsilon=x": ["epsilon='x'", "in (0, 1]"],
     "--contender gravac:epsilon=7": ["epsilon=7", "(0, 1]"],
