@@ -180,6 +180,8 @@ def make_space(
         try:
             if name in given:
                 raise UsageError(f"{option(name)} fixes it; accepted: one of the two")
+            if name in space:
+                raise UsageError(f"{name} is searched already; accepted: once")
             space[name] = _distribution(name, text, known)
         except (UsageError, ValueError) as error:
             raise UsageError(f"--search {spec}: {error}") from error
@@ -209,7 +211,8 @@ def _distribution(name: str, text: str, known: Mapping[str, BaseDistribution]) -
 def _value(name: str, word: str) -> Any:
     """What a word stands for, as a value of that option or argument."""
     if name in CONFIG_OPTIONS:
-        return read("tune", _WORDS, "", [option(name), word])[name]
+        value = read("tune", _WORDS, "", [option(name), word])[name]
+        return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
     return value_of([word])
 
 

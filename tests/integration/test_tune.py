@@ -144,6 +144,7 @@ BAD = {
     "--policy gravac --search eta": ["eta", "GraVAC takes no eta"],
     "--search gain=0..1": ["gain"],
     "--search lr=1..0.1": ["--search lr=1..0.1", "LOW <= HIGH"],
+    "--search lr=0.1..1 lr=0.2..2": ["--search lr=0.2..2", "lr is searched already"],
     "--search lr=a,b": ["'a'", "finite number"],
     "--search base=topk,foo": ["base=foo", "dgc"],
     "--search base=topk,topk": ["base=topk,topk", "each once"],

@@ -36,6 +36,7 @@ from tests.unit.made_runs import made, record
         ("autocast=on,off", CategoricalDistribution([True, False])),
         ("window=4..90", IntDistribution(4, 90, log=True)),
         ("lr=0.01..1", FloatDistribution(0.01, 1, log=True)),
+        ("lr_drop=5..50", IntDistribution(5, 50, log=True)),
         ("window=10,20", CategoricalDistribution((10, 20))),
         ("gain=raw,gradient", CategoricalDistribution(("raw", "gradient"))),
         ("base=topk,dgc+bf16", CategoricalDistribution(("topk", "dgc+bf16"))),
