@@ -5,7 +5,8 @@ A rank that steps with local gradients has second moments of local gradients. Th
 averaging over N ranks would remove. So the rank's updates are too small, by a factor between 1 and
 sqrt(N). The first moment m tells the share of noise in the second moment v, since an average of
 noise over steps is small. With b the decay of m: the expectation of m^2 / v is (1 - b) / (1 + b)
-for mere noise, and 1 without noise.
+for mere noise, and 1 without noise. Of a single element m^2 / v is a poor estimate, so `CELL`
+neighbouring elements share the ratio of their sums (docs/research/defaults.md).
 
 No optimizer's formula is repeated here: the user's own optimizer makes every update. This module
 uses only what all adaptive optimizers share: exponential averages that start from zero.
@@ -26,7 +27,7 @@ from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, steps_as
 from adaptive.memory.muon import is_muon
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import scratch_like
+from compressors.kernels.blocks import rows
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -36,6 +37,9 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
+
+CELL = 1024
+"""Number of neighbouring elements of a run whose share of noise is estimated together."""
 
 Noise = tuple[Any, float]
 """(scale, constant): see `noise_of`."""
@@ -98,7 +102,7 @@ def have_noise(state: Mapping[str, Any]) -> bool:
 
 def enlarge(update: Tensor, run: Run, elements: slice, share: float, ranks: int) -> None:
     """Enlarge an update (flat, in place) to what the second moment of the mean gradient would make:
-    divide each element by sqrt(v of the mean gradient / v of this rank).
+    divide each cell by sqrt(v of the mean gradient / v of this rank).
 
     elements: the elements of the run that belong to the update; on a device all. share: see
     `noise_of`."""
@@ -111,8 +115,9 @@ def enlarge(update: Tensor, run: Run, elements: slice, share: float, ranks: int)
         fused.enlarge(update, mean, square, factor, constant, 1 / ranks, LEAST, run.ends)
         return
     noise = run.by_element(noise[0]), noise[1]
-    share_of_mean = _mean_share(mean, square, noise, ranks, scratch_like("share", square))
-    update.mul_(share_of_mean.rsqrt_())
+    shares = _mean_shares(mean, square, noise, ranks)
+    for cells, of_mean in zip(rows(update, CELL), shares, strict=True):
+        cells.mul_(of_mean.rsqrt_())
 
 
 def fused_updates(
@@ -152,7 +157,11 @@ def fused_updates(
 def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
     """v of the mean gradient / v of this rank, for each element (flat). share: see `noise_of`."""
     scale, constant = noise_of(run, share)
-    return _mean_share(run.mean, run.square, (run.by_element(scale), constant), ranks)
+    noise = run.by_element(scale), constant
+    square = rows(run.square, CELL)
+    shares = _mean_shares(run.mean, run.square, noise, ranks)
+    pairs = zip(shares, square, strict=True)
+    return torch.cat([run.mean[:0], *(each.expand_as(cells).reshape(-1) for each, cells in pairs)])
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
@@ -258,19 +267,23 @@ def _bias(beta: float, step: Tensor) -> Tensor:
     return (1 - beta**step).clamp(min=1 - beta)
 
 
-def _mean_share(
-    mean: Tensor, square: Tensor, noise: Noise, ranks: int, out: Tensor | None = None
-) -> Tensor:
+def _mean_shares(mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> list[Tensor]:
     """v of the mean gradient / v of this rank, in [1 / N, 1]: the signal's share, plus 1 / N of the
-    noise's share. Where v has overflown it is 1 / N. out: where it is written; None: a new tensor.
-    """
+    noise's share. For each cell (cells, 1), in the order of `rows`. Where v has overflown it is
+    1 / N. noise: for each element, or numbers; a cell takes that of its first element."""
     factor, constant = _weights(noise, ranks)
-    share = torch.add(square, LEAST, out=out)
-    share = torch.div(mean, share, out=share).mul_(mean)
-    return share.mul_(factor).add_(constant).clamp_(1 / ranks, 1.0)
+    each = isinstance(factor, Tensor) and factor.dim() > 0
+    factors = [of[:, :1] for of in rows(factor, CELL)] if each else [factor, factor]
+    found = []
+    for m, v, scale in zip(rows(mean, CELL), rows(square, CELL), factors, strict=False):
+        share = torch.linalg.vector_norm(m, dim=1, keepdim=True).square_()
+        share.div_(v.sum(1, keepdim=True).add_(LEAST))
+        share.mul_(scale).add_(constant).nan_to_num_(0.0)  # both sums have overflown
+        found.append(share.clamp_(1 / ranks, 1.0))
+    return found
 
 
 def _weights(noise: Noise, ranks: int) -> Noise:
-    """(factor, constant): factor * m^2 / v + constant is the share in `_mean_share`."""
+    """(factor, constant): factor * m^2 / v + constant is the share in `_mean_shares`."""
     (scale, constant), shared = noise, 1 - 1 / ranks
     return scale * shared, 1 / ranks - constant * shared

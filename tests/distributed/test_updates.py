@@ -232,7 +232,7 @@ def test_ranks_end_with_one_model_in_every_way(ranks: int) -> None:
 
 
 class Rule:
-    """What one rank's AdamW makes of a gradient of one parameter, and what it keeps."""
+    """What one rank's AdamW makes of a model's gradient (flat), and what it keeps."""
 
     def __init__(self, numel: int, ranks: int) -> None:
         self.m = self.v = torch.zeros(numel, dtype=torch.float64)
@@ -243,11 +243,14 @@ class Rule:
         return self.m / (1 - BETAS[0] ** self.t), self.v / (1 - BETAS[1] ** self.t)
 
     def of_mean(self) -> Tensor:
-        """Which part of the second moment the mean gradient has: all of the signal's."""
-        m, v = self.unbiased
+        """Which part of the second moment the mean gradient has: all of the signal's. It is the
+        same for 1,024 neighbours."""
         k = (1 - BETAS[0]) / (1 + BETAS[0])  # of mere noise
-        q = ((m**2 / v - k) / (1 - k)).clamp(0, 1)
-        return 1 / self.ranks + (1 - 1 / self.ranks) * q
+        parts = []
+        for m, v in zip(*(moment.split(1024) for moment in self.unbiased), strict=True):
+            q = (((m**2).sum() / v.sum() - k) / (1 - k)).clamp(0, 1)
+            parts.append((1 / self.ranks + (1 - 1 / self.ranks) * q).expand(len(m)))
+        return torch.cat(parts)
 
     def update(self, g: Tensor) -> Tensor:
         self.t += 1
@@ -279,17 +282,17 @@ def _adds_up(
         **options,
     )
     names = [name for name, _ in run.model.module.named_parameters()]
-    rules = {name: Rule(p.numel(), n) for name, p in run.model.module.named_parameters()}
-    start, sums = run.flat, dict.fromkeys(names, torch.zeros(()))
+    start, total = run.flat, torch.zeros(())
+    rule = Rule(start.numel(), n)
     for step in range(steps):
         now = lr * falls**step
         run.optimizer.param_groups[0]["lr"] = now
-        for name, g in local_gradients(run.model, step, rank).items():
-            sums[name] = sums[name] + now * rules[name].update(g)
+        gradients = local_gradients(run.model, step, rank)
+        total = total + now * rule.update(torch.cat([gradients[name] for name in names]))
         run.train(rank, step, step + 1)
     memory = run.compressor.state_dict()["memory"]
     residual = torch.cat([memory[name]["residual"] for name in names])
-    wanted = mean(torch.cat([sums[name] for name in names]))
+    wanted = mean(total)
     moved = start - run.flat
     missing = float((moved + lr * mean(residual) - wanted).norm() / moved.norm())
 
@@ -297,25 +300,22 @@ def _adds_up(
     # what waited, and delivers it over steps to come, with the lag that it has for the first time.
     before, lag = run.flat, BETAS[0] / (1 - BETAS[0])
     gradients = local_gradients(run.model, steps, rank)
-    dense, agreed = [], []
-    for name in names:
-        rule = rules[name]
-        of_mean, bias = rule.of_mean(), 1 - BETAS[0] ** rule.t
-        divisor = (rule.unbiased[1] * of_mean).sqrt() + 1e-8
-        rule.m = rule.m + memory[name]["residual"] * (lr / now) * divisor * bias / lag
-        g = mean(gradients[name])
-        m = BETAS[0] * mean(rule.m) + (1 - BETAS[0]) * g
-        v = BETAS[1] * mean(rule.v * of_mean) + (1 - BETAS[1]) * g**2
-        t = rule.t + 1
-        dense.append(m / (1 - BETAS[0] ** t) / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8))
-        agreed += [m, v]
+    of_mean, bias = rule.of_mean(), 1 - BETAS[0] ** rule.t
+    divisor = (rule.unbiased[1] * of_mean).sqrt() + 1e-8
+    rule.m = rule.m + residual * (lr / now) * divisor * bias / lag
+    g = mean(torch.cat([gradients[name] for name in names]))
+    m = BETAS[0] * mean(rule.m) + (1 - BETAS[0]) * g
+    v = BETAS[1] * mean(rule.v * of_mean) + (1 - BETAS[1]) * g**2
+    t = rule.t + 1
+    dense = m / (1 - BETAS[0] ** t) / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8)
     run.train(rank, steps, steps + 1)
     moved = before - run.flat
-    wanted = now * torch.cat(dense)
+    wanted = now * dense
     not_delivered = float((moved - wanted).norm() / moved.norm())
     kept = [run.optimizer.state[p] for p in run.model.parameters()]
-    ours = [state[key].flatten() for state in kept for key in ("exp_avg", "exp_avg_sq")]
-    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, agreed, strict=True))
+    keys = {"exp_avg": m, "exp_avg_sq": v}
+    ours = {key: torch.cat([state[key].flatten() for state in kept]) for key in keys}
+    apart = max(float((ours[key] - b).norm() / b.norm()) for key, b in keys.items())
     return missing, not_delivered, apart
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaptive.memory.moments import Run, enlarge, fused_updates
+from adaptive.memory.moments import CELL, Run, enlarge, fused_updates
 from adaptive.memory.own_moments import average
 from tests.unit.device_path import device_path, triton_path
 from tests.unit.samples import norm2, normal
@@ -69,13 +69,13 @@ def test_updates_are_enlarged_as_by_torch(
     larger = found / update
     assert bool((larger >= 1 - 1e-6).all())
     assert bool((larger <= ranks**0.5 * (1 + 1e-6)).all())
-    if counted_on_device:  # each parameter by itself, as if it were the only one
-        pieces = zip(*(x.split(sizes) for x in (update, run.mean, run.square)), strict=True)
-        for i, (piece, mean, square) in enumerate(pieces):
-            tensors = {"exp_avg": mean, "exp_avg_sq": square}
-            one = Run(run.group, torch.tensor(step + i), tensors)
-            enlarge(piece, one, slice(0, sizes[i]), share, ranks)
-        torch.testing.assert_close(found, update, rtol=1e-4, atol=0)
+    for start in range(0, sum(sizes), CELL):  # each cell by itself, with the steps at its start
+        cell = slice(start, start + CELL)
+        before = sum(end <= start for end in accumulate(sizes))
+        count = torch.tensor(step + before * counted_on_device)
+        one = Run(run.group, count, {name: x[cell] for name, x in run.tensors.items()})
+        enlarge(update[cell], one, slice(0, CELL), share, ranks)
+    torch.testing.assert_close(found, update, rtol=1e-4, atol=0)
 
 
 @settings(max_examples=10, deadline=None)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from compressors.kernels.triton.launching import cdiv, launch
 
-BLOCK = 2048
+BLOCK = 1024
+"""Elements of a program: a cell, whose elements share one estimate of the noise
+(adaptive/memory/moments.py, `CELL`)."""
 
 
 def enlarge(
@@ -26,9 +28,10 @@ def enlarge(
     ends: Tensor | None,
 ) -> None:
     """update /= sqrt(p), with p = factor * mean^2 / (square + least) + constant, not below
-    `least_share` and not above 1 (adaptive/memory/moments.py). update, mean and square are flat,
-    float32, of equal length. factor: a number, or one for each parameter (flat); ends: then the end
-    of each parameter, in elements (int64)."""
+    `least_share` and not above 1 (adaptive/memory/moments.py); mean^2 and square are summed over a
+    cell. update, mean and square are flat, float32, of equal length. factor: a number, or one for
+    each parameter (flat); ends: then the end of each parameter, in elements (int64). A cell takes
+    the factor of the parameter in which it begins."""
     share = factor, constant, least_share, least, ends
     _launch(update, mean, square, None, None, None, share)
 
@@ -76,7 +79,7 @@ def _launch(
     launch(
         _enlarge, (cdiv(update.numel(), BLOCK),), update, update, mean, square, before, old_mean,
         squares, *factors, constant, least_share, least, shrink, rate, weight, update.numel(),
-        len(factor) if each else 0, shrinks=shrink != 1, block=BLOCK, num_warps=8,
+        len(factor) if each else 0, shrinks=shrink != 1, block=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -102,14 +105,10 @@ def _enlarge(
         tl.store(mean + at, m, mask=inside)
     v = tl.load(square + at, mask=inside, other=0.0)
     if factors is not None:
-        begins_in = _parameter_of(first, ends, parameters)
-        factor = tl.load(factors + begins_in) + tl.zeros((block,), tl.float32)
-        last = tl.minimum(first + block, numel) - 1
-        if last >= tl.load(ends + begins_in):  # the block has elements of several parameters
-            of = _parameter_of(tl.minimum(at, last), ends, parameters)
-            factor = tl.load(factors + of)
-    ratio = m / tl.sqrt_rn(v + least)
-    share = tl.minimum(tl.maximum(ratio * ratio * factor + constant, least_share), 1.0)
+        factor = tl.load(factors + _parameter_of(first, ends, parameters))
+    ratio = tl.sum(m * m) / (tl.sum(v) + least)
+    ratio = tl.where(ratio == ratio, ratio, 0.0)  # both sums have overflown
+    share = tl.minimum(tl.maximum(ratio * factor + constant, least_share), 1.0)
     u = u / tl.sqrt_rn(share)
     tl.store(update + at, u, mask=inside)
     if squares is not None:
