@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import signature
-from math import isfinite, isnan, nan, sqrt
+from math import inf, isfinite, isnan, nan, sqrt
 from typing import Any, Literal, Self
 
 from policies import checks
@@ -57,6 +57,9 @@ class Context:
     # Exponent of the gain in T_comp for the tensors that are sent (gradients or updates): how fast
     # progress falls with the gain.
     power: float = 0.5
+    # The largest CF of a sparsifier that was seen to keep dense's quality in equal steps, among so
+    # many ranks. 1: none; inf: all.
+    proven: float = inf
     # Bytes that a rank puts on the wire in a step at a CF. The default only compares CFs.
     wire_bytes: Callable[[float], float] = lambda cf: 1 / cf
     # The link when the run began: (latency in seconds, seconds for each byte of wire_bytes). 0: not

@@ -11,8 +11,8 @@ network takes an eighth of a step (or a twentieth). Gains measured in every step
 the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not the only goal: a run has a schedule, and must reach dense's quality in the
-same number of steps. So the steps done so far bound the CF (lateness.py), and among more than
-PROVEN ranks only CFs with an assumed gain are sent, where there are some: int4, as a rule. With
+same number of steps. So the steps done so far bound the CF (lateness.py), and among many ranks
+`Context.proven` does: where it is 1, only CFs with an assumed gain are sent, int4 as a rule. With
 `goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from typing import Literal, get_args
 
 from policies import checks
@@ -63,10 +63,6 @@ first few steps are over soon, however long a step's work takes."""
 FALLS = 0.25
 """The gain of a CF is assumed to be CF^-FALLS: 0.56 at CF 10, 0.32 at CF 100, 0.18 at CF 1000."""
 
-PROVEN = 8
-"""The largest number of ranks among which the CFs of the ladder were seen to keep dense's quality
-in equal steps. Among 16 a GPT with AdamW ended 10 to 12% behind (docs/research/defaults.md)."""
-
 HASTE = 8.0
 """With goal="time", the largest CF is this many times the steps done."""
 
@@ -87,8 +83,8 @@ class Goodput(DeclaredPolicy):
     compression throughput. ValueError or TypeError names a setting that is wrong.
 
     goal: "quality" keeps dense's quality in the same number of steps: the steps done so far bound
-        the CF, and among more than 8 ranks only CFs with an assumed gain are sent. "time" has a far
-        looser bound: the most progress a second, for a longer schedule.
+        the CF, and among more than 8 ranks so does what was tried (`Context.proven`). "time" has a
+        far looser bound: the most progress a second, for a longer schedule.
     step_size: factor between neighbouring candidates, > 1. The candidates are a geometric ladder in
         cf_range, and the CFs with an assumed gain (`Context.assumed`).
     opening: steps at the first CF before another is considered, >= 1; also at each CF that was not
@@ -158,7 +154,7 @@ class Goodput(DeclaredPolicy):
         seconds = {
             cf: latency + self._context.wire_bytes(cf) * seconds_a_byte
             for cf in sorted(small, reverse=True)
-            if cf <= self._smallest and self._keeps_quality(cf)
+            if cf <= self._smallest and self.keeps_quality(cf)
         }
         soon = [cf for cf, each in seconds.items() if 0 < each <= SOON]
         return min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
@@ -167,19 +163,26 @@ class Goodput(DeclaredPolicy):
         """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""
         if self.goal == "time":
             return cf <= self._longest_wait
-        if not self._keeps_quality(cf):
+        if not self.keeps_quality(cf):
             return False
         wait = steps if cf in self._assumed else cf * steps  # an assumed CF sends every element
         return wait <= self._longest_wait
 
-    def _keeps_quality(self, cf: float) -> bool:
-        """Whether a CF may keep dense's quality among so many ranks, however long a run is."""
-        return not self._only_assumed or cf in (DENSE, *self._assumed)
+    def keeps_quality(self, cf: float) -> bool:
+        """Whether a CF may be sent among so many ranks, however long a run is. int4 and int8
+        exchange gradients. So where updates of many ranks are exchanged, these two are not sent:
+        going from one to the other cost quality (docs/research/defaults.md)."""
+        coded = self._assumed.keys() - self._context.uncoded
+        if self._proven == inf:
+            return True
+        if self._proven == DENSE:
+            return cf in (DENSE, *self._assumed)
+        return cf <= self._proven and cf not in coded
 
     @property
-    def _only_assumed(self) -> bool:
-        """Only dense and the CFs with an assumed gain may be sent (`PROVEN`)."""
-        return self.goal == "quality" and self._ranks > PROVEN and bool(self._assumed)
+    def _proven(self) -> float:
+        """`Context.proven`; inf if there is no CF with an assumed gain to send instead."""
+        return self._context.proven if self.goal == "quality" and self._assumed else inf
 
     @property
     def _longest_wait(self) -> float:
@@ -228,6 +231,7 @@ class Goodput(DeclaredPolicy):
         steps/s. allowed: the largest CF that the steps done so far allow. exploring: 1 until
         another CF is first considered. local_steps: their number, if the policy chooses it."""
         seconds, promised = self._time.seconds(self._send), self._promised()
+        wait = self._longest_wait / self._local_steps
         best = max(promised, key=lambda cf: (promised[cf], -cf), default=self._send)
         here = self.t_comp().get(self._send) or nan
         return {
@@ -236,9 +240,7 @@ class Goodput(DeclaredPolicy):
             "asked": 0.0 if best == self._send else self._needed(best, promised) / here - 1,
             "t_sys": 1 / seconds if seconds else nan,
             "t_comp": here,
-            "allowed": (
-                max(self._assumed) if self._only_assumed else self._longest_wait / self._local_steps
-            ),
+            "allowed": max(self._assumed) if self._proven == DENSE else min(wait, self._proven),
             "exploring": float(self._since == self._steps < self.opening),
             **({"local_steps": self._local_steps} if len(self._numbers) > 1 else {}),
         }
@@ -307,7 +309,7 @@ class Goodput(DeclaredPolicy):
 
     def _too_late(self) -> str:
         """Why the CF in use is no longer allowed, in words."""
-        if self._only_assumed:
+        if not self.keeps_quality(self._send):
             return f"among {self._ranks} ranks {self._named(self._send)} may cost quality"
         alike = counted_steps(self._lateness.alike)
         late = f"what {self._named(self._send)} does not send would wait too long"

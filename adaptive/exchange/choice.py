@@ -60,6 +60,10 @@ PROBES = 5
 
 GATHERED, SUMMED, SHARDED = Gathered(), Summed(), ShardedMeans(Means())
 
+FEW_RANKS = 8
+"""The largest number of ranks among which voted indices, and every CF, were seen to keep dense's
+quality (docs/research/defaults.md)."""
+
 ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_indices"]
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
@@ -171,10 +175,10 @@ class ExchangeChoice:
     host time included.
 
     An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
-    A sparsifier's payloads of gradients are all-gathered, however many ranks there are. Voted
-    indices send fewer bytes at the same CF, but cost quality there (measured with 4, 8 and 16
-    ranks: docs/research/defaults.md). For a sparsifier's updates both keep about the same quality.
-    Voted indices replace the sharded exchange there, because they send fewer bytes.
+    A sparsifier's payloads of gradients are all-gathered, however many ranks there are, and those
+    of updates among more than `FEW_RANKS`. Voted indices send fewer bytes at the same CF, but cost
+    quality there (docs/research/defaults.md). For updates of few ranks both keep about the same
+    quality. Voted indices replace the sharded exchange there, because they send fewer bytes.
 
     means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates:
     updates of optimizers are exchanged, not gradients. messages: number of messages that a rank
@@ -288,7 +292,7 @@ class ExchangeChoice:
             fixed = self._fixed or GATHERED
             return many if fixed.votes else fixed
         n, link = self._world_size, self.link
-        if sparse and not self.of_updates:
+        if sparse and (not self.of_updates or n > FEW_RANKS):
             return GATHERED
         if not isfinite(link.beta):  # an injected clock has not timed the link: compare the bytes
             link = LinkCost(0.0, 1.0)

@@ -31,6 +31,7 @@ class Handover:
     """The contract of all handovers. This class leaves all work to the optimizers.
 
     sends_updates: some compressed steps exchange updates, not gradients. power: see `Context`.
+    proven: the largest CF that was seen to keep dense's quality among many ranks (1: dense alone).
     leaves_gradients: `p.grad` holds gradients, as with DDP alone, and a script may change it.
     other_optimizer: the name of an optimizer that has stepped the parameters, and that no
     memory can take work from. dense_because: why the next step must be dense; "": it need not
@@ -38,6 +39,7 @@ class Handover:
 
     sends_updates = False
     power = 0.5
+    proven: float = 1.0
     other_optimizer = ""
     dense_because = ""
 

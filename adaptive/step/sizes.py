@@ -4,13 +4,13 @@ policy and a timeline with these numbers."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import Any
 
 import torch
 
 from adaptive.exchange.bucket import Granularity, StepCFs
-from adaptive.exchange.choice import ExchangeChoice
+from adaptive.exchange.choice import FEW_RANKS, ExchangeChoice
 from adaptive.exchange.strategies import Piece
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.chunks import CHUNK, joined_nbytes
@@ -139,6 +139,8 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
     if ends[1] == DENSE < high and not base.rungs:
         settings.policy = Fixed(cf=DENSE)
         low = high = DENSE
+    every_step = (settings.sync.numbers, settings.sync.delays) == ((1,), (0,))
+    proven = memory.handover.proven if every_step else DENSE
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
@@ -155,6 +157,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         overlap=settings.sync.overlap,
         delays=settings.sync.delays,
         power=memory.handover.power,
+        proven=inf if sizes.world_size <= FEW_RANKS else proven,
     )
     if settings.policy.layerwise and not context.layers:
         raise ValueError(

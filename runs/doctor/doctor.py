@@ -58,7 +58,6 @@ from adaptive.step.synchronisation import LATE, EveryStep
 from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
-from policies.goodput import PROVEN
 from policies.lateness import SHARE
 
 STEPS = 30
@@ -310,6 +309,7 @@ def conclude(
     times: StepTimes,
     progress: Callable[[float], float],
     candidates: Collection[float],
+    keeps_quality: Callable[[float], bool],
     name: Callable[[float], str],
     ranks: int,
     link: LinkCost,
@@ -320,6 +320,7 @@ def conclude(
     expected = {cf: times.seconds(cf) for cf in sorted({DENSE, *candidates, *rehearsed})}
     dense, at_best = times.by_cf[DENSE], times.by_cf[best]
     worth = {cf: progress(cf) for cf in rehearsed}
+    path = _path(best, times, progress, [cf for cf in expected if keeps_quality(cf)])
     speedup = expected[DENSE] / expected[best]
     doubt = LEVEL * hypot(_error(dense), _error(at_best), DOUBT)
     pays = speedup >= WORTH and worth[best] * speedup > 1
@@ -338,7 +339,7 @@ def conclude(
         waits=times.waits,
         ranks=ranks,
         link=replace(link, beta=max(link.beta, times.nbytes(DENSE) / (times.span or inf))),
-        path=tuple((n, cf, name(cf)) for n, cf in _path(best, times, progress, expected, ranks)),
+        path=tuple((n, cf, name(cf)) for n, cf in path),
         noise=max(_spread(dense), _spread(at_best)),
     )
 
@@ -348,21 +349,20 @@ def _path(
     times: StepTimes,
     progress: Callable[[float], float],
     cfs: Collection[float],
-    ranks: int,
 ) -> Iterator[tuple[int, float]]:
     """The CFs that a run with default settings sends, each with its first step: of those that the
-    steps done allow the one that promises most progress a second, until `best` is allowed. Among
-    many ranks only dense and the rungs are allowed, if there are rungs. cfs: dense among them."""
+    steps done allow the one that promises most progress a second, until `best` is allowed. cfs:
+    those that may be sent among so many ranks, dense among them."""
     whole = {DENSE, *times.rungs}
-    if ranks > PROVEN and times.rungs:
-        yield 1, most_progress(times, progress, [cf for cf in cfs if cf in whole])
+    if not {*cfs} - whole:
+        yield 1, most_progress(times, progress, cfs)
         return
     smallest = min({*cfs} - whole)
     last = 0.0
     for cf in sorted({*cfs} - whole):
         step = 1 if cf == smallest else ceil(cf / SHARE)
         sent = most_progress(times, progress, [each for each in cfs if each in whole or each <= cf])
-        sent = best if best in whole or best <= cf else sent
+        sent = best if best in cfs and (best in whole or best <= cf) else sent
         if sent != last:
             yield step, sent
         if sent == best:
@@ -691,7 +691,8 @@ class Doctor:
     def _conclude(self) -> Verdict:
         trial, ranks = self._trial, self._session.exchange.world_size
         cfs = trial.candidates()
-        return conclude(self._times(), trial.progress, cfs, self._name, ranks, self._link)
+        may = trial.keeps_quality
+        return conclude(self._times(), trial.progress, cfs, may, self._name, ranks, self._link)
 
     def _name(self, cf: float) -> str:
         return self._names.get(cf, f"CF {cf:g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import (
     AdaptiveCompressor,
+    Fixed,
     Goodput,
     GraVAC,
     LinkSpec,
@@ -22,6 +24,7 @@ from adaptive import (
     MemoryTimeline,
     Network,
 )
+from policies import Context
 from runs.modelled_clock import ModelledClock
 from runs.simulate.group import ring_sum
 from runs.simulate.ranks import WorkerError
@@ -220,3 +223,35 @@ def test_what_would_hang_is_an_error(work: Any, what: str) -> None:
     with pytest.raises(WorkerError, match=what):
         simulate(3, work)
     assert simulate(2, lambda rank, _: rank) == [0, 1]  # nothing is left behind
+
+
+class Listening(Fixed):
+    """Keeps what it is told of the run."""
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self.told = context
+
+
+def _proven(rank: int, optimizer: Any, sync: Any) -> float:
+    model, policy = DDP(nn.Linear(8, 4)), Listening(20)
+    steps = [optimizer(model.parameters(), lr=0.1)]
+    AdaptiveCompressor(policy=policy, sync=sync).attach(model, optimizer=steps).close()
+    return policy.told.proven
+
+
+@pytest.mark.parametrize(
+    ("ranks", "optimizer", "sync", "proven"),
+    [
+        (8, torch.optim.RMSprop, None, inf),
+        (9, torch.optim.AdamW, None, 80.0),
+        (9, torch.optim.AdamW, LocalSteps(2), 1.0),
+        (9, torch.optim.SGD, None, 1.0),
+        (9, torch.optim.RMSprop, None, 1.0),
+        (17, torch.optim.AdamW, None, 1.0),
+    ],
+)
+def test_a_policy_knows_what_was_tried_among_so_many_ranks(
+    ranks: int, optimizer: Any, sync: Any, proven: float
+) -> None:
+    assert simulate(ranks, lambda rank, _: _proven(rank, optimizer, sync)) == [proven] * ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import groupby, pairwise
-from math import nan
+from math import inf, nan
 from statistics import median
 
 import pytest
@@ -164,7 +164,9 @@ def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(r
     policy = Goodput()
     link = (0.0, 1 / rate if rate else 0.0)
     assumed = {4.0: 0.98, 8.0: 0.98}
-    policy.start(Context((10, 1000), ranks, wire_bytes=wire, assumed=assumed, link=lambda: link))
+    proven = 1.0 if ranks > 8 else inf
+    told = {"assumed": assumed, "link": lambda: link, "proven": proven}
+    policy.start(Context((10, 1000), ranks, wire_bytes=wire, **told))
     assert policy.plan().send == first
 
 
@@ -173,15 +175,16 @@ def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(r
 def test_with_local_steps_it_begins_where_it_does_without(steps, ranks, first):
     policy = Goodput()
     told = {"assumed": {8.0: 0.98}, "local_steps": (steps,), "link": lambda: (0.0, 1e-6)}
+    told["proven"] = 1.0 if ranks > 8 else inf
     policy.start(Context((10, 1000), ranks, wire_bytes=lambda cf: 1e8 / min(cf, 10), **told))
     assert policy.plan().send == first
 
 
-def seen(ranks, goal="quality", assumed=(8.0,)):
+def seen(proven, goal="quality", assumed=(8.0,)):
     """The CFs that a run on a slow link sends."""
     policy, sent = Goodput(goal=goal), []
     of = dict.fromkeys(assumed, 0.98)
-    policy.start(Context((10, 1000), ranks, wire_bytes=nbytes, assumed=of))
+    policy.start(Context((10, 1000), 16, wire_bytes=nbytes, assumed=of, proven=proven))
     for step in range(200):
         sent.append(policy.plan().send)
         policy.observe(report(step, sent[step], 1e5))
@@ -189,19 +192,22 @@ def seen(ranks, goal="quality", assumed=(8.0,)):
 
 
 def test_among_many_ranks_only_what_is_assumed_to_lose_nothing_is_sent():
-    assert max(seen(8)[0]) > 10
-    sent, policy = seen(16)
+    assert max(seen(inf)[0]) > 20
+    sent, policy = seen(1.0)
     assert sent == {8.0}
     assert policy.status()["allowed"] == 8
-    assert max(seen(16, goal="time")[0]) > 10
-    assert max(seen(16, assumed=())[0]) > 10  # there is nothing else
+    sent, policy = seen(20.0)
+    assert sent == {10, 20}  # int4 would exchange gradients, the others updates
+    assert policy.status()["allowed"] == 20
+    assert max(seen(1.0, goal="time")[0]) > 20
+    assert max(seen(1.0, assumed=())[0]) > 20  # there is nothing else
 
 
 def test_a_state_of_few_ranks_goes_on_among_many():
     """It leaves its CF at once, and says why."""
-    _, few = seen(8)
+    _, few = seen(inf)
     many = Goodput()
-    many.start(Context((10, 1000), 16, wire_bytes=nbytes, assumed={8.0: 0.98}))
+    many.start(Context((10, 1000), 16, wire_bytes=nbytes, assumed={8.0: 0.98}, proven=1.0))
     many.load_state_dict(few.state_dict())
     many.rescale()
     sent, reasons = [], []
