@@ -216,13 +216,18 @@ def test_the_advice_is_what_the_bound_allows_and_not_the_fastest() -> None:
         return RUNGS.get(cf, cf ** (-1 / 10))
 
     ladder = [10.0, 20.0, 40.0, 80.0, *RUNGS]
-    found = conclude(times, progress, ladder, "{:g}".format, 2, LinkCost())
+    found = conclude(times, progress, ladder, bool, "{:g}".format, 2, LinkCost())
     assert [(step, cf) for step, cf, _ in found.path] == [(1, 8), (50, 20), (100, 40), (200, 80)]
     assert found.best == 80
     assert str(found).startswith(f"expect {found.with_default(1000):.2f}x [")
     assert found.with_default(1000) < found.speedup
-    many = conclude(times, progress, ladder, "{:g}".format, 16, LinkCost())
+    whole = {1.0, *RUNGS}
+    many = conclude(times, progress, ladder, whole.__contains__, "{:g}".format, 16, LinkCost())
     assert [(step, cf) for step, cf, _ in many.path] == [(1, 8)]  # all that the default sends
+    sparse = conclude(
+        times, progress, ladder, lambda cf: 8 < cf <= 40 or cf == 1, "{:g}".format, 16, LinkCost()
+    )
+    assert [cf for _, cf, _ in sparse.path] == [10, 20, 40]
     assert many.best == 80
     assert many.with_default(1000) < found.with_default(1000)
     assert 'with goal="time"' in str(many)
@@ -260,7 +265,7 @@ def test_a_verdict_never_contradicts_its_own_table(
     def progress(cf: float) -> float:
         return RUNGS.get(cf, cf ** (-1 / 10)) ** power
 
-    found = conclude(times, progress, [*LADDER, *RUNGS], "{:g}".format, 2, LinkCost())
+    found = conclude(times, progress, [*LADDER, *RUNGS], bool, "{:g}".format, 2, LinkCost())
     expected = [found.expected[cf] for cf in LADDER]
     assert all(more >= less - 1e-9 for more, less in pairwise(expected))
     assert found.expected[4.0] >= found.expected[8.0] - 1e-9  # coded alike
