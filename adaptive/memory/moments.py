@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, steps_as
 from adaptive.memory.muon import is_muon
 from compressors.kernels import kernels_for
-from compressors.kernels.blocks import rows
+from compressors.kernels.blocks import CELL, rows
 
 ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 """torch's own optimizers that divide by the root of a second moment, element by element."""
@@ -37,9 +38,6 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
-
-CELL = 1024
-"""Number of neighbouring elements of a run whose share of noise is estimated together."""
 
 Noise = tuple[Any, float]
 """(scale, constant): see `noise_of`."""
@@ -157,11 +155,11 @@ def fused_updates(
 def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
     """v of the mean gradient / v of this rank, for each element (flat). share: see `noise_of`."""
     scale, constant = noise_of(run, share)
-    noise = run.by_element(scale), constant
-    square = rows(run.square, CELL)
-    shares = _mean_shares(run.mean, run.square, noise, ranks)
-    pairs = zip(shares, square, strict=True)
-    return torch.cat([run.mean[:0], *(each.expand_as(cells).reshape(-1) for each, cells in pairs)])
+    found = torch.empty_like(run.square)
+    shares = _mean_shares(run.mean, run.square, (run.by_element(scale), constant), ranks)
+    for cells, of_mean in zip(rows(found, CELL), shares, strict=True):
+        cells.copy_(of_mean)
+    return found
 
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
@@ -273,7 +271,7 @@ def _mean_shares(mean: Tensor, square: Tensor, noise: Noise, ranks: int) -> list
     1 / N. noise: for each element, or numbers; a cell takes that of its first element."""
     factor, constant = _weights(noise, ranks)
     each = isinstance(factor, Tensor) and factor.dim() > 0
-    factors = [of[:, :1] for of in rows(factor, CELL)] if each else [factor, factor]
+    factors = (of[:, :1] for of in rows(factor, CELL)) if each else repeat(factor)
     found = []
     for m, v, scale in zip(rows(mean, CELL), rows(square, CELL), factors, strict=False):
         share = torch.linalg.vector_norm(m, dim=1, keepdim=True).square_()

@@ -276,6 +276,11 @@ def reused(buffers: dict[Use, Tensor], device: torch.device) -> dict[Use, Tensor
     return buffers if is_host(device) else {}
 
 
+CELL = 1024
+"""Number of neighbouring elements whose share of noise in a second moment is estimated together
+(adaptive/memory/moments.py)."""
+
+
 def block_size(numel: int, device: torch.device, size: int = CODE_BLOCK) -> int:
     """The number of elements of a block: `size`; on a device all."""
     return size if is_host(device) else max(numel, 1)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaptive.memory.moments import CELL, Run, enlarge, fused_updates
+from adaptive.memory.moments import Run, enlarge, fused_updates
 from adaptive.memory.own_moments import average
+from compressors.kernels.blocks import CELL
 from tests.unit.device_path import device_path, triton_path
 from tests.unit.samples import norm2, normal
 from tests.unit.triton_compile import Kernel, assembly

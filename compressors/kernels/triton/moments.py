@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressors.kernels.blocks import CELL
 from compressors.kernels.triton.launching import cdiv, launch
 
-BLOCK = 1024
-"""Elements of a program: a cell, whose elements share one estimate of the noise
-(adaptive/memory/moments.py, `CELL`)."""
+BLOCK = CELL  # a program has one cell
 
 
 def enlarge(
