@@ -16,8 +16,8 @@ same number of steps. So the steps done so far bound the CF (lateness.py), and a
 `goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
-the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least: that
-is int4 among many ranks, where each rank receives the sparse payloads of all others. If the link is
+the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least: often
+int4 among many ranks, where each rank receives the sparse payloads of all others. If the link is
 not known, a run begins at the smallest CF of the ladder. It does not begin at dense on a slow
 network, where a dense step can take as long as a hundred compressed steps. It does not begin at a
 large CF, because the first gradients are the largest: they would stay in the residual until a
@@ -169,14 +169,15 @@ class Goodput(DeclaredPolicy):
         return wait <= self._longest_wait
 
     def keeps_quality(self, cf: float) -> bool:
-        """Whether a CF may be sent among so many ranks, however long a run is. int4 and int8
-        exchange gradients. So where updates of many ranks are exchanged, these two are not sent:
-        going from one to the other cost quality (docs/research/defaults.md)."""
-        coded = self._assumed.keys() - self._context.uncoded
+        """Whether a CF may be sent among so many ranks, however long a run is.
+
+        If sparse CFs are proven there, int4 and int8 are left out. They exchange gradients, not
+        updates, and changing between the two cost quality (docs/research/defaults.md)."""
         if self._proven == inf:
             return True
         if self._proven == DENSE:
             return cf in (DENSE, *self._assumed)
+        coded = self._assumed.keys() - self._context.uncoded
         return cf <= self._proven and cf not in coded
 
     @property
