@@ -234,9 +234,9 @@ class Session:
                 f"sync={sync!r} does not go with sparse gradients or complex parameters, which DDP "
                 f"itself averages in every step: the model has {names}"
             )
-        if sync.lets_ranks_differ and any(map(steps_a_part, optimizers)):
+        for each in filter(steps_a_part, optimizers if sync.lets_ranks_differ else ()):
             raise ValueError(
-                f"sync={sync!r} does not go with ZeroRedundancyOptimizer, which would step each "
+                f"sync={sync!r} does not go with {type(each).__name__}, which would step each "
                 f"parameter by the gradient of one rank alone: use the optimizer itself, without it"
             )
         sync.check_optimizers(optimizers, {t: p.name for t, p in self._parameters.items()})
