@@ -16,11 +16,10 @@ same number of steps. So the steps done so far bound the CF (lateness.py), and a
 `goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
-the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least: often
-int4 among many ranks, where each rank receives the sparse payloads of all others. If the link is
-not known, a run begins at the smallest CF of the ladder. It does not begin at dense on a slow
-network, where a dense step can take as long as a hundred compressed steps. It does not begin at a
-large CF, because the first gradients are the largest: they would stay in the residual until a
+the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least. If
+the link is not known, a run begins at the smallest CF of the ladder. It does not begin at dense on
+a slow network, where a dense step can take as long as a hundred compressed steps. It does not begin
+at a large CF, because the first gradients are the largest: they would stay in the residual until a
 smaller CF sends them all at once, which sets training back. If the link is not known, or has
 changed, the policy goes from a large CF to a smaller one in strides, and measures the network after
 each stride.
@@ -171,8 +170,8 @@ class Goodput(DeclaredPolicy):
     def keeps_quality(self, cf: float) -> bool:
         """Whether a CF may be sent among so many ranks, however long a run is.
 
-        If sparse CFs are proven there, int4 and int8 are left out. They exchange gradients, not
-        updates, and changing between the two cost quality (docs/research/defaults.md)."""
+        If sparse CFs are proven there, int4 and int8 are left out: a change between these and
+        sparse CFs cost quality (docs/research/defaults.md)."""
         if self._proven == inf:
             return True
         if self._proven == DENSE:

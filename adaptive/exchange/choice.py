@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import inf, isfinite
 from typing import Any, Literal, get_args
 
@@ -63,6 +63,11 @@ GATHERED, SUMMED, SHARDED = Gathered(), Summed(), ShardedMeans(Means())
 FEW_RANKS = 8
 """The largest number of ranks among which voted indices, and every CF, were seen to keep dense's
 quality (docs/research/defaults.md)."""
+
+MEANS_CF, UPDATES_CF = 5.0, 10.0
+"""Among more than `FEW_RANKS` ranks: the smallest CF of the means of gradients, and of the means of
+updates, that sparsifiers send back. The mean of many sparse payloads has many elements: among 16
+ranks at CF 40 a third of all (docs/research/defaults.md)."""
 
 ExchangeName = Literal["auto", "all_reduce", "all_gather", "sharded", "voted_indices"]
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
@@ -175,10 +180,10 @@ class ExchangeChoice:
     host time included.
 
     An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
-    A sparsifier's payloads of gradients are all-gathered, however many ranks there are, and those
-    of updates among more than `FEW_RANKS`. Voted indices send fewer bytes at the same CF, but cost
-    quality there (docs/research/defaults.md). For updates of few ranks both keep about the same
-    quality. Voted indices replace the sharded exchange there, because they send fewer bytes.
+    Few ranks gather a sparsifier's payloads of gradients. Of updates they take voted indices in
+    place of the sharded exchange, because these send fewer bytes and keep about the same quality.
+    Among more than `FEW_RANKS` voted indices cost quality (docs/research/defaults.md). There a
+    sparsifier takes the sharded exchange with means at a smaller CF (`means_cf`).
 
     means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates:
     updates of optimizers are exchanged, not gradients. messages: number of messages that a rank
@@ -275,50 +280,76 @@ class ExchangeChoice:
         return self._fixed is None and self.messages is None and self._world_size > 2
 
     @property
+    def votes(self) -> bool:
+        """Whether the user has asked for voted indices."""
+        return self._fixed is not None and self._fixed.votes
+
+    @property
     def may_shard(self) -> bool:
         """Whether some step may use the sharded exchange."""
         return self.measures or (self._fixed is not None and self._fixed.sharded)
 
-    def pick(self, nbytes: float, cf: float) -> Strategy:
-        """The strategy for payloads of `nbytes` a bucket, in a step at `cf`."""
+    def means_cf(self, cf: float) -> float:
+        """The CF at which "auto" sends means back, if a step at `cf` takes the sharded exchange."""
+        if self._world_size <= FEW_RANKS or not isinstance(self._base.at(cf), Sparsifier):
+            return cf
+        least = UPDATES_CF if self.of_updates else MEANS_CF
+        down_cf = min(cf, max(least, cf / self._world_size))  # a mean has no more elements
+        # A rung would send means in its own way.
+        return down_cf if down_cf not in self._base.rungs else 0.99 * down_cf
+
+    def pick(self, nbytes: Callable[[float], float], cf: float) -> Strategy:
+        """The strategy for a step at `cf`. nbytes: bytes of a bucket's payloads, by their CF."""
         return self._adapt(self._pick(nbytes, cf))
 
-    def _pick(self, nbytes: float, cf: float) -> Strategy:
+    def _pick(self, nbytes: Callable[[float], float], cf: float) -> Strategy:
         if self._base.at(cf).sent_as_dense:
             return SUMMED
         sparse = isinstance(self._base.at(cf), Sparsifier)
         many = self._for_many_ranks if sparse else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED
-            return many if fixed.votes else fixed
-        n, link = self._world_size, self.link
-        if sparse and (not self.of_updates or n > FEW_RANKS):
+            return many if self.votes else fixed
+        n, link, down_cf = self._world_size, self.link, self.means_cf(cf)
+        if sparse and n > FEW_RANKS:
+            many = _sharded(down_cf)
+        elif sparse and not self.of_updates:
             return GATHERED
         if not isfinite(link.beta):  # an injected clock has not timed the link: compare the bytes
             link = LinkCost(0.0, 1.0)
         call = CALL if isfinite(self.link.beta) else 0.0
-        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes, n)) + call * GATHERED.calls
-        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(nbytes, n)) + call * many.calls
+        both = (nbytes(cf) + nbytes(down_cf)) / 2  # of a rank's own payloads, and of means
+        gathered = link.seconds(n - 1, gather_wire_bytes(nbytes(cf), n)) + call * GATHERED.calls
+        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(both, n)) + call * many.calls
         return many if sharded < WORTH * gathered else GATHERED
 
     def wire_bytes(
         self,
-        pieces: Sequence[Piece],
-        bucket_nbytes: float,
+        pieces: Callable[[float], Sequence[Piece]],
+        nbytes: Callable[[float], float],
         cf: float,
-        means: Sequence[Piece] | None = None,
+        down_cf: float | None = None,
     ) -> float:
         """Bytes that a rank puts on the wire in a step at `cf`.
 
-        pieces: the tensors that the step sends. bucket_nbytes: bytes of the payloads of one bucket.
-        means: the means that a sharded exchange sends back; None: the same as `pieces`."""
+        pieces: the tensors that a step sends, by their CF. nbytes: see `pick`. down_cf: the CF of
+        the means that a sharded exchange sends back; None: the strategy's."""
         if self.messages is not None:
-            return self.messages * sum(piece.nbytes for piece in pieces)
-        strategy = self._pick(bucket_nbytes, cf)
-        both = strategy.nbytes(pieces, self._world_size)
-        if means is None or not isinstance(strategy, ShardedMeans):
+            return self.messages * sum(piece.nbytes for piece in pieces(cf))
+        strategy = self._pick(nbytes, cf)
+        both = strategy.nbytes(pieces(cf), self._world_size)
+        if not isinstance(strategy, ShardedMeans):
             return both
-        return (both + strategy.nbytes(means, self._world_size)) / 2
+        back = strategy.back.cf if down_cf is None else down_cf
+        if back is None:
+            return both
+        return (both + strategy.nbytes(pieces(back), self._world_size)) / 2
+
+
+@lru_cache(maxsize=64)
+def _sharded(down_cf: float) -> ShardedMeans:
+    """The sharded exchange with means at `down_cf`."""
+    return ShardedMeans(Means(down_cf))
 
 
 def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:

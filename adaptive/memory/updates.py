@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import Groups, Handover, is_torchs_own
+from adaptive.memory.handover import TRIED, Groups, Handover, is_torchs_own
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
 from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
@@ -67,6 +67,7 @@ from adaptive.model.parameters import ModelParameter, ModelParameters, local, pa
 from adaptive.network.collectives import Exchange
 from compressors.kernels import squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if
+from policies import DENSE
 
 
 class UpdateMemory(Residual):
@@ -138,11 +139,10 @@ class UpdateHandover(Handover):
             return 1.0
         return 0.2 if self._ranks == 2 else 0.5
 
-    @property
-    def proven(self) -> float:  # type: ignore[override]
-        """Up to CF 80, gathered, Adam's updates kept dense's quality among 16 ranks. Optimizers
-        without a first moment make too small updates there (docs/research/defaults.md)."""
-        return 80.0 if self._ranks <= 16 and not self.always_updates else super().proven
+    def proven(self, ranks: int) -> float:
+        """Up to CF 80 Adam's updates kept dense's quality among 16 ranks. Optimizers without a
+        first moment make too small updates there (docs/research/defaults.md)."""
+        return 80.0 if ranks <= TRIED and not self.always_updates else DENSE
 
     # -- what is exchanged --
 

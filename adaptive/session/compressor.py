@@ -100,9 +100,9 @@ class AdaptiveCompressor:
     exchange: how the ranks' payloads become the mean. "all_reduce" (payloads that can be summed),
         "all_gather", "sharded" (compressed twice; bytes do not grow with the number of ranks) or
         with settings a `ParameterServer`, "voted_indices" (sparsifiers: each rank proposes 1/N of
-        the indices for all). "auto": "all_gather" for a sparsifier's gradients, and for its updates
-        among more than 8 ranks; else the fastest one by a cost model of the network, which is
-        measured if there is a choice. Or your own exchange: a registered name, or a `Strategy`
+        the indices for all). "auto": "all_gather" for a sparsifier's gradients among up to 8 ranks;
+        else the fastest one by a cost model of the network, which is measured if there is a choice
+        (docs/compressors.md). Or your own exchange: a registered name, or a `Strategy`
         (docs/own_exchange.md). `TwoLevel()`: dense inside a node, and one of these between nodes;
         "auto" uses it if torchrun has started several nodes of several ranks each.
     granularity: "layer" compresses tensor by tensor, as in the papers; "bucket" compresses all

@@ -194,9 +194,10 @@ class Session:
         return "\n".join(lines)
 
     def _compressed_cfs(self) -> set[float]:
-        """The policy's candidates and the ends of `cf_range`, except dense ones."""
+        """The policy's candidates, the ends of `cf_range` and their means, except dense ones."""
         settings = self.settings
         cfs = {*map(self._sizes.supported, {*settings.policy.candidates(), *settings.cf_range})}
+        cfs |= {*map(self._choice.means_cf, cfs)}
         return {cf for cf in cfs if cf != DENSE and not settings.base.at(cf).sent_as_dense}
 
     def _check_free(self) -> None:

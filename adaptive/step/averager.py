@@ -103,8 +103,7 @@ class Averager:
     @property
     def strategy(self) -> Strategy:
         """The exchange strategy of this step."""
-        nbytes = self.sizes.bucket_nbytes(self.controller.cfs)
-        return self.sizes.choice.pick(nbytes, self.controller.plan.send)
+        return self.sizes.strategy(self.controller.cfs)
 
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True

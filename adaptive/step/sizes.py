@@ -4,6 +4,7 @@ policy and a timeline with these numbers."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, inf, prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from adaptive.exchange.bucket import Granularity, StepCFs
 from adaptive.exchange.choice import FEW_RANKS, ExchangeChoice
-from adaptive.exchange.strategies import Piece
+from adaptive.exchange.strategies import Piece, Strategy
 from adaptive.memory.error_feedback import NoMemory
 from adaptive.model.chunks import CHUNK, joined_nbytes
 from adaptive.model.parameters import ModelParameter, ModelParameters
@@ -86,12 +87,19 @@ class Sizes:
         of_bucket = joined_nbytes(self.parameters.device) or CHUNK
         return nbytes / ceil(max(1, self.payload_nbytes(DENSE) / of_bucket))
 
+    def strategy(self, cfs: StepCFs) -> Strategy:
+        """The exchange strategy of a step."""
+        return self.choice.pick(partial(self._bucket_nbytes_at, cfs), cfs.send)
+
+    def _bucket_nbytes_at(self, cfs: StepCFs, cf: float) -> float:
+        """`bucket_nbytes` of a step that would send at `cf` in place of `cfs.send`."""
+        return self.bucket_nbytes(cfs if cf == cfs.send else StepCFs(cf))
+
     def wire_bytes(self, cf: float, down_cf: float | None = None) -> float:
         """Bytes of compressible gradients that a rank puts on the wire in a step at `cf`. down_cf:
         the CF of the means in a sharded exchange; None: the present one."""
         choice = self.choice
-        down_cf = choice.means.cf if down_cf is None else down_cf
-        key = (cf, down_cf, choice.link, choice.messages)
+        key = (cf, down_cf, choice.means.cf, choice.link, choice.messages)
         if key not in self._wire_bytes:
             self._wire_bytes[key] = self._count_wire_bytes(cf, down_cf)
         return self._wire_bytes[key]
@@ -99,8 +107,8 @@ class Sizes:
     def _count_wire_bytes(self, cf: float, down_cf: float | None) -> float:
         if cf == DENSE:
             return reduce_wire_bytes(self.payload_nbytes(DENSE), self.world_size)
-        means = None if down_cf is None else self._pieces(down_cf)
-        return self.choice.wire_bytes(self._pieces(cf), self.bucket_nbytes(StepCFs(cf)), cf, means)
+        nbytes = partial(self._bucket_nbytes_at, StepCFs(cf))
+        return self.choice.wire_bytes(self._pieces, nbytes, cf, down_cf)
 
     def supported(self, cf: float) -> float:
         """The nearest CF that the base can reach, on the largest tensor that it compresses."""
@@ -140,7 +148,8 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         settings.policy = Fixed(cf=DENSE)
         low = high = DENSE
     every_step = (settings.sync.numbers, settings.sync.delays) == ((1,), (0,))
-    proven = memory.handover.proven if every_step else DENSE
+    tried = every_step and not sizes.choice.votes  # votes among many ranks cost quality
+    proven = memory.handover.proven(sizes.world_size) if tried else DENSE
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,

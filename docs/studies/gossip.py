@@ -147,7 +147,7 @@ def _strategy(config: TrainConfig) -> str:
         return "all_reduce"
     exchange = config.exchange or "auto"
     base = make_base(config.base or "none", config.memory or "auto")
-    return ExchangeChoice(base, exchange, config.workers).pick(1e6, 100).name
+    return ExchangeChoice(base, exchange, config.workers).pick(lambda _: 1e6, 100).name
 
 
 def make_table(

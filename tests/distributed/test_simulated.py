@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from functools import partial
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -233,25 +234,77 @@ class Listening(Fixed):
         self.told = context
 
 
-def _proven(rank: int, optimizer: Any, sync: Any) -> float:
+def _proven(rank: int, optimizer: Any, sync: Any, exchange: str) -> float:
     model, policy = DDP(nn.Linear(8, 4)), Listening(20)
     steps = [optimizer(model.parameters(), lr=0.1)]
-    AdaptiveCompressor(policy=policy, sync=sync).attach(model, optimizer=steps).close()
+    options: dict[str, Any] = {"policy": policy, "sync": sync, "exchange": exchange}
+    AdaptiveCompressor(**options).attach(model, optimizer=steps).close()
     return policy.told.proven
 
 
 @pytest.mark.parametrize(
-    ("ranks", "optimizer", "sync", "proven"),
+    ("ranks", "optimizer", "sync", "exchange", "proven"),
     [
-        (8, torch.optim.RMSprop, None, inf),
-        (9, torch.optim.AdamW, None, 80.0),
-        (9, torch.optim.AdamW, LocalSteps(2), 1.0),
-        (9, torch.optim.SGD, None, 1.0),
-        (9, torch.optim.RMSprop, None, 1.0),
-        (17, torch.optim.AdamW, None, 1.0),
+        (8, torch.optim.RMSprop, None, "auto", inf),
+        (9, torch.optim.AdamW, None, "auto", 80.0),
+        (9, torch.optim.AdamW, None, "all_gather", 80.0),
+        (9, torch.optim.AdamW, None, "voted_indices", 1.0),
+        (9, torch.optim.AdamW, LocalSteps(2), "auto", 1.0),
+        (16, torch.optim.SGD, None, "auto", 10.0),
+        (17, torch.optim.SGD, None, "auto", 1.0),
+        (9, torch.optim.RMSprop, None, "auto", 1.0),
+        (17, torch.optim.AdamW, None, "auto", 1.0),
     ],
 )
 def test_a_policy_knows_what_was_tried_among_so_many_ranks(
-    ranks: int, optimizer: Any, sync: Any, proven: float
+    ranks: int, optimizer: Any, sync: Any, exchange: str, proven: float
 ) -> None:
-    assert simulate(ranks, lambda rank, _: _proven(rank, optimizer, sync)) == [proven] * ranks
+    found = simulate(ranks, lambda rank, _: _proven(rank, optimizer, sync, exchange))
+    assert found == [proven] * ranks
+
+
+def _sent(rank: int, optimizer: Any) -> tuple[list[float], float, torch.Tensor, torch.Tensor]:
+    """Bytes of each step at CF 20, the bytes that policies are told, the rank's parameters, and the
+    sum of the rank's gradients less its residual."""
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(300, 40))
+    of = optimizer(model.parameters())
+    kept = MemoryTimeline()
+    network = Network(clock=ModelledClock(0.1, LinkSpec.parse("10mbit"), 100.0))
+    options: dict[str, Any] = {"policy": Fixed(20), "timeline": kept, "network": network}
+    compressor = AdaptiveCompressor(**options).attach(model, optimizer=of)
+    own = torch.zeros(300 * 40 + 40)
+    for step in range(6):
+        x = torch.randn(8, 300, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = model(x).square().mean()
+        own += flat_grads(torch.autograd.grad(loss, [*model.parameters()], retain_graph=True))
+        loss.backward()
+        of.step()
+        of.zero_grad()
+    residuals = compressor.running()._parameters.values()
+    waits = torch.cat([p.unsent.flatten() for p in residuals if p.unsent is not None])
+    compressor.close()
+    told = kept.header.wire_bytes[20.0] if kept.header else nan  # rank 0 keeps the timeline
+    sent = [each.report.wire_bytes - each.report.statistics_bytes for each in kept.steps]
+    return sent, told, flat_parameters(model), own - waits
+
+
+def flat_grads(grads: Any) -> torch.Tensor:
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_nine_ranks_send_means_at_a_smaller_cf_and_lose_nothing(name: str) -> None:
+    """Bytes are those that policies are told, which count one tensor and not nine shards. All ranks
+    have the same parameters. SGD has moved them by all that the ranks do not keep."""
+    made = {"SGD": partial(torch.optim.SGD, lr=0.01), "AdamW": partial(torch.optim.AdamW, lr=0.01)}
+    found = simulate(9, lambda rank, _: _sent(rank, made[name]))
+    sent, told, at, _ = found[0]
+    assert sent[1:] == pytest.approx([told] * 5, rel=0.1)
+    torch.manual_seed(0)
+    before = flat_parameters(nn.Linear(300, 40))
+    for _, _, other, _ in found[1:]:
+        assert torch.equal(other, at)
+    if name == "SGD":
+        delivered = torch.stack([each[3] for each in found]).mean(0)
+        torch.testing.assert_close(before - at, 0.01 * delivered, rtol=1e-4, atol=1e-6)

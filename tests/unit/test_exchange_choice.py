@@ -14,7 +14,7 @@ from adaptive.exchange.choice import (
     check_exchange,
     strategies,
 )
-from adaptive.exchange.strategies import Piece
+from adaptive.exchange.strategies import Piece, ShardedMeans
 from adaptive.network.link import LinkCost
 from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
 from compressors.base import Spec
@@ -35,7 +35,7 @@ def pick(
 ) -> str:
     choice = ExchangeChoice(Ladder({4: "int8"}, above="topk"), exchange, world_size)
     choice.link, choice.of_updates = link, of_updates
-    return choice.pick(nbytes, cf).name
+    return choice.pick(lambda at: nbytes * cf / at, cf).name
 
 
 def test_with_two_ranks_there_is_nothing_to_choose() -> None:
@@ -48,13 +48,40 @@ def test_many_ranks_and_large_payloads_are_sharded() -> None:
     assert pick(MB, 16, cf=4) == "sharded"
 
 
-@pytest.mark.parametrize("ranks", [3, 8, 16, 64])
-def test_what_a_sparsifier_keeps_of_gradients_is_gathered(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_few_ranks_gather_what_a_sparsifier_keeps_of_gradients(ranks: int) -> None:
     assert pick(MB, ranks) == "all_gather"
+    assert pick(MB, ranks, of_updates=True) == "voted_indices"
     assert pick(MB, ranks, exchange="voted_indices") == "voted_indices"
-    few = ranks <= 8
-    assert pick(MB, ranks, of_updates=True) == ("voted_indices" if few else "all_gather")
     assert pick(MB, ranks, cf=4) == "sharded"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cf", "of_updates", "down_cf"),
+    [
+        (9, 20, False, 5),
+        (16, 40, False, 5),
+        (16, 40, True, 10),
+        (16, 1000, False, 1000 / 16),  # the mean has no more elements
+        (10, 100, True, 10),
+        (10, 80, False, 0.99 * 8),  # CF 8 is int4's
+        (64, 4.5, False, 4.5),  # means are no sparser than payloads
+        (64, 4, True, None),  # int8: no sparsifier
+    ],
+)
+def test_many_ranks_send_means_back_at_a_smaller_cf(ranks, cf, of_updates, down_cf) -> None:
+    choice = ExchangeChoice(Ladder({4: "int8", 8: "int4"}, "topk"), "auto", ranks)
+    choice.link, choice.of_updates = SLOW, of_updates
+    picked = choice.pick(lambda at: 1e8 / at**0.8, cf)  # an index takes more bits at a large CF
+    assert isinstance(picked, ShardedMeans)
+    assert picked.back.cf == down_cf
+
+
+def test_many_ranks_gather_payloads_that_are_small_beside_the_means() -> None:
+    """At CF 80 nine ranks' payloads are as many bytes as the half that means alone take."""
+    choice = ExchangeChoice(make_compressor("topk"), "auto", 9)
+    choice.link = SLOW
+    assert choice.pick(lambda cf: MB if cf == 80 else 8 * MB, 80) is GATHERED
 
 
 def test_small_payloads_are_gathered_where_messages_cost_time() -> None:
@@ -83,7 +110,7 @@ def test_ranks_that_agree_on_the_link_choose_alike() -> None:
         for rank in ranks:
             rank.link, rank.of_updates = link, True
         for size in (1e2, 1e4, 1e5, 1e6):
-            assert len({rank.pick(size, 100).name for rank in ranks}) == 1
+            assert len({rank.pick(lambda _, size=size: size, 100).name for rank in ranks}) == 1
 
 
 def _calls(name: str) -> int:
@@ -122,7 +149,7 @@ def test_means_that_travel_at_a_cf_of_their_own_are_half_of_the_bytes() -> None:
     base = make_compressor("topk")
     choice = ExchangeChoice(base, "sharded", 4, ParameterServer(down_cf=5))
     up, down = (Piece(base, (10_000,), cf) for cf in (50, 5))
-    wire = choice.wire_bytes([up], 1e6, 50, [down])
+    wire = choice.wire_bytes(lambda cf: [up if cf == 50 else down], lambda _: 1e6, 50)
     assert wire == pytest.approx(3 / 4 * (up.nbytes + down.nbytes))
 
 
@@ -142,7 +169,9 @@ def test_every_compressor_has_a_way_and_accepts_the_names_of_its_ways(name: str)
     base = make_compressor(name)
     ways = strategies(base)
     assert [check_exchange(way.name, base) for way in ways] == [way.name for way in ways]
-    assert ExchangeChoice(base, "auto", 8).pick(MB, 100).name in {way.name for way in ways}
+    assert ExchangeChoice(base, "auto", 8).pick(lambda _: MB, 100).name in {
+        way.name for way in ways
+    }
 
 
 @pytest.mark.parametrize(
