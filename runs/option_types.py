@@ -45,9 +45,10 @@ def number_that(
     def parse(text: str) -> float:
         try:
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and fits(value)):
+            right = math.isfinite(value) and fits(value)
+        except (ValueError, OverflowError):  # no number, or a whole one beyond all floats
+            right = False
+        if not right:
             raise ValueError(f"must be {wanted}, got {text!r}")
         return value
 
@@ -82,7 +83,10 @@ _below_one = number_that(lambda value: 0 <= value < 1, "a number in [0, 1)")
 
 Count = Annotated[int, spec("N", at_least(1))]
 Whole = Annotated[int, spec("N", at_least(0))]
-Wholes = Annotated[tuple[int, ...], spec("N ...", at_least(0), "*")]
+# torch takes 64 bits, and each rank has seeds of its own.
+_seed = number_that(lambda value: 0 <= value < 2**32, "an integer from 0 to 2^32 - 1", int)
+Seed = Annotated[int, spec("N", _seed)]
+Seeds = Annotated[tuple[int, ...], spec("N ...", _seed, "*")]
 Number = Annotated[float, spec("X", number)]
 Pair = Annotated[tuple[float, float], spec("LOW HIGH", number, 2)]
 Positive = Annotated[float, spec("X", _positive)]

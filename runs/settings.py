@@ -19,6 +19,7 @@ from runs.option_types import (
     Pair,
     Positive,
     Rate,
+    Seed,
     Switch,
     TwoBelowOne,
     Whole,
@@ -66,7 +67,7 @@ class Training:
     """Steps in all."""
     batch_size: Count | None = None
     """Items a worker a step (the task's)."""
-    seed: Whole = 0
+    seed: Seed = 0
     """Of weights, order, augmentation."""
     threads: Count = 1
     """CPU threads a worker."""

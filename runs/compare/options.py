@@ -18,7 +18,7 @@ from runs.config import OWN, TrainConfig
 from runs.expression import PLAIN
 from runs.needs import check_has, has
 from runs.netlab.lab import Lab
-from runs.option_types import Count, Positive, Rate, Switch, Texts, Whole, Wholes, metavar
+from runs.option_types import Count, Positive, Rate, Seeds, Switch, Texts, Whole, metavar
 from runs.options import check_measured, check_modelled, check_sends
 from runs.parser import UsageError, option, options, shown
 from runs.settings import Keeping, Measuring, Modelling, Optimizing, Training
@@ -129,7 +129,7 @@ class Comparing:
     small model)."""
     only: Texts | None = None
     """With --suite: those of its contenders in whose names one of these is (all)."""
-    seeds: Wholes | None = None
+    seeds: Seeds | None = None
     """Seeds (0; with --suite as many as the table has)."""
     bandwidths: Annotated[Texts | None, metavar("RATE[,LATENCY] ...")] = None
     """Networks of the modelled seconds (100mbit 1gbit)."""

@@ -126,7 +126,7 @@ BAD = {
     "--bandwidths fast": ["--bandwidths fast", "'100mbit'"],
     "--model-mb 0": ["--model-mb", "'0'", "> 0"],
     "--model-mb 170 --workers 1": ["--model-mb 170", "--workers 2"],
-    "--seeds -1": ["--seeds", "'-1'", ">= 0"],
+    "--seeds -1": ["--seeds", "'-1'", "from 0 to 2^32 - 1"],
     "--slice x": ["--slice", "'x'"],
     "--task x": ["--task", "'x'", "cifar10"],
     "--log-dir /dev/null/x": ["--log-dir", "/dev/null", "folder"],

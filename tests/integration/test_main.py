@@ -119,6 +119,7 @@ def test_a_character_that_the_terminal_lacks_is_escaped() -> None:
     ("words", "said"),
     [
         ("--workers 0", "--workers: must be an integer >= 1, got '0'"),
+        ("--seed 4294967296", "--seed: must be an integer from 0 to 2^32 - 1, got '4294967296'"),
         ("--step 5", "Unrecognized options: --step, 5; perhaps --steps N"),
         ("--steps", "Missing value for argument '--steps'. Expected 1 values."),
     ],

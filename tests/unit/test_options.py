@@ -37,6 +37,7 @@ from runs import settings
 from runs.__main__ import COMMANDS
 from runs.build import MUON, OPTIMIZERS
 from runs.expression import OBJECTS
+from runs.option_types import at_least
 
 NAN = float("nan")
 
@@ -239,3 +240,8 @@ def test_a_papers_policy_brings_its_compression_along(
     settings = AdaptiveCompressor(**given, policy=policy)._settings
     found = settings.base.name, settings.cf_range, settings.granularity
     assert (*found, settings.memory.options.kind) == expected
+
+
+def test_a_whole_number_beyond_all_floats_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be an integer >= 1, got '1000"):
+        at_least(1)(str(10**400))
