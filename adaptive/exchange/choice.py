@@ -64,7 +64,7 @@ FEW_RANKS = 8
 """The largest number of ranks among which voted indices, and every CF, were seen to keep dense's
 quality (docs/research/defaults.md)."""
 
-MEANS_CF, UPDATES_CF = 5.0, 10.0
+MEANS_OF_GRADIENTS, MEANS_OF_UPDATES = 5.0, 10.0
 """Among more than `FEW_RANKS` ranks: the smallest CF of the means of gradients, and of the means of
 updates, that sparsifiers send back. The mean of many sparse payloads has many elements: among 16
 ranks at CF 40 a third of all (docs/research/defaults.md)."""
@@ -280,9 +280,10 @@ class ExchangeChoice:
         return self._fixed is None and self.messages is None and self._world_size > 2
 
     @property
-    def votes(self) -> bool:
-        """Whether the user has asked for voted indices."""
-        return self._fixed is not None and self._fixed.votes
+    def tried(self) -> bool:
+        """Whether CFs of sparsifiers were tried with this exchange among many ranks: with "auto"
+        and with an all-gather. By votes, and with means at the same CF, they cost quality."""
+        return self._fixed is None or self._fixed is GATHERED
 
     @property
     def may_shard(self) -> bool:
@@ -293,9 +294,9 @@ class ExchangeChoice:
         """The CF at which "auto" sends means back, if a step at `cf` takes the sharded exchange."""
         if self._world_size <= FEW_RANKS or not isinstance(self._base.at(cf), Sparsifier):
             return cf
-        least = UPDATES_CF if self.of_updates else MEANS_CF
+        least = MEANS_OF_UPDATES if self.of_updates else MEANS_OF_GRADIENTS
         down_cf = min(cf, max(least, cf / self._world_size))  # a mean has no more elements
-        # A rung would send means in its own way.
+        # A rung at just this CF would take the place of the sparsifier.
         return down_cf if down_cf not in self._base.rungs else 0.99 * down_cf
 
     def pick(self, nbytes: Callable[[float], float], cf: float) -> Strategy:
@@ -309,7 +310,7 @@ class ExchangeChoice:
         many = self._for_many_ranks if sparse else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED
-            return many if self.votes else fixed
+            return many if fixed.votes else fixed
         n, link, down_cf = self._world_size, self.link, self.means_cf(cf)
         if sparse and n > FEW_RANKS:
             many = _sharded(down_cf)

@@ -148,7 +148,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         settings.policy = Fixed(cf=DENSE)
         low = high = DENSE
     every_step = (settings.sync.numbers, settings.sync.delays) == ((1,), (0,))
-    tried = every_step and not sizes.choice.votes  # votes among many ranks cost quality
+    tried = every_step and sizes.choice.tried
     proven = memory.handover.proven(sizes.world_size) if tried else DENSE
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),

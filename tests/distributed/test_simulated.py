@@ -249,6 +249,7 @@ def _proven(rank: int, optimizer: Any, sync: Any, exchange: str) -> float:
         (9, torch.optim.AdamW, None, "auto", 80.0),
         (9, torch.optim.AdamW, None, "all_gather", 80.0),
         (9, torch.optim.AdamW, None, "voted_indices", 1.0),
+        (9, torch.optim.SGD, None, "sharded", 1.0),
         (9, torch.optim.AdamW, LocalSteps(2), "auto", 1.0),
         (16, torch.optim.SGD, None, "auto", 10.0),
         (17, torch.optim.SGD, None, "auto", 1.0),
@@ -277,7 +278,8 @@ def _sent(rank: int, optimizer: Any) -> tuple[list[float], float, torch.Tensor, 
     for step in range(6):
         x = torch.randn(8, 300, generator=torch.Generator().manual_seed(100 * step + rank))
         loss = model(x).square().mean()
-        own += flat_grads(torch.autograd.grad(loss, [*model.parameters()], retain_graph=True))
+        grads = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        own += torch.cat([grad.flatten() for grad in grads])
         loss.backward()
         of.step()
         of.zero_grad()
@@ -287,10 +289,6 @@ def _sent(rank: int, optimizer: Any) -> tuple[list[float], float, torch.Tensor, 
     told = kept.header.wire_bytes[20.0] if kept.header else nan  # rank 0 keeps the timeline
     sent = [each.report.wire_bytes - each.report.statistics_bytes for each in kept.steps]
     return sent, told, flat_parameters(model), own - waits
-
-
-def flat_grads(grads: Any) -> torch.Tensor:
-    return torch.cat([grad.flatten() for grad in grads])
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
