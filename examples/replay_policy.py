@@ -11,7 +11,7 @@ which it asks for something that was not measured; what would have come then, no
 from __future__ import annotations
 
 import argparse
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 from adaptive import Header, StepRecord
@@ -38,6 +38,8 @@ def context_of(header: Header) -> Context:
         overlap=header.overlap,
         delays=header.delays,
         power=header.power,
+        early=header.early,
+        proven=inf if header.proven is None else header.proven,
     )
 
 

@@ -12,8 +12,9 @@ the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not the only goal: a run has a schedule, and must reach dense's quality in the
 same number of steps. So the steps done so far bound the CF (lateness.py), and among many ranks
-`Context.proven` does: where it is 1, only CFs with an assumed gain are sent, int4 as a rule. With
-`goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
+`Context.proven` does: where it is 1, only CFs with an assumed gain are sent, int4 as a rule. Up to
+`Context.early` no steps need to be done while the learning rate is high. With `goal="time"` the
+bound is twenty times as loose, for a longer schedule, whatever the ranks.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
 the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least. If
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, nan
+from math import ceil, inf, nan
 from typing import Literal, get_args
 
 from policies import checks
@@ -50,7 +51,7 @@ from policies.base import (
     counted_steps,
     setting,
 )
-from policies.lateness import Lateness
+from policies.lateness import SHARE, Lateness
 from policies.state import require, saved
 from policies.step_time import StepTime
 from policies.words import bytes_in_words, named, percent, progress, seconds_in_words
@@ -167,6 +168,14 @@ class Goodput(DeclaredPolicy):
         wait = steps if cf in self._assumed else cf * steps  # an assumed CF sends every element
         return wait <= self._longest_wait
 
+    def allowed_from(self, cf: float) -> float:
+        """The first step, counted from 1, in which goal="quality" allows a CF, if the learning rate
+        is constant; inf: none."""
+        if not self.keeps_quality(cf):
+            return inf
+        early = max(self._smallest, self._context.early)
+        return 1 if cf in self._assumed or cf <= early else ceil(cf / SHARE)
+
     def keeps_quality(self, cf: float) -> bool:
         """Whether a CF may be sent among so many ranks, however long a run is.
 
@@ -187,8 +196,10 @@ class Goodput(DeclaredPolicy):
     @property
     def _longest_wait(self) -> float:
         """The largest number of steps that an element may wait in the residual."""
-        quality = self.goal == "quality"
-        return max(self._smallest, self._lateness.largest if quality else HASTE * self._steps)
+        if self.goal == "time":
+            return max(self._smallest, HASTE * self._steps)
+        early = self._context.early if self._lateness.rate_is_high else DENSE
+        return max(self._smallest, early, self._lateness.largest)
 
     @property
     def _wait(self) -> int:

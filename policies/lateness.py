@@ -34,12 +34,14 @@ class Lateness(Stateful):
     """A bound of the CF by the steps done."""
 
     steps: int = saved(0)
+    _highest: float = saved(0.0)  # the highest learning rate so far
     # (step, learning rate) of every change by NOTED since the present phase began.
     _rates: list[tuple[int, float]] = saved([])
 
     def observe(self, lr: float, steps: int = 1) -> None:
         """Count `steps` steps. lr: their learning rate, nan if it is not known."""
         if isfinite(lr) and lr > 0:
+            self._highest = max(self._highest, lr)
             last = self._rates[-1][1] if self._rates else 0.0
             if not last / NOTED < lr < last * NOTED:
                 self._rates.append((self.steps, lr))
@@ -56,6 +58,11 @@ class Lateness(Stateful):
         return 0
 
     @property
+    def rate_is_high(self) -> bool:
+        """Whether the learning rate is at least a fourth of the highest so far, or not known."""
+        return not self._rates or self._rates[-1][1] >= self._highest / ALIKE
+
+    @property
     def alike(self) -> int:
         """Number of steps at about the present learning rate."""
         return self.steps - (self._rates[0][0] if self._rates else 0)
@@ -68,5 +75,8 @@ class Lateness(Stateful):
     def _check_loaded(self) -> None:
         steps = [step for step, _ in self._rates]
         whole = steps == sorted(steps) and all(0 <= step <= self.steps for step in steps)
-        whole = whole and all(rate > 0 for _, rate in self._rates)
-        require(whole, "'rates' of lateness must be learning rates > 0 of ascending steps")
+        whole = whole and all(0 < rate <= self._highest for _, rate in self._rates)
+        require(
+            whole,
+            "'rates' of lateness must be learning rates > 0, up to 'highest', of ascending steps",
+        )

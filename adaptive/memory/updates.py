@@ -139,6 +139,11 @@ class UpdateHandover(Handover):
             return 1.0
         return 0.2 if self._ranks == 2 else 0.5
 
+    def early(self, ranks: int) -> float:
+        """CF 40 beside Adam, whose updates are as large as the learning rate from the first step
+        on. Among three to eight ranks it cost quality (docs/research/defaults.md)."""
+        return DENSE if self.always_updates or 3 <= ranks <= 8 else 40.0
+
     def proven(self, ranks: int) -> float:
         """Up to CF 80 Adam's updates kept dense's quality among 16 ranks. Optimizers without a
         first moment make too small updates there (docs/research/defaults.md)."""

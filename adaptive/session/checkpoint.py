@@ -27,7 +27,7 @@ FormName = Literal["auto", "rank", "gathered"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
 """The values that `AdaptiveCompressor.state_dict(checkpoint=...)` accepts."""
 
-VERSION = 26
+VERSION = 27
 
 CHUNK = 2**24
 """Bytes that each rank sends in one gather."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, inf, prod
+from math import ceil, inf, isfinite, prod
 from typing import Any
 
 import torch
@@ -150,6 +150,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
     every_step = (settings.sync.numbers, settings.sync.delays) == ((1,), (0,))
     tried = every_step and sizes.choice.tried
     proven = memory.handover.proven(sizes.world_size) if tried else DENSE
+    early = memory.handover.early(sizes.world_size) if every_step else DENSE
     context = Context(
         cf_range=(min(low, *ends), max(high, *ends)),
         world_size=sizes.world_size,
@@ -166,6 +167,7 @@ def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Po
         overlap=settings.sync.overlap,
         delays=settings.sync.delays,
         power=memory.handover.power,
+        early=early,
         proven=inf if sizes.world_size <= FEW_RANKS else proven,
     )
     if settings.policy.layerwise and not context.layers:
@@ -237,6 +239,8 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         overlap=context.overlap,
         delays=context.delays,
         power=context.power,
+        early=context.early,
+        proven=context.proven if isfinite(context.proven) else None,
         network=network_in_words(settings.network.clock, settings.network.spec),
         expression=f"{'' if built_in else f'{module}.'}{policy!r}",
         gain=policy.gain,

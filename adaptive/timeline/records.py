@@ -11,7 +11,7 @@ from math import nan
 from typing import Any, get_args
 
 from adaptive.network.pace import Pace
-from policies import GainKind, Measurement, StepReport
+from policies import DENSE, GainKind, Measurement, StepReport
 
 VERSION = 1
 """The version of the records. Readers of this version may misread a field of a larger version."""
@@ -32,7 +32,8 @@ class Header:
     wire_bytes: by supported CF, the bytes of a step without statistics. link, latency: see
     `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
-    during an exchange; None: half of them. delays, power: see `Context`.
+    during an exchange; None: half of them. delays, power, early, proven: see `Context`;
+    `proven` is None for infinity, which JSON has not.
     caveat: see `Synchronisation`. promise: see `Policy`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
@@ -57,6 +58,8 @@ class Header:
     overlap: int | None = 0
     delays: tuple[int, ...] = (0,)
     power: float = 0.5
+    early: float = DENSE
+    proven: float | None = None
     network: str = ""
     expression: str = ""
     gain: GainKind = "gradient"

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil, exp, hypot, inf, log, sqrt
+from math import exp, hypot, inf, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
@@ -58,7 +58,6 @@ from adaptive.step.synchronisation import LATE, EveryStep
 from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
-from policies.lateness import SHARE
 
 STEPS = 30
 LEAST = 25
@@ -309,18 +308,19 @@ def conclude(
     times: StepTimes,
     progress: Callable[[float], float],
     candidates: Collection[float],
-    keeps_quality: Callable[[float], bool],
+    allowed_from: Callable[[float], float],
     name: Callable[[float], str],
     ranks: int,
     link: LinkCost,
 ) -> Verdict:
-    """What follows from the steps that were timed. Only a CF that was rehearsed is advised."""
+    """What follows from the steps that were timed. Only a CF that was rehearsed is advised.
+    allowed_from: the first step in which a run with default settings may send a CF."""
     rehearsed = sorted({*times.by_cf} - {DENSE})
     best = most_progress(times, progress, rehearsed)
     expected = {cf: times.seconds(cf) for cf in sorted({DENSE, *candidates, *rehearsed})}
     dense, at_best = times.by_cf[DENSE], times.by_cf[best]
     worth = {cf: progress(cf) for cf in rehearsed}
-    path = _path(best, times, progress, [cf for cf in expected if keeps_quality(cf)])
+    path = _path(best, times, progress, {cf: allowed_from(cf) for cf in expected})
     speedup = expected[DENSE] / expected[best]
     doubt = LEVEL * hypot(_error(dense), _error(at_best), DOUBT)
     pays = speedup >= WORTH and worth[best] * speedup > 1
@@ -348,23 +348,17 @@ def _path(
     best: float,
     times: StepTimes,
     progress: Callable[[float], float],
-    cfs: Collection[float],
+    allowed_from: Mapping[float, float],
 ) -> Iterator[tuple[int, float]]:
-    """The CFs that a run with default settings sends, each with its first step: of those that the
-    steps done allow the one that promises most progress a second, until `best` is allowed. cfs:
-    those that may be sent among so many ranks, dense among them."""
-    whole = {DENSE, *times.rungs}
-    if not {*cfs} - whole:
-        yield 1, most_progress(times, progress, cfs)
-        return
-    smallest = min({*cfs} - whole)
+    """The CFs that a run with default settings sends, each with its first step: the CF that
+    promises most progress a second, of those allowed by then, until `best` is. allowed_from: the
+    first step of each CF, dense among them; inf: it is never sent."""
     last = 0.0
-    for cf in sorted({*cfs} - whole):
-        step = 1 if cf == smallest else ceil(cf / SHARE)
-        sent = most_progress(times, progress, [each for each in cfs if each in whole or each <= cf])
-        sent = best if best in cfs and (best in whole or best <= cf) else sent
+    for step in sorted({*allowed_from.values()} - {inf}):
+        allowed = [cf for cf, first in allowed_from.items() if first <= step]
+        sent = best if best in allowed else most_progress(times, progress, allowed)
         if sent != last:
-            yield step, sent
+            yield int(step), sent
         if sent == best:
             return
         last = sent
@@ -691,7 +685,7 @@ class Doctor:
     def _conclude(self) -> Verdict:
         trial, ranks = self._trial, self._session.exchange.world_size
         cfs = trial.candidates()
-        may = trial.keeps_quality
+        may = trial.allowed_from
         return conclude(self._times(), trial.progress, cfs, may, self._name, ranks, self._link)
 
     def _name(self, cf: float) -> str:

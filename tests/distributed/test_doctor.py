@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import pairwise
-from math import exp, hypot, log, sqrt
+from math import ceil, exp, hypot, inf, log, sqrt
 from random import Random
 from statistics import median
 from typing import Any
@@ -207,6 +208,10 @@ def test_a_run_with_default_settings_compresses_less_at_first() -> None:
     assert str(third).splitlines()[0].endswith("which send CF 10 at first, CF 80 from step 200 on")
 
 
+def _allowed_from(cf: float) -> float:
+    return 1 if cf <= 10 else ceil(cf / SHARE)
+
+
 def test_the_advice_is_what_the_bound_allows_and_not_the_fastest() -> None:
     """The link is so slow that CF 80 is by far the fastest: the default comes to it in steps."""
     by_cf = {DENSE: [10.0] * 4, 10.0: [1.2] * 4, 80.0: [0.325] * 4}
@@ -216,18 +221,27 @@ def test_the_advice_is_what_the_bound_allows_and_not_the_fastest() -> None:
         return RUNGS.get(cf, cf ** (-1 / 10))
 
     ladder = [10.0, 20.0, 40.0, 80.0, *RUNGS]
-    found = conclude(times, progress, ladder, bool, "{:g}".format, 2, LinkCost())
+    found = conclude(times, progress, ladder, _allowed_from, "{:g}".format, 2, LinkCost())
     assert [(step, cf) for step, cf, _ in found.path] == [(1, 8), (50, 20), (100, 40), (200, 80)]
     assert found.best == 80
     assert str(found).startswith(f"expect {found.with_default(1000):.2f}x [")
     assert found.with_default(1000) < found.speedup
     whole = {1.0, *RUNGS}
-    many = conclude(times, progress, ladder, whole.__contains__, "{:g}".format, 16, LinkCost())
+
+    def only(cfs: Container[float]) -> Callable[[float], float]:
+        return lambda cf: _allowed_from(cf) if cf in cfs else inf
+
+    many = conclude(times, progress, ladder, only(whole), "{:g}".format, 16, LinkCost())
     assert [(step, cf) for step, cf, _ in many.path] == [(1, 8)]  # all that the default sends
-    sparse = conclude(
-        times, progress, ladder, lambda cf: 8 < cf <= 40 or cf == 1, "{:g}".format, 16, LinkCost()
-    )
+    some = only((1.0, 10.0, 20.0, 40.0))
+    sparse = conclude(times, progress, ladder, some, "{:g}".format, 16, LinkCost())
     assert [cf for _, cf, _ in sparse.path] == [10, 20, 40]
+
+    def early(cf: float) -> float:  # as beside Adam
+        return 1 if cf <= 40 else _allowed_from(cf)
+
+    found = conclude(times, progress, ladder, early, "{:g}".format, 2, LinkCost())
+    assert [(step, cf) for step, cf, _ in found.path] == [(1, 40), (200, 80)]
     assert many.best == 80
     assert many.with_default(1000) < found.with_default(1000)
     assert 'with goal="time"' in str(many)
@@ -265,7 +279,8 @@ def test_a_verdict_never_contradicts_its_own_table(
     def progress(cf: float) -> float:
         return RUNGS.get(cf, cf ** (-1 / 10)) ** power
 
-    found = conclude(times, progress, [*LADDER, *RUNGS], bool, "{:g}".format, 2, LinkCost())
+    cfs = [*LADDER, *RUNGS]
+    found = conclude(times, progress, cfs, _allowed_from, "{:g}".format, 2, LinkCost())
     expected = [found.expected[cf] for cf in LADDER]
     assert all(more >= less - 1e-9 for more, less in pairwise(expected))
     assert found.expected[4.0] >= found.expected[8.0] - 1e-9  # coded alike

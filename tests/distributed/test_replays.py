@@ -8,14 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from math import inf, isfinite
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, JSONLTimeline
-from examples.replay_policy import replay
+from adaptive import AdaptiveCompressor, Header, JSONLTimeline
+from examples.replay_policy import context_of, replay
 from policies import Accordion, Fixed, Goodput, GraVAC, Plan, Policy
 from policies.words import named
 from runs.records import Recorded, read_records
@@ -25,26 +26,29 @@ from tests.distributed.setting import loss_of, small_net
 POLICIES: dict[str, Callable[[], Policy]] = {
     "gravac": lambda: GraVAC(window=6, dense_window=3, cooldown=4),
     "goodput": lambda: Goodput(goal="time", opening=4, cooldown=3),
+    "goodput beside AdamW": lambda: Goodput(opening=4, cooldown=3),
     "accordion": lambda: Accordion(interval=5, eta=0.2),
     "accordion by layer": lambda: Accordion(interval=5, eta=0.2, per_layer=True),
 }
 STEPS, POISONED = 50, 17
 
-LINKS = {"goodput": "1mbit"}
+LINKS = {"goodput": "1mbit", "goodput beside AdamW": "1mbit"}
 """Of those that may stay where they are at 4 Mbit/s, if the machine is slow."""
 
 
 def _record(rank: int, folder: str) -> dict[str, list[Plan]]:
     """Each policy's plans in a run by the real clock, with a step that is not finite."""
     return {
-        name: _train(rank, make(), LINKS.get(name, "4mbit"), f"{folder}/{name}")
+        name: _train(rank, make(), LINKS.get(name, "4mbit"), f"{folder}/{name}", "AdamW" in name)
         for name, make in POLICIES.items()
     }
 
 
-def _train(rank: int, policy: Policy, link: str, path: str) -> list[Plan]:
+def _train(rank: int, policy: Policy, link: str, path: str, adam: bool) -> list[Plan]:
     model = DDP(small_net(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    if adam:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     compressor = AdaptiveCompressor(
         "topk", (4, 100), policy=policy, network=link, timeline=JSONLTimeline(path)
     ).attach(model, optimizer=optimizer)
@@ -97,6 +101,21 @@ def test_it_ends_where_the_policy_asks_for_what_was_not_measured(
     plans, end = replay(policy, recorded[name][1])
     assert len(plans) < STEPS
     assert re.search(asked, end), end
+
+
+@pytest.mark.parametrize("proven", [1.0, 10.0, inf])
+def test_what_is_proven_among_many_ranks_is_on_record(proven: float, tmp_path: Path) -> None:
+    bound = proven if isfinite(proven) else None
+    header = Header(
+        "goodput", {}, (10, 1000), 16, "topk", "residual", 9, 36.0, {}, {}, early=40.0, proven=bound
+    )
+    timeline = JSONLTimeline(tmp_path / "records")
+    timeline.start(header)
+    timeline.close()
+    read = read_records(tmp_path / "records").header
+    assert read == header
+    context = context_of(read)
+    assert (context.early, context.proven) == (40.0, proven)
 
 
 def test_the_command_says_the_reasons_of_the_record(

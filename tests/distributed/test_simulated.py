@@ -234,34 +234,38 @@ class Listening(Fixed):
         self.told = context
 
 
-def _proven(rank: int, optimizer: Any, sync: Any, exchange: str) -> float:
+def _told(rank: int, optimizer: Any, sync: Any, exchange: str) -> tuple[float, float]:
     model, policy = DDP(nn.Linear(8, 4)), Listening(20)
     steps = [optimizer(model.parameters(), lr=0.1)]
     options: dict[str, Any] = {"policy": policy, "sync": sync, "exchange": exchange}
     AdaptiveCompressor(**options).attach(model, optimizer=steps).close()
-    return policy.told.proven
+    return policy.told.early, policy.told.proven
 
 
 @pytest.mark.parametrize(
-    ("ranks", "optimizer", "sync", "exchange", "proven"),
+    ("ranks", "optimizer", "sync", "exchange", "early", "proven"),
     [
-        (8, torch.optim.RMSprop, None, "auto", inf),
-        (9, torch.optim.AdamW, None, "auto", 80.0),
-        (9, torch.optim.AdamW, None, "all_gather", 80.0),
-        (9, torch.optim.AdamW, None, "voted_indices", 1.0),
-        (9, torch.optim.SGD, None, "sharded", 1.0),
-        (9, torch.optim.AdamW, LocalSteps(2), "auto", 1.0),
-        (16, torch.optim.SGD, None, "auto", 10.0),
-        (17, torch.optim.SGD, None, "auto", 1.0),
-        (9, torch.optim.RMSprop, None, "auto", 1.0),
-        (17, torch.optim.AdamW, None, "auto", 1.0),
+        (2, torch.optim.SGD, None, "auto", 1.0, inf),
+        (2, torch.optim.AdamW, None, "auto", 40.0, inf),
+        (2, torch.optim.AdamW, LocalSteps(2), "auto", 1.0, inf),
+        (4, torch.optim.AdamW, None, "auto", 1.0, inf),
+        (8, torch.optim.RMSprop, None, "auto", 1.0, inf),
+        (9, torch.optim.AdamW, None, "auto", 40.0, 80.0),
+        (9, torch.optim.AdamW, None, "all_gather", 40.0, 80.0),
+        (9, torch.optim.AdamW, None, "voted_indices", 40.0, 1.0),
+        (9, torch.optim.SGD, None, "sharded", 1.0, 1.0),
+        (9, torch.optim.AdamW, LocalSteps(2), "auto", 1.0, 1.0),
+        (16, torch.optim.SGD, None, "auto", 1.0, 10.0),
+        (17, torch.optim.SGD, None, "auto", 1.0, 1.0),
+        (9, torch.optim.RMSprop, None, "auto", 1.0, 1.0),
+        (17, torch.optim.AdamW, None, "auto", 40.0, 1.0),
     ],
 )
 def test_a_policy_knows_what_was_tried_among_so_many_ranks(
-    ranks: int, optimizer: Any, sync: Any, exchange: str, proven: float
+    ranks: int, optimizer: Any, sync: Any, exchange: str, early: float, proven: float
 ) -> None:
-    found = simulate(ranks, lambda rank, _: _proven(rank, optimizer, sync, exchange))
-    assert found == [proven] * ranks
+    found = simulate(ranks, lambda rank, _: _told(rank, optimizer, sync, exchange))
+    assert found == [(early, proven)] * ranks
 
 
 def _sent(rank: int, optimizer: Any) -> tuple[list[float], float, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Context, Goodput
+from policies import DENSE, Context, Goodput
 from policies.goodput import HASTE
 from policies.lateness import ALIKE, NOTED, SHARE, Lateness
 from tests.unit.test_policies_goodput import OPENING, nbytes, report
@@ -64,6 +64,14 @@ def test_a_drop_begins_anew_and_a_cosine_ends_in_small_cfs():
     assert len(observed(rates)._rates) < 40  # of the present phase only
 
 
+def test_the_learning_rate_is_high_until_it_has_fallen_to_less_than_a_fourth():
+    assert observed([]).rate_is_high
+    assert observed([nan] * 9).rate_is_high
+    assert observed([1e-4 * (step + 1) for step in range(99)]).rate_is_high  # a warm-up
+    assert observed([0.1, 0.3, 0.08]).rate_is_high
+    assert not observed([0.1, 0.3, 0.07]).rate_is_high
+
+
 @given(st.lists(st.floats(1e-6, 1), max_size=30), st.lists(st.floats(1e-6, 1), max_size=30))
 def test_a_state_goes_on_as_if_it_had_never_stopped(before, after):
     whole, resumed = observed(before), Lateness()
@@ -72,18 +80,20 @@ def test_a_state_goes_on_as_if_it_had_never_stopped(before, after):
         whole.observe(lr)
         resumed.observe(lr)
     assert (resumed.alike, resumed.largest) == (whole.alike, whole.largest)
+    assert resumed.rate_is_high == whole.rate_is_high
 
 
 def test_a_damaged_state_is_refused():
     with pytest.raises(ValueError, match="rates"):
-        Lateness().load_state_dict({"steps": 5, "rates": [[7, 0.1]]})
-    with pytest.raises(ValueError, match="rates"):
-        Lateness().load_state_dict({"steps": 5, "rates": [[2, -0.1]]})
+        Lateness().load_state_dict({"steps": 5, "highest": 0.1, "rates": [[7, 0.1]]})
+    for rate in (-0.1, 0.2):
+        with pytest.raises(ValueError, match="rates"):
+            Lateness().load_state_dict({"steps": 5, "highest": 0.1, "rates": [[2, rate]]})
 
 
-def sent_by(policy, rates):
+def sent_by(policy, rates, early=DENSE):
     """(CF, reason, learning rate's phase in steps) of each step on a slow network."""
-    policy.start(Context((10, 1000), 2, wire_bytes=nbytes))
+    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, early=early))
     found = []
     for step, lr in enumerate(rates):
         plan = policy.plan()
@@ -107,6 +117,27 @@ def test_for_quality_no_cf_is_sent_that_waits_too_long(schedule):
     for step, (cf, *_) in enumerate(found):
         assert cf <= max(bounds[max(0, step - LATER) : step + 1])
     assert max(cf for cf, *_ in found) >= 80  # it is a bound in time, not for good
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_up_to_the_early_cf_no_step_waits_while_the_learning_rate_is_high(schedule):
+    rates = SCHEDULES[schedule]
+    early = [cf for cf, *_ in sent_by(Goodput(), rates, early=40.0)]
+    late = [cf for cf, *_ in sent_by(Goodput(), rates)]
+    assert max(early[:LATER]) == 40
+    assert max(late[:LATER]) == OPENING
+    fallen = [step for step, lr in enumerate(rates) if lr < max(rates[: step + 1]) / ALIKE]
+    settled = [step for step in fallen if step - LATER in fallen]
+    assert all(early[step] == late[step] for step in settled)
+    assert bool(settled) == (schedule in ("drops", "cosine"))
+
+
+@pytest.mark.parametrize("early", [DENSE, 40.0])
+def test_a_run_sends_no_cf_before_the_step_that_is_foretold(early):
+    policy = Goodput()
+    found = [cf for cf, *_ in sent_by(policy, SCHEDULES["constant"], early)]
+    for cf in {*found}:
+        assert policy.allowed_from(cf) <= found.index(cf) + 1 <= policy.allowed_from(cf) + LATER
 
 
 def test_the_bound_is_named_where_it_moves_the_cf():
