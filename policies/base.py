@@ -57,8 +57,8 @@ class Context:
     # Exponent of the gain in T_comp for the tensors that are sent (gradients or updates): how fast
     # progress falls with the gain.
     power: float = 0.5
-    # The largest CF that keeps dense's quality from the first step on, until the learning rate has
-    # fallen to less than a fourth. 1: the smallest CF of the ladder.
+    # The largest CF that was seen to keep dense's quality from the first step on, while the
+    # learning rate is at least a fourth of its highest. 1: the smallest CF of the ladder.
     early: float = DENSE
     # The largest CF of a sparsifier that was seen to keep dense's quality in equal steps, among so
     # many ranks. 1: none; inf: all.

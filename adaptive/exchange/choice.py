@@ -23,6 +23,7 @@ from adaptive.exchange.strategies import (
     Summed,
 )
 from adaptive.exchange.votes import Voted
+from adaptive.memory.handover import FEW_RANKS
 from adaptive.model.state import SavedPart
 from adaptive.network.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.network.link import LinkCost
@@ -59,10 +60,6 @@ SHOWS = 1.5
 PROBES = 5
 
 GATHERED, SUMMED, SHARDED = Gathered(), Summed(), ShardedMeans(Means())
-
-FEW_RANKS = 8
-"""The largest number of ranks among which voted indices, and every CF, were seen to keep dense's
-quality (docs/research/defaults.md)."""
 
 MEANS_OF_GRADIENTS, MEANS_OF_UPDATES = 5.0, 10.0
 """Among more than `FEW_RANKS` ranks: the smallest CF of the means of gradients, and of the means of

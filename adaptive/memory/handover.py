@@ -21,6 +21,10 @@ from adaptive.network.collectives import Exchange
 from compressors.kernels import kernels_for
 from policies import DENSE
 
+FEW_RANKS = 8
+"""The largest number of ranks among which voted indices, and every CF, were seen to keep dense's
+quality (docs/research/defaults.md)."""
+
 TRIED = 16
 """The largest number of ranks with which CFs of sparsifiers were tried."""
 

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.error_feedback import Residual
-from adaptive.memory.handover import TRIED, Groups, Handover, is_torchs_own
+from adaptive.memory.handover import FEW_RANKS, TRIED, Groups, Handover, is_torchs_own
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
 from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normalized
 from adaptive.memory.muon import enlargements, is_muon
@@ -141,8 +141,9 @@ class UpdateHandover(Handover):
 
     def early(self, ranks: int) -> float:
         """CF 40 beside Adam, whose updates are as large as the learning rate from the first step
-        on. Among three to eight ranks it cost quality (docs/research/defaults.md)."""
-        return DENSE if self.always_updates or 3 <= ranks <= 8 else 40.0
+        on. Among three to `FEW_RANKS` ranks, which may vote on indices, it cost quality
+        (docs/research/defaults.md)."""
+        return DENSE if self.always_updates or 2 < ranks <= FEW_RANKS else 40.0
 
     def proven(self, ranks: int) -> float:
         """Up to CF 80 Adam's updates kept dense's quality among 16 ranks. Optimizers without a

@@ -433,7 +433,10 @@ class AdaptiveCompressor:
         A resumed run equals an uninterrupted one up to rounding: DDP rebuilds its buckets after the
         first backward (with `static_graph` after the second), which changes the order of summation,
         and the tensors that are compressed as one. The run is the same bit by bit if as many
-        discarded backwards come before `load_state_dict` (as in `runs train --resume`)."""
+        discarded backwards come before `load_state_dict` (as in `runs train --resume`).
+
+        Saving reads the statistics that are under way: on a device, and with a delay, the policy
+        may decide a step sooner after it, in the run that goes on as in a resumed one."""
         form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         session = self.running()
         with on_device(session.device):

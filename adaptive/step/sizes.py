@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from adaptive.exchange.bucket import Granularity, StepCFs
-from adaptive.exchange.choice import FEW_RANKS, ExchangeChoice
+from adaptive.exchange.choice import ExchangeChoice
 from adaptive.exchange.strategies import Piece, Strategy
 from adaptive.memory.error_feedback import NoMemory
+from adaptive.memory.handover import FEW_RANKS
 from adaptive.model.chunks import CHUNK, joined_nbytes
 from adaptive.model.parameters import ModelParameter, ModelParameters
 from adaptive.network.collectives import reduce_wire_bytes
