@@ -12,15 +12,15 @@ the law, made no run better (docs/research/defaults.md).
 
 Progress a second is not the only goal: a run has a schedule, and must reach dense's quality in the
 same number of steps. So the steps done so far bound the CF (lateness.py), and among many ranks
-`Context.proven` does: where it is 1, only CFs with an assumed gain are sent, int4 as a rule. Up to
-`Context.early` no steps need to be done while the learning rate is high. With `goal="time"` the
-bound is twenty times as loose, for a longer schedule, whatever the ranks.
+`Context.proven` does: where it is 1, only CFs with an assumed gain are sent, int4 as a rule. CFs
+up to `Context.early` are allowed from the first step on, while the learning rate is high. With
+`goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
 
 A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
 the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least. If
 the link is not known, a run begins at the smallest CF of the ladder. It does not begin at dense on
 a slow network, where a dense step can take as long as a hundred compressed steps. It does not begin
-at a large CF, because the first gradients are the largest: they would stay in the residual until a
+at a large CF, because the first gradients are the largest. They would stay in the residual until a
 smaller CF sends them all at once, which sets training back. If the link is not known, or has
 changed, the policy goes from a large CF to a smaller one in strides, and measures the network after
 each stride.
@@ -154,7 +154,7 @@ class Goodput(DeclaredPolicy):
         seconds = {
             cf: latency + self._context.wire_bytes(cf) * seconds_a_byte
             for cf in sorted(small, reverse=True)
-            if cf <= self._smallest and self.keeps_quality(cf)
+            if cf <= self._smallest and self._keeps_quality(cf)
         }
         soon = [cf for cf, each in seconds.items() if 0 < each <= SOON]
         return min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
@@ -163,7 +163,7 @@ class Goodput(DeclaredPolicy):
         """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""
         if self.goal == "time":
             return cf <= self._longest_wait
-        if not self.keeps_quality(cf):
+        if not self._keeps_quality(cf):
             return False
         wait = steps if cf in self._assumed else cf * steps  # an assumed CF sends every element
         return wait <= self._longest_wait
@@ -171,12 +171,12 @@ class Goodput(DeclaredPolicy):
     def allowed_from(self, cf: float) -> float:
         """The first step, counted from 1, in which goal="quality" allows a CF, if the learning rate
         is constant; inf: none."""
-        if not self.keeps_quality(cf):
+        if not self._keeps_quality(cf):
             return inf
         early = max(self._smallest, self._context.early)
         return 1 if cf in self._assumed or cf <= early else ceil(cf / SHARE)
 
-    def keeps_quality(self, cf: float) -> bool:
+    def _keeps_quality(self, cf: float) -> bool:
         """Whether a CF may be sent among so many ranks, however long a run is.
 
         If sparse CFs are proven there, int4 and int8 are left out: a change between these and
@@ -320,7 +320,7 @@ class Goodput(DeclaredPolicy):
 
     def _too_late(self) -> str:
         """Why the CF in use is no longer allowed, in words."""
-        if not self.keeps_quality(self._send):
+        if not self._keeps_quality(self._send):
             return f"among {self._ranks} ranks {self._named(self._send)} may cost quality"
         alike = counted_steps(self._lateness.alike)
         late = f"what {self._named(self._send)} does not send would wait too long"

@@ -76,7 +76,4 @@ class Lateness(Stateful):
         steps = [step for step, _ in self._rates]
         whole = steps == sorted(steps) and all(0 <= step <= self.steps for step in steps)
         whole = whole and all(0 < rate <= self._highest for _, rate in self._rates)
-        require(
-            whole,
-            "'rates' of lateness must be learning rates > 0, up to 'highest', of ascending steps",
-        )
+        require(whole, "'rates' of lateness must be of ascending steps, > 0, at most 'highest'")

@@ -54,8 +54,8 @@ class Handover:
         return self.sends_updates
 
     def early(self, ranks: int) -> float:
-        """`Context.early`. Gradients are largest at first. What waits of these sets training back
-        later, so the smallest CF comes first."""
+        """`Context.early`. The first gradients are the largest: at a large CF they would wait in
+        the residual, and set training back later."""
         return DENSE
 
     def proven(self, ranks: int) -> float:

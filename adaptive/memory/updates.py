@@ -140,9 +140,9 @@ class UpdateHandover(Handover):
         return 0.2 if self._ranks == 2 else 0.5
 
     def early(self, ranks: int) -> float:
-        """CF 40 beside Adam, whose updates are as large as the learning rate from the first step
-        on. Among three to `FEW_RANKS` ranks, which may vote on indices, it cost quality
-        (docs/research/defaults.md)."""
+        """CF 40 beside Adam: its updates are as large as the learning rate from the first step on,
+        so no large ones wait. Among three to `FEW_RANKS` ranks, which may vote on indices, CF 40
+        cost quality in the first steps (docs/research/defaults.md)."""
         return DENSE if self.always_updates or 2 < ranks <= FEW_RANKS else 40.0
 
     def proven(self, ranks: int) -> float:

@@ -435,8 +435,9 @@ class AdaptiveCompressor:
         and the tensors that are compressed as one. The run is the same bit by bit if as many
         discarded backwards come before `load_state_dict` (as in `runs train --resume`).
 
-        Saving reads the statistics that are under way: on a device, and with a delay, the policy
-        may decide a step sooner after it, in the run that goes on as in a resumed one."""
+        Saving waits for the statistics of the last steps. On a device, and with a delay, the next
+        decision of the policy may so come one step sooner, in the run that goes on and in a
+        resumed run alike."""
         form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         session = self.running()
         with on_device(session.device):

@@ -33,7 +33,7 @@ class Header:
     `Context`.
     local_steps: the numbers of local steps to choose from. overlap: how many local steps may pass
     during an exchange; None: half of them. delays, power, early, proven: see `Context`;
-    `proven` is None for infinity, which JSON has not.
+    `proven` is None for infinity, because JSON has no infinity.
     caveat: see `Synchronisation`. promise: see `Policy`.
     network: an emulated or modelled link, in words; "" for the real network.
     """
