@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from policies.checks import nearest
@@ -68,6 +69,7 @@ class Contender:
             raise UsageError(f"--contender {self.label}: {error}") from error
 
 
+@cache  # reading options takes a tenth of a second, and a paper's table has dozens of contenders
 def parse_contender(text: str) -> Contender:
     """UsageError names the contender, what is wrong with it and what is accepted."""
     name, cf, keys = _split(text.strip())

@@ -365,7 +365,12 @@ def _resume(rank: int, form: str, optimizer: str, stop: int | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("form", "optimizer"), [("rank", "adamw"), ("rank", "sgd"), ("gathered", "none")]
+    ("form", "optimizer"),
+    [
+        ("rank", "adamw"),
+        pytest.param("rank", "sgd", marks=pytest.mark.long),
+        pytest.param("gathered", "none", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_that_was_stopped_goes_on(form: str, optimizer: str) -> None:
     whole = run_ranks(4, _resume, form, optimizer, None)

@@ -51,6 +51,7 @@ def _clipped_to_one_norm(rank: int) -> list[float]:
     return [_held_out(dense), _held_out(compressed)]
 
 
+@pytest.mark.long
 def test_a_script_that_clips_every_step_trains_as_well_as_under_ddp() -> None:
     dense, compressed = run_ranks(2, _clipped_to_one_norm)[0]
     assert compressed < 1.2 * dense

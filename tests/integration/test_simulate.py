@@ -155,7 +155,9 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert len(ours) == done + 4
 
 
-@pytest.mark.parametrize("sync", ["EveryStep()", "LocalSteps(2)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("EveryStep()", marks=pytest.mark.long), "LocalSteps(2)"]
+)
 def test_a_run_as_of_a_transformer_goes_on_to_the_bit(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:

@@ -32,7 +32,7 @@ def _last_updates(
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("noise", [0.0, 1.0, 3.0, 10.0, 100.0])
+@pytest.mark.parametrize("noise", [0.0, 3.0, 100.0])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_mean_of_enlarged_updates_is_as_large_as_that_of_the_mean_gradient(
     ranks: int, noise: float, nesterov: bool

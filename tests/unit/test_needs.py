@@ -197,20 +197,34 @@ def test_a_folder_without_init_that_is_imported_in_place_of_ours_is_named(
     assert f"package {name!r}" in said
 
 
-@pytest.mark.parametrize("name", [*NAMES, "adaptive", "runs"])
-def test_a_module_in_a_folder_that_ours_hides_is_named(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / name
-    folder.mkdir()
-    (folder / "mine.py").touch()
-    done = _python(
-        f"import sys, adaptive; sys.path.insert(0, '{tmp_path}'); import {name}.mine", tmp_path
-    )
-    assert done.stderr.splitlines()[-1] == (
-        f"ModuleNotFoundError: No module named '{name}.mine': this library's package {name!r} "
-        f"hides {folder}; give yours another name, or put it into a package"
-    )
-    done = _python(f"import adaptive, {name}.other", tmp_path)
-    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: No module named '{name}.other'"
+IMPORTED = """
+import importlib, sys, adaptive
+
+sys.path.insert(0, FOLDER)
+for name in NAMES:
+    for module in (f"{name}.mine", f"{name}.other"):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            print(error)
+"""
+
+
+def test_a_module_in_a_folder_that_ours_hides_is_named(tmp_path: Path) -> None:
+    names = [*NAMES, "adaptive", "runs"]
+    expected = []
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "mine.py").touch()
+        expected += [
+            f"No module named '{name}.mine': this library's package {name!r} hides {folder}; give "
+            f"yours another name, or put it into a package",
+            f"No module named '{name}.other'",
+        ]
+    code = IMPORTED.replace("FOLDER", repr(str(tmp_path))).replace("NAMES", repr(names))
+    done = _python(code, ROOT)
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 @pytest.mark.parametrize("command", ["doctor", "compare", "tune"])

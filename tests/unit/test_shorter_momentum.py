@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD
@@ -78,6 +78,7 @@ def test_it_steps_as_a_velocity_with_that_momentum_share(
     assert steps.optimizer.param_groups[0]["lr"] == 0.1
 
 
+@settings(max_examples=30)
 @given(SHARES, st.sampled_from([0.0, 0.5]))
 def test_every_gradient_moves_the_parameter_as_far_as_without(
     shares: list[float | None], dampening: float
