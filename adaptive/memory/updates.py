@@ -445,6 +445,14 @@ class UpdateHandover(Handover):
         self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
+        # A state is saved, and training goes on as before: no dense step gets the momentum that a
+        # run without momentum has yet to get (`OwnMoments._change_share`).
+        had, self.state.had_full_momentum = self.state.had_full_momentum, True
+        differed = self._agree(exchange)
+        self.state.had_full_momentum = had
+        return differed
+
+    def _agree(self, exchange: Exchange) -> bool:
         differed = self.state.ranks_differ or bool(self._sync.undelivered)
         was_exchanged = self.steps.was_exchanged
         self.begin_step(exchange, None)
@@ -456,7 +464,7 @@ class UpdateHandover(Handover):
     def hand_back(self, exchange: Exchange | None) -> None:
         self._moments.put_back()
         if exchange is not None:
-            self.agree(exchange)
+            self._agree(exchange)
 
     def state_dict(self) -> dict[str, Any]:
         """Undelivered updates go back to the residuals first."""

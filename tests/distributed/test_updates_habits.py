@@ -57,6 +57,20 @@ def test_a_script_that_clips_every_step_trains_as_well_as_under_ddp() -> None:
     assert compressed < 1.2 * dense
 
 
+def _step_after_saving(rank: int) -> list[float]:
+    """How far a step moves the parameters, in a run that was not saved before it and in one that
+    was, for all ranks in one file."""
+    runs = [Training(_adamw, Fixed(10)).train(rank, 0, 20) for _ in range(2)]
+    runs[1].compressor.state_dict("gathered")
+    before = runs[0].flat.clone()
+    return [float((run.train(rank, 20, 21).flat - before).norm()) for run in runs]
+
+
+def test_saving_is_not_seen_in_the_next_step() -> None:
+    usual, saved = run_ranks(2, _step_after_saving)[0]
+    assert 0.5 * usual < saved < 1.5 * usual
+
+
 def _masked(rank: int) -> dict[str, float]:
     """A script that sets the gradients of some parameters to zero in every step: how far these
     move, and how far the others."""
