@@ -115,6 +115,12 @@ class AdaptiveCompressionCallback(Callback):
         if self._model is not None and self._given is None:
             self.compressor.running().leave()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the module to another trainer. No collective: other ranks may go on. A checkpoint
+        of this moment comes after it."""
+        if self._model is not None and self._given is None:
+            self.compressor.running().leave()
+
     def state_dict(self) -> dict[str, Any]:
         """A part of the trainer's checkpoint. The trainer asks all ranks, and writes rank 0's."""
         if self._model is None:

@@ -150,3 +150,38 @@ def test_lightning_compresses_and_resumes(tmp_path: Path) -> None:
     assert not torch.equal(moments[0][0], moments[1][0])  # each rank's own, so the test is of that
     assert len(first["clipping"]) == 1
     assert "clip_norm" in first["clipping"][0]
+
+
+def _trains_after_an_error(rank: int, folder: str) -> tuple[list[str], torch.Tensor, int]:
+    from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+
+    from adaptive.integrations.lightning import AdaptiveCompressionCallback
+
+    class Fails(Callback):
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise ValueError("out of memory")
+
+    launched(rank)
+    warnings.simplefilter("ignore")
+    module, told = _module("adamw"), []
+    callbacks = [
+        AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10)),
+        OnExceptionCheckpoint(folder),
+        Fails(),
+    ]
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4)
+    try:
+        _trainer(folder, callbacks).fit(module, loader)
+    except ValueError as error:
+        told.append(str(error))
+    _, module, again = _fit(folder, "adamw", f"{folder}/on_exception.ckpt", module)
+    return told, flat_parameters(module), again.compressor.summary().steps
+
+
+def test_another_trainer_goes_on_after_an_error(tmp_path: Path) -> None:
+    """The callback of the first trainer is still held by its script."""
+    first, second = run_ranks(2, _trains_after_an_error, str(tmp_path))
+    assert first[0] == second[0] == ["out of memory"]
+    assert torch.equal(first[1], second[1])
+    assert first[2] == STEPS
