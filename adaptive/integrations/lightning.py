@@ -79,9 +79,7 @@ class AdaptiveCompressionCallback(Callback):
             scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
         self._model = model
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            self.compressor.load_state_dict(loaded)
+        self._go_on()
         clips = trainer.gradient_clip_val
         if clips and self.compressor.memory == "momentum" and trainer.is_global_zero:
             log.warning(
@@ -90,6 +88,13 @@ class AdaptiveCompressionCallback(Callback):
                 "gradient_clip_val, or memory='residual' with it",
                 clips,
             )
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on from a checkpoint that was restored within training. A learning rate finder at the
+        beginning of an epoch goes back to one."""
+        self._go_on()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Drop the gradients of the last epoch, with which Lightning steps once at the end of an
@@ -128,8 +133,15 @@ class AdaptiveCompressionCallback(Callback):
         return self.compressor.state_dict(checkpoint="gathered")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep the state until training starts."""
+        """Keep the state until training starts, or goes on: the trainer restores optimizers after
+        callbacks."""
         self._loaded = state_dict or None
+
+    def _go_on(self) -> None:
+        """Load the state that was kept, if the compressor is attached."""
+        if self._loaded is not None and self._model is not None:
+            loaded, self._loaded = self._loaded, None
+            self.compressor.load_state_dict(loaded)
 
 
 def _refuse(trainer: Any) -> None:

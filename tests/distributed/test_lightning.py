@@ -185,3 +185,37 @@ def test_another_trainer_goes_on_after_an_error(tmp_path: Path) -> None:
     assert first[0] == second[0] == ["out of memory"]
     assert torch.equal(first[1], second[1])
     assert first[2] == STEPS
+
+
+def _finds_a_rate(rank: int, folder: str) -> tuple[list[torch.Tensor], int]:
+    """With a search for a learning rate before the second epoch, which changes none, and without.
+    Each rank has the same rows in both runs, in the same order."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    from adaptive.integrations.lightning import AdaptiveCompressionCallback
+
+    class Finder(LearningRateFinder):  # as Lightning's pages show it
+        def on_fit_start(self, *_: Any) -> None:
+            return
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                self.lr_find(trainer, pl_module)
+
+    launched(rank)
+    warnings.simplefilter("ignore")
+    loader = torch.utils.data.DataLoader(rows()[20 * rank :][:20], batch_size=4)
+    ends = []
+    for more in ([], [Finder(num_training_steps=5, update_attr=False)]):
+        callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10))
+        options = {"use_distributed_sampler": False, "enable_checkpointing": False}
+        module = _module("sgd")
+        _trainer(folder, [callback, *more], **options).fit(module, loader)
+        ends.append(flat_parameters(module))
+    return ends, callback.compressor.summary().steps
+
+
+def test_it_goes_back_with_a_learning_rate_finder_within_training(tmp_path: Path) -> None:
+    for (without, found), steps in run_ranks(2, _finds_a_rate, str(tmp_path)):
+        assert torch.equal(without, found)
+        assert steps == STEPS
