@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive.integrations import metrics
+from adaptive.model.parameters import parameters_of
 from adaptive.model.wrappers import unwrap
 from adaptive.session.compressor import AdaptiveCompressor
 from policies import DENSE
@@ -73,9 +74,12 @@ class AdaptiveCompressionCallback(Callback):
                 "the first gradients after backward, where none can be compressed; leave one of "
                 "the two out"
             )
+        # If a module makes its optimizers itself, Lightning has a stand-in, which steps nothing.
+        own = {*pl_module.parameters()}
+        optimizers = [each for each in trainer.optimizers if own & {*parameters_of(each)}]
         self.compressor.attach(
             model,
-            optimizer=trainer.optimizers,
+            optimizer=optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
         self._model = model

@@ -219,3 +219,31 @@ def test_it_goes_back_with_a_learning_rate_finder_within_training(tmp_path: Path
     for (without, found), steps in run_ranks(2, _finds_a_rate, str(tmp_path)):
         assert torch.equal(without, found)
         assert steps == STEPS
+
+
+def _makes_its_optimizer(rank: int, folder: str) -> tuple[torch.Tensor, float]:
+    launched(rank)
+    warnings.simplefilter("ignore")
+
+    class Itself(type(_module("sgd"))):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.sgd.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.sgd.step()
+
+        def configure_optimizers(self) -> None:
+            self.sgd = optimizer_of("sgd", self.parameters())
+
+    module = Itself()
+    _, module, callback = _fit(folder, "sgd", module=module, max_steps=-1, max_epochs=2)
+    return flat_parameters(module), callback.compressor.summary().wire_factor
+
+
+def test_a_module_may_make_its_optimizers_itself(tmp_path: Path) -> None:
+    """For the trainer it then has a stand-in without parameters."""
+    (first, wire), (second, _) = run_ranks(2, _makes_its_optimizer, str(tmp_path))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, flat_parameters(net()))
+    assert wire > 3
