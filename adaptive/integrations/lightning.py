@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive.integrations import metrics
@@ -30,6 +31,12 @@ else:
         from pytorch_lightning.callbacks import Callback
 
 log = logging.getLogger("adaptive")
+
+AFTER_FIT = (
+    "this checkpoint has no state of the compressor: after fit() Lightning has moved the model off "
+    "its device, where the ranks cannot exchange their residuals. Training that goes on from it "
+    "begins with empty ones. ModelCheckpoint(save_last=True) saves them within fit()"
+)
 
 
 class AdaptiveCompressionCallback(Callback):
@@ -49,6 +56,7 @@ class AdaptiveCompressionCallback(Callback):
         self._given, self._arguments = compressor, arguments
         self.compressor = compressor or AdaptiveCompressor(**arguments)
         self._model: DistributedDataParallel | None = None
+        self._device: torch.device | None = None  # of the model while it trained
         self._loaded: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -82,7 +90,7 @@ class AdaptiveCompressionCallback(Callback):
             optimizer=optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
         )
-        self._model = model
+        self._model, self._device = model, next(model.parameters()).device
         self._go_on()
         clips = trainer.gradient_clip_val
         if clips and self.compressor.memory == "momentum" and trainer.is_global_zero:
@@ -133,6 +141,9 @@ class AdaptiveCompressionCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """A part of the trainer's checkpoint. The trainer asks all ranks, and writes rank 0's."""
         if self._model is None:
+            return {}
+        if self._device is not None and next(self._model.parameters()).device != self._device:
+            log.warning(AFTER_FIT)
             return {}
         return self.compressor.state_dict(checkpoint="gathered")
 

@@ -125,8 +125,12 @@ def _trains(rank: int, folder: str) -> dict[str, Any]:
     found["again"] += (callback.compressor.summary().steps,)
     found["averaged"] = _averaged(folder)
     told = listen()
-    _fit(folder, "sgd", max_steps=2, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    options = {"max_steps": 2, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+    _, module, callback = _fit(folder, "sgd", **options)
     found["clipping"] = [line for line in told if "gradient_clip_val" in line]
+    found["after fit"] = [bool(callback.state_dict())]
+    module.to("meta")  # as a fit on a GPU moves it to the CPU
+    found["after fit"] += [bool(callback.state_dict()), "after fit()" in told[-1]]
     return found
 
 
@@ -148,6 +152,7 @@ def test_lightning_compresses_and_resumes(tmp_path: Path) -> None:
     assert first["averaged"][1] == 10  # two epochs
     moments = first["adamw"]["moments"], second["adamw"]["moments"]
     assert not torch.equal(moments[0][0], moments[1][0])  # each rank's own, so the test is of that
+    assert first["after fit"] == second["after fit"] == [True, False, True]
     assert len(first["clipping"]) == 1
     assert "clip_norm" in first["clipping"][0]
 
