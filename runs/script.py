@@ -74,14 +74,15 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
 
     # The launcher gets signals of the terminal itself, and sends SIGTERM.
     take_signals(interrupted, signal.SIG_IGN)
+    code = INTERRUPTED
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
         code = run_words(script)
     except BaseException:
         if not asked:  # else a peer that has ended before is no failure of this one
             raise
-        return INTERRUPTED
-    return code
+    # A script may catch it, save, and end as if it were whole.
+    return INTERRUPTED if asked else code
 
 
 def before_training(do: Callable[[DistributedDataParallel], object]) -> None:

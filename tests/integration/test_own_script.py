@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import optuna
@@ -53,6 +54,9 @@ if how == "attached":
 dist.destroy_process_group()
 time.sleep(0.5)  # torch may abort if a process exits while gloo's threads are still at work
 """
+
+PLAIN = ("plain", 10**9, 1)
+"""Arguments with which it goes on for ever."""
 
 
 @pytest.fixture
@@ -156,6 +160,23 @@ def test_ctrl_c_keeps_what_is_finished(script: Path, tmp_path: Path, start: Star
     assert "no run is finished" in run.out
     assert "steps/s" not in run.out  # no empty table
     assert "the same command goes on" in run.out
+
+
+@pytest.mark.long
+def test_a_script_that_catches_ctrl_c_is_not_finished(
+    script: Path, tmp_path: Path, start: Start
+) -> None:
+    folder = tmp_path / "comparison"
+    loop = SCRIPT[SCRIPT.index("for step") : SCRIPT.index('if how == "fails"')]
+    caught = "try:\n" + indent(loop, "    ") + "except KeyboardInterrupt:\n    print('saving')\n"
+    script.write_text(SCRIPT.replace(loop, caught))
+    run = start(*python_m("compare"), "--log-dir", folder, "--verbose", "--", script, *PLAIN)
+    run.until(lambda: "loss " in run.err)
+    run.interrupt()
+    assert run.end() == INTERRUPTED, run.err
+    assert "saving" in run.err
+    assert run.out.count("turn ") == 1  # and no other contender has begun
+    assert not list(folder.glob("runs/*/result.json"))
 
 
 @pytest.mark.long
