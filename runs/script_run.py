@@ -80,11 +80,17 @@ def run_whole(
         if code not in (0, PRUNED):
             (config.folder / RESULT_FILE).unlink(missing_ok=True)
             if code != INTERRUPTED:  # it has failed, whatever exit code it has given
-                where = f": what it has printed is in {config.folder / OUTPUT_FILE}"
-                told = f"error: {config.script[0]} has failed{'' if shown else where}"
-                print(told, file=sys.stderr)
-                return 1
+                return _failed(config, "has failed", shown)
+        elif not (config.folder / RESULT_FILE).exists():
+            return _failed(config, "has ended its own process (os._exit): no result", shown)
     return code
+
+
+def _failed(config: TrainConfig, how: str, shown: bool) -> int:
+    """Tell of it; the exit code."""
+    where = "" if shown else f": what it has printed is in {config.folder / OUTPUT_FILE}"
+    print(f"error: {config.script[0]} {how}{where}", file=sys.stderr)
+    return 1
 
 
 def _work(job: ScriptJob, rank: int, world_size: int, init_method: str) -> int:
@@ -99,6 +105,8 @@ def _work(job: ScriptJob, rank: int, world_size: int, init_method: str) -> int:
     code = 1
     try:
         code = run_script(job.script, rank, world_size, init_method)
+        if code == PRUNED and not watched.pruned:
+            code = 1  # the script's own exit code, which says that it has failed
         watched.poll()
     finally:
         watched.close(whole=code == 0)

@@ -142,6 +142,11 @@ def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capf
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")  # exit code 2
     assert main([*map(str, words)]) == 1
     assert f"{script} has failed: what it has printed is in" in capfd.readouterr().err
+    for ending, told in (("sys.exit(5)", "has failed"), ("import os; os._exit(0)", "no result")):
+        script.write_text(f"{SCRIPT}{ending}")
+        assert main([*map(str, words[:-3]), "plain", "5", "1"]) == 1
+        assert told in capfd.readouterr().err
+        assert not list(folder.glob("runs/*/result.json"))
     script.write_text(SCRIPT)
     words = ("compare", "--log-dir", folder, "--metric", "nothing {}", "--", script, "plain", 5, 1)
     assert main([*map(str, words)]) == 2
