@@ -528,8 +528,8 @@ class Doctor:
 
     @property
     def steps_done(self) -> int:
-        """So many of its steps are over."""
-        return max(0, self._step)
+        """So many of its steps are over, once the script has ended: the last one is over, too."""
+        return self._step + 1
 
     def _begin_step(self) -> None:
         """At the first bucket of a backward, on every rank: the last step is over."""

@@ -82,7 +82,7 @@ def test_under_torchrun_too(start: Start, script: Path) -> None:
 def test_a_script_that_ends_too_soon_is_no_verdict(start: Start, script: Path) -> None:
     run = start(*python_m("doctor"), "--", script, 9, "plain")
     assert run.end() == 1
-    assert "ended after 8 steps" in run.err
+    assert "ended after 9 steps" in run.err
     assert "the doctor needs 30" in run.err
 
 
