@@ -50,6 +50,9 @@ def read(
         group = getattr(found, name)
         for each in fields(group):
             value = getattr(group, each.name)
+            # As of a variable that is not set. (--resume alone has the value "", too.)
+            if value == "" and ("" in words or f"{option(each.name)}=" in words):
+                raise UsageError(f"{option(each.name)}: must not be empty, got ''")
             if each.default is MISSING or value != each.default:
                 told[each.name] = value
     return told

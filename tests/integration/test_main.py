@@ -138,6 +138,13 @@ def test_an_option_of_several_values_needs_one(command: str, option: str, capfd:
     assert_refused(capfd, command, option, parts=[f"{option}: must be followed by one value"])
 
 
+@pytest.mark.parametrize("words", [("--log-dir", ""), ("--policy=",), ("--resume", "")])
+def test_a_value_is_not_empty(words: tuple[str, ...], capfd: Any) -> None:
+    """It would be the present folder, the default, or any run."""
+    option = words[0].removesuffix("=")
+    assert_refused(capfd, "train", *words, parts=[f"{option}: must not be empty, got ''"])
+
+
 def test_help_tells_defaults_also_where_they_are_0(capfd: Any) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
