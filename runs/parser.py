@@ -98,8 +98,10 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and behind the first --."""
+    """What stands before and behind the first --. UsageError if nothing stands behind it."""
     end = words.index("--") if "--" in words else len(words)
+    if end == len(words) - 1:
+        raise UsageError("-- SCRIPT: none given; accepted: -- my_script.py ..., or no --")
     return list(words[:end]), list(words[end + 1 :])
 
 

@@ -145,6 +145,12 @@ def test_a_value_is_not_empty(words: tuple[str, ...], capfd: Any) -> None:
     assert_refused(capfd, "train", *words, parts=[f"{option}: must not be empty, got ''"])
 
 
+@pytest.mark.parametrize("command", ["compare", "tune", "doctor", "netlab"])
+def test_nothing_behind_the_dashes_is_no_script(command: str, capfd: Any) -> None:
+    given = ("--network", "1mbit") if command == "netlab" else ()
+    assert_refused(capfd, command, *given, "--", parts=["none given; accepted: "])
+
+
 def test_help_tells_defaults_also_where_they_are_0(capfd: Any) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
