@@ -37,4 +37,5 @@ def draw_quality(rows: Sequence[Row], folder: Path, title: str, seconds: str) ->
         run = rows[0].run
         of = "" if run.config is not None and run.config.script else "held-out "
         axes.set_ylabel(f"{of}{run.quality_name} ({better(run)} is better)")
-        axes.legend()
+        if axes.lines:  # none without a metric, which matplotlib would warn of
+            axes.legend()

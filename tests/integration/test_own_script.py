@@ -105,6 +105,14 @@ def test_a_plain_script_is_compared(script: Path, tmp_path: Path, capfd: Any) ->
 
 
 @pytest.mark.long
+def test_bytes_and_seconds_need_no_metric(script: Path, tmp_path: Path, start: Start) -> None:
+    words = ("--log-dir", tmp_path / "comparison", "--contender", "own")
+    run = start(*python_m("compare"), *words, "--", script, "plain", 20, 1)
+    assert run.end() == 0
+    assert run.err == ""  # no warning of an empty picture
+
+
+@pytest.mark.long
 def test_settings_reach_the_scripts_own_compressor(
     script: Path, tmp_path: Path, capfd: Any
 ) -> None:
