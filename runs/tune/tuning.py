@@ -175,14 +175,14 @@ def make_space(
     options that the command fixes. UsageError names the spec and what is accepted."""
     space: dict[str, BaseDistribution] = {}
     for spec in specs:
-        name, _, text = spec.partition("=")
+        name, equals, text = spec.partition("=")
         name = name.strip().replace("-", "_")
         try:
             if name in given:
                 raise UsageError(f"{option(name)} fixes it; accepted: one of the two")
             if name in space:
                 raise UsageError(f"{name} is searched already; accepted: once")
-            space[name] = _distribution(name, text, known)
+            space[name] = _distribution(name, text, {} if equals else known)
         except (UsageError, ValueError) as error:
             raise UsageError(f"--search {spec}: {error}") from error
     return space

@@ -140,6 +140,7 @@ BAD = {
     "--objective bytes": ["--objective bytes", "quality"],
     "--sampler grid": ["--sampler", "'grid'", "random"],
     "--search speed": ["--search speed", "needs a range"],
+    "--search epsilon=": ["--search epsilon=", "needs a range"],
     "--search speed=1..2": ["speed", "GraVAC takes no speed"],
     "--policy gravac --search eta": ["eta", "GraVAC takes no eta"],
     "--search gain=0..1": ["gain"],
