@@ -67,12 +67,13 @@ class AdaptiveCompressionCallback(TrainerCallback):
             return
         bare, optimizer = _bare(kwargs["model"]), kwargs["optimizer"]
         folder = self._resume_from or _checkpoint(args, state)
+        logged = str(state.log_history)  # as the checkpoint has it
 
         def catch(module: nn.Module, _: Any) -> None:
             found = unwrap(module, None).model
             if isinstance(found, DistributedDataParallel) and _bare(found.module) is bare:
                 self._stop_catching()
-                self._attach(found, optimizer, Path(folder) if state.global_step else None)
+                self._attach(found, optimizer, Path(folder) if state.global_step else None, logged)
 
         self._stop_catching()
         self._catching = register_module_forward_pre_hook(catch)
@@ -127,8 +128,11 @@ class AdaptiveCompressionCallback(TrainerCallback):
             self._catching.remove()
             self._catching = None
 
-    def _attach(self, model: DistributedDataParallel, optimizer: Any, folder: Path | None) -> None:
-        """Attach to a model. folder: the checkpoint to go on from; None: none."""
+    def _attach(
+        self, model: DistributedDataParallel, optimizer: Any, folder: Path | None, logged: str
+    ) -> None:
+        """Attach to a model. folder: the checkpoint to go on from; None: none. logged: the history
+        in that checkpoint."""
         known, self._model = self._model, None  # nothing else keeps a model of another `train()`
         if known is not None and self._given is None:
             if known is model and folder is None:
@@ -145,13 +149,14 @@ class AdaptiveCompressionCallback(TrainerCallback):
         # Rank 0 has written it, perhaps where no other node sees it.
         read: list[Any] = [None]
         with all_or_none(group, f"{path} cannot be read on"):
-            if dist.get_rank(group) == 0 and path.exists():
+            if dist.get_rank(group) == 0 and path.exists() and _has_logged(folder, logged):
                 read = [torch.load(path, map_location="cpu", weights_only=True)]
         dist.broadcast_object_list(read, dist.get_global_rank(group, 0), group)
         if read[0] is None:
             log.warning(
-                "training resumes, but %s is not there, so that the compressor begins anew: give "
-                "AdaptiveCompressionCallback(resume_from=...) the checkpoint's folder",
+                "training resumes, but %s is not there, or of another run, so that the compressor "
+                "begins anew: give AdaptiveCompressionCallback(resume_from=...) the folder of the "
+                "checkpoint",
                 path,
             )
             return
@@ -164,6 +169,13 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     folder, name = Path(args.output_dir or "."), f"checkpoint-{state.global_step}"
     of_trials = folder.glob(f"*/{name}") if state.is_hyper_param_search else ()
     return max(of_trials, key=lambda path: path.stat().st_mtime, default=folder / name)
+
+
+def _has_logged(folder: Path, logged: str) -> bool:
+    """Whether the checkpoint in a folder has this history (as text, in which nan is nan). One that
+    has not is another run's, whose compressor's state would replace the model that was loaded."""
+    file = folder / "trainer_state.json"
+    return not file.exists() or str(TrainerState.load_from_json(str(file)).log_history) == logged
 
 
 def _bare(model: Any) -> Any:

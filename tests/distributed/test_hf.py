@@ -115,7 +115,7 @@ class Model(nn.Module):
 def _train(
     folder: str,
     optimizer: str,
-    resume: bool = False,
+    resume: bool | str = False,
     model: nn.Module | None = None,
     **options: Any,
 ) -> Any:
@@ -149,7 +149,8 @@ def _train(
     trainer = Trainer(
         model, arguments, train_dataset=rows(), callbacks=[callback], optimizers=optimizers
     )
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STOP}" if resume else None)
+    resume = f"{folder}/checkpoint-{STOP}" if resume is True else resume
+    trainer.train(resume_from_checkpoint=resume or None)
     return trainer, callback
 
 
@@ -183,6 +184,13 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
     told = listen()
     _train(own, optimizer, resume=True, resume_from=f"{folder}/elsewhere")
     found["told"] = [line for line in told if "resume_from" in line]
+    told.clear()
+    # Another run has left a checkpoint of the same step in the output folder.
+    model = Model()
+    nn.init.ones_(model.net[0].bias)
+    _train(f"{folder}/used", "adamw", model=model)
+    _, callback = _train(f"{folder}/used", "adamw", resume=f"{own}/checkpoint-{STOP}")
+    found["used"] = callback.compressor.summary().steps, told
     return found
 
 
@@ -214,6 +222,10 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
         assert a["logged"]["compression/cf"] == 10
         assert 0 < a["logged"]["compression/gain"] < 1
     assert len(first["told"]) == 1
+    steps, told = first["used"]
+    assert steps == STEPS - STOP  # the compressor has begun anew
+    assert len(told) == 1
+    assert "of another run" in told[0]
 
 
 def test_the_folder_of_a_trials_checkpoint_is_found(tmp_path: Path) -> None:
