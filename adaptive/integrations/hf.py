@@ -148,9 +148,12 @@ class AdaptiveCompressionCallback(TrainerCallback):
         path, group = folder / FILE, model.process_group
         # Rank 0 has written it, perhaps where no other node sees it.
         read: list[Any] = [None]
-        with all_or_none(group, f"{path} cannot be read on"):
+        with all_or_none(group, "no state can be loaded:"):
             if dist.get_rank(group) == 0 and path.exists() and _has_logged(folder, logged):
-                read = [torch.load(path, map_location="cpu", weights_only=True)]
+                try:
+                    read = [torch.load(path, map_location="cpu", weights_only=True)]
+                except Exception as error:  # which does not name the file
+                    raise ValueError(f"{path} cannot be read: {error!r}") from error
         dist.broadcast_object_list(read, dist.get_global_rank(group, 0), group)
         if read[0] is None:
             log.warning(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from adaptive import AdaptiveCompressor
@@ -157,6 +158,8 @@ def _train(
 def _trained(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warnings.simplefilter("ignore")
+    from adaptive.integrations.hf import FILE
+
     found: dict[str, Any] = {}
     for optimizer in ("sgd", "adamw"):
         own = f"{folder}/{optimizer}"
@@ -191,6 +194,11 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
     _train(f"{folder}/used", "adamw", model=model)
     _, callback = _train(f"{folder}/used", "adamw", resume=f"{own}/checkpoint-{STOP}")
     found["used"] = callback.compressor.summary().steps, told
+    if rank == 0:
+        Path(own, f"checkpoint-{STOP}", FILE).write_bytes(b"damaged")
+    dist.barrier()
+    with pytest.raises(ValueError, match=rf"checkpoint-{STOP}/{FILE} cannot be read: "):
+        _train(own, "adamw", resume=True)
     return found
 
 
