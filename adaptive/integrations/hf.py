@@ -25,6 +25,7 @@ from adaptive.integrations import metrics
 from adaptive.model.wrappers import unwrap
 from adaptive.network.agreement import all_or_none
 from adaptive.session.compressor import AdaptiveCompressor
+from adaptive.step.config import require
 
 log = logging.getLogger("adaptive")
 
@@ -53,6 +54,9 @@ class AdaptiveCompressionCallback(TrainerCallback):
     ) -> None:
         if compressor is not None and arguments:
             raise TypeError("give a compressor or the arguments of one, not both")
+        given = compressor is None or isinstance(compressor, AdaptiveCompressor)
+        accepted = "an AdaptiveCompressor or None (give its arguments by name: base=...)"
+        require(given, "compressor", compressor, accepted)
         self._given, self._arguments = compressor, arguments
         self.compressor = compressor or AdaptiveCompressor(**arguments)
         self._resume_from = resume_from

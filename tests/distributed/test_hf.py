@@ -236,6 +236,15 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
     assert "of another run" in told[0]
 
 
+def test_what_the_callback_does_not_take_is_refused() -> None:
+    from adaptive.integrations.hf import AdaptiveCompressionCallback
+
+    with pytest.raises(TypeError, match="not both"):
+        AdaptiveCompressionCallback(AdaptiveCompressor(), policy="fixed")
+    with pytest.raises(TypeError, match=r"compressor must be an Adap.*base=.*, got 'topk'"):
+        AdaptiveCompressionCallback("topk")  # type: ignore[arg-type]
+
+
 def test_the_folder_of_a_trials_checkpoint_is_found(tmp_path: Path) -> None:
     from transformers import TrainerState, TrainingArguments
 

@@ -41,6 +41,8 @@ def test_without_ddp_one_process_is_told_and_several_are_refused() -> None:
         AdaptiveCompressionCallback(callback.compressor, cf_range=(10, 100))
     with pytest.raises(ValueError, match="base"):  # when it is made, not when training starts
         AdaptiveCompressionCallback(base="top")
+    with pytest.raises(TypeError, match=r"compressor must be an Adap.*base=.*, got 'topk'"):
+        AdaptiveCompressionCallback("topk")
 
 
 def test_a_checkpoint_before_the_first_step_holds_nothing_of_an_earlier_fit() -> None:
