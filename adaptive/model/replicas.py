@@ -157,15 +157,21 @@ class DDPReplica(Replica):
             self.sends_buffers = model.broadcast_buffers and buffers
 
     @classmethod
-    def of(cls, model: object, compiled: bool) -> "DDPReplica":
+    def of(cls, model: object, compiled: bool, by_framework: bool = False) -> "DDPReplica":
         """The replica of this model, made if there is none. TypeError if the model is not DDP,
         RuntimeError if DDP would not hand buckets to a hook. compiled: the model was found inside
-        a module that torch.compile has made."""
+        a module that torch.compile has made. by_framework: see `Unwrapped`."""
         if not isinstance(model, DistributedDataParallel):
             if hasattr(model, "set_requires_all_reduce"):
                 raise TypeError(
                     f"{type(model).__name__} is sharded by FSDP2: attach_fsdp(model, mesh) "
                     f"compresses what its replicas exchange"
+                )
+            if by_framework:
+                raise TypeError(
+                    f"model must be a DistributedDataParallel module, got {type(model).__name__}: "
+                    f"hand over what prepare() or setup() has returned. In a single process, and "
+                    f"with a strategy other than DDP, they make no such module: leave attach() out"
                 )
             how = "model = DistributedDataParallel(model)"
             if compiled:

@@ -215,7 +215,7 @@ class AdaptiveCompressor:
         settings.
         """
         inside = unwrap(model, optimizer)
-        replica = DDPReplica.of(inside.model, inside.model is not model)
+        replica = DDPReplica.of(inside.model, inside.model is not model, inside.by_framework)
         return self._start(replica, inside, scaler, samples_per_step)
 
     def attach_fsdp(

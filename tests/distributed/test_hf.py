@@ -236,6 +236,15 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
     assert "of another run" in told[0]
 
 
+def test_what_accelerate_makes_in_a_single_process_is_refused() -> None:
+    from accelerate import Accelerator
+
+    bare = net()
+    prepared = Accelerator(cpu=True).prepare(bare, optimizer_of("sgd", bare.parameters()))
+    with pytest.raises(TypeError, match=r"got Sequential: .*single process.* leave attach\(\) out"):
+        AdaptiveCompressor().attach(prepared[0], optimizer=prepared[1])
+
+
 def test_what_the_callback_does_not_take_is_refused() -> None:
     from adaptive.integrations.hf import AdaptiveCompressionCallback
 
