@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,10 @@ class AdaptiveCompressionCallback(TrainerCallback):
     several processes whose model is not DDP.
     """
 
+    _catching: ClassVar[RemovableHandle | None] = None
+    """The hook that catches the wrapped model. All callbacks share it: a `train()` that has raised
+    before the first forward leaves its hook, which must not attach to the model of another."""
+
     def __init__(
         self,
         compressor: AdaptiveCompressor | None = None,
@@ -61,7 +65,6 @@ class AdaptiveCompressionCallback(TrainerCallback):
         self.compressor = compressor or AdaptiveCompressor(**arguments)
         self._resume_from = resume_from
         self._model: DistributedDataParallel | None = None
-        self._catching: RemovableHandle | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -80,7 +83,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
                 self._attach(found, optimizer, Path(folder) if state.global_step else None, logged)
 
         self._stop_catching()
-        self._catching = register_module_forward_pre_hook(catch)
+        AdaptiveCompressionCallback._catching = register_module_forward_pre_hook(catch)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,7 +133,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
     def _stop_catching(self) -> None:
         if self._catching is not None:
             self._catching.remove()
-            self._catching = None
+            AdaptiveCompressionCallback._catching = None
 
     def _attach(
         self, model: DistributedDataParallel, optimizer: Any, folder: Path | None, logged: str

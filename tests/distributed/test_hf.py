@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -194,6 +195,13 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
     _train(f"{folder}/used", "adamw", model=model)
     _, callback = _train(f"{folder}/used", "adamw", resume=f"{own}/checkpoint-{STOP}")
     found["used"] = callback.compressor.summary().steps, told
+    # Training has raised before the first forward; then another trainer trains the same model.
+    model = Model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "train", Mock(side_effect=OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            _train(f"{folder}/raised", "adamw", model=model)
+    found["raised"] = _train(f"{folder}/raised", "adamw", model=model)[1].compressor.summary().steps
     if rank == 0:
         Path(own, f"checkpoint-{STOP}", FILE).write_bytes(b"damaged")
     dist.barrier()
@@ -230,6 +238,7 @@ def test_the_trainer_compresses_and_resumes(both: list[Any]) -> None:
         assert a["logged"]["compression/cf"] == 10
         assert 0 < a["logged"]["compression/gain"] < 1
     assert len(first["told"]) == 1
+    assert first["raised"] == STEPS
     steps, told = first["used"]
     assert steps == STEPS - STOP  # the compressor has begun anew
     assert len(told) == 1
