@@ -98,8 +98,9 @@ class Owners(dict[Tensor, Owner]):
 
 STEPPED_LATE = (
     "{} steps after the updates of this backward were exchanged, so the ranks would diverge: the "
-    "exchange is over once every optimizer has stepped, or the next forward with gradients has "
-    "begun. Step once between backward and such a forward, and evaluate under torch.no_grad()"
+    "exchange is over once every optimizer has stepped, a state has been saved, or the next "
+    "forward with gradients has begun. Step once between backward and such a forward, and evaluate "
+    "under torch.no_grad()"
 )
 
 NESTED = (
