@@ -155,7 +155,10 @@ class ShardedReplica(Replica):
         for unit in self._units:
             for module in unit.group.modules:
                 module.set_all_reduce_hook(partial(self._reduce, unit))
-                module.register_forward_pre_hook(_ArrivalMarks(unit))
+                # FSDP's own hooks are not traced by torch.compile either. A traced one would not
+                # register autograd hooks.
+                marks = torch.compiler.disable(_ArrivalMarks(unit))
+                module.register_forward_pre_hook(marks)
 
     def _forward_begins(self, *_: Any) -> None:
         self._buckets = 0  # an earlier backward may have raised before its end
@@ -229,8 +232,6 @@ class _ArrivalMarks:
         self._seen: dict[DTensor, Tensor] = {}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         for sharded in self._unit.group.fsdp_params:
             p, whole = sharded.sharded_param, getattr(sharded, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and self._seen.get(p) is not whole:

@@ -248,3 +248,40 @@ def test_a_late_network_is_told_of_by_one_rank() -> None:
     first, other = run_ranks(2, _late)
     assert sum("local steps of sync='auto' need DDP" in each for each in first) == 1
     assert not any("local steps" in each for each in other)
+
+
+class _Parts(nn.Module):
+    """A unit of which every second step uses a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.more = small_net(torch.float32), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
+        y: Tensor = self.body(x)
+        return y + self.more(y) if all_of_it else y
+
+
+def _compiled(rank: int, compiles: bool) -> Tensor:
+    mesh = mesh_of(REPLICAS)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = _Parts()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+    compressor.attach_fsdp(model, mesh, optimizer=optimizer)
+    if compiles:
+        model.compile(backend="eager")
+    for step in range(4):
+        x, y = batch(step, rank, torch.float32)
+        ((model(x, step % 2 == 0) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+def test_a_compiled_module_may_leave_out_some_of_its_parameters() -> None:
+    eager, compiled = (run_ranks(2, _compiled, each, timeout=40) for each in (False, True))
+    assert torch.equal(compiled[0], compiled[1])
+    torch.testing.assert_close(compiled[0], eager[0])
