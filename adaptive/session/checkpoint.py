@@ -131,8 +131,12 @@ def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
     another one now. agreed: the result of `Session.unite`."""
     exchange = session.exchange
     states, agreed = (read(state, what, list[Mapping]) for what in ("ranks", "agreed"))
-    fits = states and len(agreed) == exchange.shards
-    require(bool(fits), f"'ranks' must not be empty, and 'agreed' be of {exchange.shards}")
+    require(bool(states and agreed), "'ranks' and 'agreed' must not be empty")
+    require(
+        len(agreed) == exchange.shards,
+        f"it is of a model in {len(agreed)} shards, expected {exchange.shards}: for another number "
+        f"of shards load the model and the optimizer only, and begin with an empty residual",
+    )
     for each in states:
         _check_version(each)
     shard = exchange.place % exchange.shards

@@ -285,3 +285,25 @@ def test_a_compiled_module_may_leave_out_some_of_its_parameters() -> None:
     eager, compiled = (run_ranks(2, _compiled, each, timeout=40) for each in (False, True))
     assert torch.equal(compiled[0], compiled[1])
     torch.testing.assert_close(compiled[0], eager[0])
+
+
+def _of_other_shards(rank: int) -> str:
+    """What is said of a gathered state of two shards where parameters are whole."""
+    states = []
+    for shape in (SHARDS, REPLICAS):
+        mesh = mesh_of(shape)
+        model = sharded(mesh)
+        compressor = AdaptiveCompressor("topk", policy=Scripted([10.0])).attach_fsdp(model, mesh)
+        loss_of(model, 0).backward()
+        states.append(compressor.state_dict("gathered"))
+        dist.broadcast_object_list(states)
+    try:
+        compressor.load_state_dict(states[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_of_another_number_of_shards_is_refused_with_advice() -> None:
+    for said in run_ranks(2, _of_other_shards, timeout=20):
+        assert said.startswith("state: it is of a model in 2 shards, expected 1: ")

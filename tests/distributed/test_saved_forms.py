@@ -212,7 +212,7 @@ def test_what_one_rank_cannot_load_no_rank_loads() -> None:
         "bad and gathered": "base is 'randomk'",
         "nothing": "'version' is missing",
         "no mapping": "must be a mapping",
-        "nothing agreed": "'agreed' be of 1",
+        "nothing agreed": "'ranks' and 'agreed' must not be empty",
         "moments of another model": "moments has unknown keys: x",
         "moments not finite": "moments: 0.weight: exp_avg is not finite",
         "parameters of another shape": "parameters: 0.bias must be finite",
