@@ -136,6 +136,18 @@ class ShardedReplica(Replica):
         for unit in self._units:
             unit.group.modules[0].reshard()
 
+    def check_free(self) -> None:
+        """RuntimeError if the script has set an all-reduce hook of its own: FSDP takes one, and
+        `_register` would silently replace it."""
+        for unit in self._units:
+            hook = getattr(unit.group, "_all_reduce_hook", None)
+            function = getattr(getattr(hook, "func", None), "__func__", None)  # of `partial`
+            if hook is not None and function is not ShardedReplica._reduce:
+                raise RuntimeError(
+                    f"{unit.name or 'the root module'} has an all-reduce hook already "
+                    f"({getattr(hook, '__name__', '?')}); FSDP takes one, and attach_fsdp sets it"
+                )
+
     def _ignored(self) -> set[str]:
         managed = {p for unit in self._units for p in unit.parameters}
         return {name for name, p in self.module.named_parameters() if p not in managed}

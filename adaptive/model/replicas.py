@@ -108,7 +108,8 @@ class Replica(ABC):
     def moved(self) -> None:  # noqa: B027 - only FSDP keeps copies of parameters
         """The parameters have been moved between a step and the next forward."""
 
-    def check_free(self) -> None:  # noqa: B027 - only a DDP model may have another hook
+    @abstractmethod
+    def check_free(self) -> None:
         """RuntimeError if the model has a hook of another library."""
 
     def start(self, exchanging: Exchanging) -> None:

@@ -307,3 +307,32 @@ def _of_other_shards(rank: int) -> str:
 def test_a_state_of_another_number_of_shards_is_refused_with_advice() -> None:
     for said in run_ranks(2, _of_other_shards, timeout=20):
         assert said.startswith("state: it is of a model in 2 shards, expected 1: ")
+
+
+def _own_hooks(rank: int) -> list[str]:
+    """What is said of all-reduce hooks that one rank has set on a module, or has in place of the
+    compressor's; and of the compressor's own, when another one is attached."""
+    said, mesh = [], mesh_of(REPLICAS)
+    for when in ("before", "after", "never"):
+        model = sharded(mesh)
+        if when != "before":
+            AdaptiveCompressor("topk").attach_fsdp(model, mesh).detach()
+        if when != "never" and rank == 1:
+            model.set_all_reduce_hook(_own_hook)
+        try:
+            AdaptiveCompressor("topk").attach_fsdp(model, mesh)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def _own_hook(flat: Tensor) -> None:
+    raise AssertionError
+
+
+def test_an_all_reduce_hook_of_the_script_is_not_replaced_in_silence() -> None:
+    for before, after, never in run_ranks(2, _own_hooks, timeout=20):
+        assert "the root module has an all-reduce hook already (_own_hook)" in before
+        assert before == after
+        assert never == ""
