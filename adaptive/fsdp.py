@@ -266,6 +266,11 @@ def _units(root: Any) -> Iterator[_Unit]:
                 f"this version of torch keeps the parameters of an FSDP module where they are not "
                 f"found: {error}"
             ) from error
+        except AssertionError as error:  # of several groups
+            raise ValueError(
+                f"{name or 'the root module'} is sharded over several meshes: shard_placement_fn "
+                f"must choose dimensions only, all of them over the mesh's second dimension"
+            ) from error
         if group is not None and group not in seen:
             seen.add(group)
             yield _Unit(name, group, parameters)

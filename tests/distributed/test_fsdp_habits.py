@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as private
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -336,3 +338,26 @@ def test_an_all_reduce_hook_of_the_script_is_not_replaced_in_silence() -> None:
         assert "the root module has an all-reduce hook already (_own_hook)" in before
         assert before == after
         assert never == ""
+
+
+def _several_meshes(rank: int) -> str:
+    mesh, other, model = mesh_of(SHARDS), mesh_of(REPLICAS), small_net(torch.float32)
+    by_dim = [private.FSDPMeshInfo(each["shard"], shard_mesh_dim=0) for each in (mesh, other)]
+
+    def placement(p: nn.Parameter) -> Any:
+        return private.ShardPlacementResult(Shard(0), by_dim[p.ndim - 1])
+
+    fully_shard(model, mesh=mesh["shard"], shard_placement_fn=placement)
+    try:
+        AdaptiveCompressor("topk").attach_fsdp(model, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(
+    not hasattr(private, "ShardPlacementResult"), reason="a module of this torch has one mesh"
+)
+def test_several_meshes_in_one_module_are_refused_in_a_sentence() -> None:
+    for said in run_ranks(2, _several_meshes, timeout=20):
+        assert said.startswith("the root module is sharded over several meshes: ")
