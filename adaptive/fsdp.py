@@ -181,6 +181,7 @@ class ShardedReplica(Replica):
         parameters = unit.reduced(flat.numel())
         assert self.exchanging is not None
         if self._buckets == 0:
+            self.check_free()  # another hook, set after this one, would leave its module out
             self._reduced.clear()
             # FSDP's own callback, which may have modules left to reduce, is queued already.
             Variable._execution_engine.queue_callback(self._end_backward)

@@ -333,6 +333,22 @@ def _own_hook(flat: Tensor) -> None:
     raise AssertionError
 
 
+def _hook_after_attaching(rank: int) -> str:
+    mesh, model = mesh_of(REPLICAS), small_net(torch.float32)
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    AdaptiveCompressor("topk").attach_fsdp(model, mesh)
+    model[0].set_all_reduce_hook(_own_hook)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(model, 0).backward()
+    return str(caught.value)
+
+
+def test_an_all_reduce_hook_that_is_set_later_is_noticed() -> None:
+    for said in run_ranks(2, _hook_after_attaching, timeout=20):
+        assert "0 has an all-reduce hook already (_own_hook)" in said
+
+
 def test_an_all_reduce_hook_of_the_script_is_not_replaced_in_silence() -> None:
     for before, after, never in run_ranks(2, _own_hooks, timeout=20):
         assert "the root module has an all-reduce hook already (_own_hook)" in before
