@@ -172,9 +172,10 @@ def _check_mean(units: Sequence[Unit], received: Received, rank: int) -> None:
         mean, sent = torch.zeros(2, unit.numel)
         by.mean_of(mean, payloads, received.scale)
         unit.compressor.add_to(sent, own)
-        off = float((mean - sent).norm() / sent.norm())
-        if not off < EXACT:
+        off, norm = float((mean - sent).norm()), float(sent.norm())
+        if not off <= EXACT * norm:  # both are 0 where all elements are below a fixed threshold
             raise ValueError(
-                f"the mean of equal payloads must be that payload; it is {off:.2g} of its norm off "
-                f"(Received.scale, {received.scale:g}, times the sum of the payloads)"
+                f"the mean of equal payloads must be that payload; it is {off / (norm or 1):.2g} "
+                f"of its norm off (Received.scale, {received.scale:g}, times the sum of the "
+                f"payloads)"
             )

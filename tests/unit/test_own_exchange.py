@@ -14,7 +14,7 @@ import torch
 from adaptive import AdaptiveCompressor, Delayed, Strategy, register_exchange
 from adaptive.exchange.choice import check_exchange, strategies
 from adaptive.exchange.rehearsal import rehearse
-from compressors import compressor_names, make_compressor
+from compressors import TwoBit, compressor_names, make_compressor
 from compressors.rounds import RoundsCompressor
 from examples.ring_exchange import Ring
 
@@ -131,6 +131,14 @@ def test_the_ring_and_our_own_strategies_pass_with_every_base(name: str) -> None
             for rank in (0, ranks - 1):
                 rehearse(way, base, 10.0, rank, ranks)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_payloads_of_zeros_pass_a_rehearsal() -> None:
+    """As those of a base with a fixed threshold, where all elements are below it."""
+    base = TwoBit(threshold=1e6)
+    rehearse(Ring(), base, 16.0, 2, 3)
+    with pytest.raises(ValueError, match="whose nonfinite says"):
+        rehearse(SaysAllIsFinite(), base, 16.0, 2, 3)
 
 
 def test_a_name_is_registered_once_and_stands_for_a_class_that_is_whole() -> None:
