@@ -108,7 +108,8 @@ class RuledMemory(Residual):
         kept = self._kept(parameter)
         before = _copies(kept, nonfinite)
         wide = mean.to(parameter.dtype)
-        self.rule.received(kept, wide, cf)
+        self.rule.received(handed := {**kept}, wide, cf)
+        self._check_in_place(handed, kept)
         _put_back(kept, before, nonfinite)
         if wide is not mean:
             mean.copy_(wide)
@@ -136,12 +137,29 @@ class RuledMemory(Residual):
 
     def _accumulate(self, kept: Kept, grad: Tensor, cf: float, nonfinite: Flag) -> Tensor:
         before = _copies(kept, nonfinite)
-        addend = self.rule.accumulate(kept, grad, cf)
+        addend = self.rule.accumulate(handed := {**kept}, grad, cf)
+        self._check_in_place(handed, kept)
+        shape, dtype = kept["residual"].shape, kept["residual"].dtype
+        if not isinstance(addend, Tensor) or (addend.shape, addend.dtype) != (shape, dtype):
+            raise TypeError(
+                f"memory {self.name!r}: accumulate must return a tensor as the residual is, "
+                f"{tuple(shape)} of {dtype}; got {_kind_of(addend)}"
+            )
         if before:
             _put_back(kept, before, nonfinite)
             addend = addend.clone()
             fill_if(nonfinite, addend, 0.0)
         return addend
+
+    def _check_in_place(self, handed: Kept, kept: Kept) -> None:
+        """TypeError if the rule has put other tensors into the mapping that it was handed: what it
+        keeps would stay as it was."""
+        replaced = [name for name in handed if handed[name] is not kept.get(name)]
+        if replaced:
+            raise TypeError(
+                f"memory {self.name!r} must change what is kept in place, as in "
+                f"kept[{replaced[0]!r}].copy_(x), and has replaced {', '.join(replaced)}"
+            )
 
     def _kept(self, parameter: ModelParameter) -> Kept:
         """The kept tensors of a parameter; missing ones are made, filled with zeros. (The joint
@@ -151,6 +169,13 @@ class RuledMemory(Residual):
                 setattr(parameter, name, parameter.zeros())
         kept = {name: getattr(parameter, name) for name in self.rule.keeps}
         return {"residual": parameter.open_residual(), **kept}
+
+
+def _kind_of(value: object) -> str:
+    """The shape and dtype of a tensor, the type of anything else, for an error."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    return type(value).__name__
 
 
 def _copies(kept: Kept, nonfinite: Flag) -> dict[str, Tensor]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from adaptive import (
     AdaptiveCompressor,
@@ -18,6 +24,8 @@ from adaptive import (
     register_memory,
 )
 from adaptive.memory.options import memory_from
+from adaptive.memory.rule import RuledMemory
+from adaptive.model.parameters import ModelParameter
 from compressors import QSGD, Levels
 from examples.own_memory import EF21, Decayed
 from examples.own_sparsifier import ChunkedTopK
@@ -77,3 +85,59 @@ def test_the_page_shows_the_example() -> None:
     page = (Path(__file__).parents[2] / "docs" / "own_memory.md").read_text(encoding="utf-8")
     shown = "\n\n\n".join(inspect.getsource(each).rstrip() for each in (Decayed, EF21))
     assert f"```python\n{shown}\n```" in page
+
+
+class OnesOwn(MemoryRule):
+    """Calls the function that it was made with."""
+
+    keeps = ("m",)
+
+    def __init__(self, does: Callable[[Any, Tensor], Any]) -> None:
+        self.does = does
+
+    def accumulate(self, kept: Any, grad: Tensor, cf: float) -> Any:
+        return self.does(kept, grad)
+
+
+def _replaces(name: str) -> Callable[[Any, Tensor], Tensor]:
+    def does(kept: Any, grad: Tensor) -> Tensor:
+        kept[name] = 0.9 * kept[name] + grad
+        return grad
+
+    return does
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (lambda kept, grad: None, r"must return .* \(6,\) of torch.float32; got NoneType"),
+        (lambda kept, grad: grad[1:], r"must return .* got \(5,\) of torch.float32"),
+        (lambda kept, grad: grad.sum(), r"must return .* got \(\) of torch.float32"),
+        (lambda kept, grad: grad.bfloat16(), r"must return .* got \(6,\) of torch.bfloat16"),
+        (_replaces("residual"), r"kept\['residual'\].copy_\(x\), and has replaced residual"),
+        (_replaces("m"), r"kept\['m'\].copy_\(x\), and has replaced m"),
+        (_replaces("m2"), "KeyError"),
+    ],
+)
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_a_rule_returns_or_replaces_is_no_silent_loss(
+    does: Any, told: str, dense: bool
+) -> None:
+    memory = RuledMemory(OnesOwn(does), lambda: False)
+    begin = memory.flush_into if dense else partial(memory.open, cf=10.0)
+    with pytest.raises((TypeError, KeyError)) as raised:
+        begin(ModelParameter("p", torch.ones(2, 3)), torch.ones(6))
+    assert re.search(told, repr(raised.value))
+
+
+def test_what_is_kept_may_be_changed_by_an_operator() -> None:
+    def does(kept: Any, grad: Tensor) -> Tensor:
+        kept["m"] *= 0.9
+        kept["m"] += grad
+        return kept["m"]
+
+    memory = RuledMemory(OnesOwn(does), lambda: False)
+    parameter = ModelParameter("p", torch.ones(2, 3))
+    for _ in range(2):
+        memory.open(parameter, torch.ones(6), 10.0)
+    assert torch.equal(parameter.m, torch.full((6,), 1.9))  # type: ignore[attr-defined]
