@@ -44,13 +44,14 @@ class MemoryRule(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.name = cls.__dict__.get("name") or cls.__name__
-        taken = {"residual", "velocity", "momentum_share", "to_full_momentum", "stepped"} & {
-            *cls.keeps
-        }
-        if taken or not all(isinstance(name, str) and name.isidentifier() for name in cls.keeps):
+        # What is kept becomes attributes of a `ModelParameter`: "local" would be the weights.
+        ours = {"to_full_momentum", *dir(ModelParameter), *ModelParameter.__annotations__}
+        fits = not isinstance(cls.keeps, str) and ours.isdisjoint(cls.keeps)
+        if not fits or not all(isinstance(name, str) and name.isidentifier() for name in cls.keeps):
+            taken = ", ".join(sorted(ours.intersection(cls.keeps))) or "residual, velocity, ..."
             raise TypeError(
-                f"{cls.__name__}.keeps must be names other than those of ours (residual, velocity, "
-                f"momentum_share, to_full_momentum, stepped), got {cls.keeps!r}"
+                f"{cls.__name__}.keeps must be a tuple of names other than those of ours ({taken}),"
+                f" got {cls.keeps!r}"
             )
 
     @abstractmethod
