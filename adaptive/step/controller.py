@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isnan, nan
+from math import inf, isnan, nan
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -150,9 +151,22 @@ class Controller(saved.Stateful):
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
+        if not isinstance(plan, Plan):
+            raise TypeError(f"policy {self.policy.name!r}: plan() must return a Plan, got {plan!r}")
+        for cf in (plan.send, *plan.probe, *plan.layers.values()):
+            if not isinstance(cf, Real) or not 1 <= cf < inf:
+                raise ValueError(
+                    f"policy {self.policy.name!r} plans a CF of {cf!r}: it must be a finite number "
+                    f">= 1"
+                )
         if (plan.layers or plan.by_layer) and not self.policy.layerwise:
             raise ValueError(
                 f"policy {self.policy.name!r} plans for layers, and must say layerwise = True"
+            )
+        if unknown := plan.layers and {*plan.layers} - {p.name for p in self.requested.layers}:
+            raise ValueError(
+                f"policy {self.policy.name!r} plans for {', '.join(sorted(map(repr, unknown)))}: "
+                f"layers must be of those in Context.layers"
             )
         if plan.measure and not self.policy.measures:
             raise ValueError(

@@ -1,0 +1,73 @@
+"""A policy of one's own is told by name what it must plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive import AdaptiveCompressor, Plan, Policy, StepReport
+from policies import Context
+from tests.unit.in_one_process import Given, one_rank
+
+
+class Planned(Policy):
+    """Plans what it was given, in every step."""
+
+    name = "planned"
+    layerwise = True
+
+    def __init__(self, planned: Any) -> None:
+        self.planned = planned
+
+    def start(self, context: Context) -> None:
+        pass
+
+    def plan(self) -> Plan:
+        planned: Plan = self.planned
+        return planned
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _step(planned: Any) -> float:
+    gradients = [torch.randn(8, 8), torch.randn(8)]
+    with one_rank():
+        model = DDP(Given([gradient.shape for gradient in gradients]))
+        compressor = AdaptiveCompressor("topk", (2, 20), policy=Planned(planned)).attach(model)
+        model(gradients).backward()
+        compressor.close()
+        return compressor.cf
+
+
+@pytest.mark.parametrize(
+    ("planned", "told"),
+    [
+        (None, r"plan\(\) must return a Plan, got None"),
+        (10.0, r"plan\(\) must return a Plan, got 10\.0"),
+        (Plan(nan), "plans a CF of nan: it must be a finite number >= 1"),
+        (Plan(0.5), r"plans a CF of 0\.5"),
+        (Plan("10"), "plans a CF of '10'"),  # type: ignore[arg-type]
+        (Plan(10.0, probe=(nan,)), "plans a CF of nan"),
+        (Plan(10.0, layers={"all.0": inf}), "plans a CF of inf"),
+        (Plan(10.0, layers={"module.all.0": 5.0}), r"plans for 'module\.all\.0': layers must be"),
+    ],
+)
+def test_what_is_no_plan_is_told_by_the_policys_name(planned: Any, told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"policy 'planned'.*{told}"):
+        _step(planned)
+
+
+def test_whole_numbers_are_cfs_and_layers_may_be_left_out() -> None:
+    assert _step(Plan(10, probe=(2, 20), layers={"all.1": 5})) == 10
