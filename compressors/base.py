@@ -331,7 +331,10 @@ class Compressor(ABC):
     def smaller(self, payload: Payload, factor: float) -> Payload:
         """Compress the decoded `payload` by a further `factor` >= 1 (GraVAC section III). The error
         in `energies` is that against the full tensor. NotImplementedError unless `multilevel`."""
-        raise NotImplementedError(f"compressor {self.name!r} does not compress in levels")
+        raise NotImplementedError(
+            f"compressor {self.name!r} does not compress in levels: it must define `smaller`, or "
+            f"say multilevel = False"
+        )
 
     @abstractmethod
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:

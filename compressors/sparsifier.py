@@ -154,7 +154,26 @@ class Sparsifier(Compressor):
         if x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"x must be float32 or float64, got {x.dtype}")
         add = None if add is None else add.detach()
-        return self._payload(self.select(x.detach(), spec.num_kept, add, spec.key), spec)
+        chosen = self.select(x.detach(), spec.num_kept, add, spec.key)
+        self._check_chosen(chosen, spec)
+        return self._payload(chosen, spec)
+
+    def _check_chosen(self, chosen: Selected, spec: Spec) -> None:
+        """ValueError or TypeError, naming the class, if `select` has returned what no payload can
+        be made of. No value is read."""
+        select = f"{type(self).__name__}.select must return"
+        if not isinstance(chosen, Selected):
+            raise TypeError(f"{select} a Selected, got {type(chosen).__name__}")
+        indices, values, _ = chosen
+        kinds = [(each.dim(), each.numel(), each.dtype) for each in (indices, values)]
+        k, most = spec.num_kept, "exactly" if self.exact_count else "at most"
+        count = k if self.exact_count else min(indices.numel(), k)
+        if kinds != [(1, count, torch.int32), (1, count, spec.dtype)]:
+            got = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in (indices, values))
+            raise ValueError(
+                f"{select} {most} {k} indices of torch.int32, flat, and as many values of "
+                f"{spec.dtype}, got {got}"
+            )
 
     def smaller(self, payload: Payload, factor: float) -> Payload:
         """A payload of the largest elements of `payload`, by whatever rule those were selected."""

@@ -456,4 +456,10 @@ def unpack(units: Sequence[Unit], rows: Tensor) -> Iterator[list[Payload]]:
     rows: (ranks, bytes; uint8). InvalidPayload if no compressor can have made these bytes."""
     by_unit = rows.split(payload_sizes(units), dim=1)
     for unit, from_ranks in zip(units, by_unit, strict=True):
-        yield unit.compressor.read(from_ranks, unit.spec)
+        payloads = unit.compressor.read(from_ranks, unit.spec)
+        if len(payloads) != len(rows):  # each rank would miss another one, or find none of its own
+            raise ValueError(
+                f"compressor {unit.compressor.name!r}: read must return the payload of each of "
+                f"{len(rows)} rows, got {len(payloads)}"
+            )
+        yield payloads

@@ -14,7 +14,7 @@ import torch
 from adaptive import AdaptiveCompressor, Delayed, Strategy, register_exchange
 from adaptive.exchange.choice import check_exchange, strategies
 from adaptive.exchange.rehearsal import rehearse
-from compressors import TwoBit, compressor_names, make_compressor
+from compressors import QSGD, TwoBit, compressor_names, make_compressor
 from compressors.rounds import RoundsCompressor
 from examples.ring_exchange import Ring
 
@@ -186,3 +186,15 @@ def test_what_is_not_known_or_does_not_go_together_is_refused_when_it_is_made() 
     with pytest.raises(ValueError, match=told):
         AdaptiveCompressor(exchange=OneMore(), sync=Delayed(2))
     AdaptiveCompressor(exchange=Ring(), sync=Delayed(2))  # of two ranks; else attach refuses it
+
+
+class ReadsOneFewer(QSGD):
+    def read(self, data, spec):
+        return super().read(data, spec)[1:]
+
+
+def test_a_base_reads_the_payloads_of_all_ranks() -> None:
+    """Or one rank would miss another one without a word, and that one wait for it."""
+    told = "compressor 'qsgd': read must return the payload of each of 3 rows, got 2"
+    with pytest.raises(ValueError, match=told):
+        rehearse(Ring(), ReadsOneFewer(), 4.0, 0, 3)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from adaptive import AdaptiveCompressor, Ladder, Momentum
-from compressors import Key, Levels, Quantizer, make_compressor, register
+from compressors import Key, Levels, Quantizer, Selected, make_compressor, register
 from compressors.base import Spec
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
@@ -106,6 +109,41 @@ def test_it_has_masking_a_ladder_momentums_share_and_a_name() -> None:
     assert above.name == "chunked-topk+int4"
     assert above.momentum_factor == make_compressor("topk").momentum_factor
     AdaptiveCompressor("chunked-topk", exchange="voted_indices")
+
+
+class Changed(ChunkedTopK):
+    """Returns its selection changed."""
+
+    name = "changed"
+
+    def __init__(self, change: Callable[[Selected], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
+        selected: Selected = self.change(super().select(tensor, k, add, key))
+        return selected
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: None, "Selected, got NoneType"),
+        (lambda s: tuple(s), "Selected, got tuple"),
+        (
+            lambda s: s._replace(indices=s.indices.long()),
+            r"torch.int32, .* got \(10,\) of torch.int64",
+        ),
+        (lambda s: s._replace(values=s.values.double()), "as many values of torch.float32"),
+        (lambda s: s._replace(values=s.values[1:]), r"got .*, \(9,\) of torch.float32"),
+        (lambda s: Selected(s.indices[1:], s.values[1:], s.total), "exactly 10 indices"),
+        (lambda s: Selected(s.indices[None], s.values[None], s.total), r"flat, .* got \(1, 10\)"),
+    ],
+)
+def test_what_no_payload_can_be_made_of_is_told_by_the_classs_name(change: Any, told: str) -> None:
+    base = Changed(change)
+    with pytest.raises((TypeError, ValueError), match=rf"Changed\.select must return .*{told}"):
+        compressed(base, normal(100), 10.0)
 
 
 def test_the_page_shows_the_example() -> None:
