@@ -445,8 +445,8 @@ class UpdateHandover(Handover):
         self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
-        # A state is saved, and training goes on as before: no dense step gets the momentum that a
-        # run without momentum has yet to get (`OwnMoments._change_share`).
+        # Saving is no dense step. So a run that began without momentum does not get the momentum
+        # now that its first dense step gives it (`OwnMoments._change_share`).
         had, self.state.had_full_momentum = self.state.had_full_momentum, True
         differed = self._agree(exchange)
         self.state.had_full_momentum = had
