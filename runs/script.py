@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import signal
@@ -64,6 +65,9 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
     if (lab := Lab.of_environment()) is not None:
         os.environ.update(lab.as_torchrun(rank))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # This process was spawned, and so would be what it starts: a DataLoader's workers would run a
+    # script without a `__main__` guard anew, and take no lambda.
+    multiprocessing.set_start_method(None, force=True)
     asked = False
 
     def interrupted(number: int, frame: FrameType | None) -> None:
@@ -74,6 +78,8 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
 
     # The launcher gets signals of the terminal itself, and sends SIGTERM.
     take_signals(interrupted, signal.SIG_IGN)
+    # What it forks is no rank: SIGTERM ends it without a word, as elsewhere.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     code = INTERRUPTED
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)

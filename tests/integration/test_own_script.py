@@ -139,6 +139,16 @@ def test_settings_reach_the_scripts_own_compressor(
 
 
 @pytest.mark.long
+def test_a_script_forks_as_under_torchrun(script: Path, tmp_path: Path, capfd: Any) -> None:
+    """What it starts does not run a script without a `__main__` guard anew, and takes a lambda."""
+    loader = "torch.utils.data.DataLoader([0.0] * 9, 3, num_workers=1, collate_fn=lambda b: b)"
+    script.write_text(f"{SCRIPT}list({loader})")
+    folder = tmp_path / "comparison"
+    words = ("--log-dir", folder, "--contender", "dense", "--", script, "plain", 5, 1)
+    compared(folder, *words, capfd=capfd)
+
+
+@pytest.mark.long
 def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capfd: Any) -> None:
     folder = tmp_path / "comparison"
     words = ("compare", "--log-dir", folder, "--contender", "dense", "--", script, "fails", 5, 1)
