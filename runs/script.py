@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import io
 import multiprocessing
 import os
 import runpy
@@ -9,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,8 +91,20 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
     except BaseException:
         if not asked:  # else a peer that has ended before is no failure of this one
             raise
+    else:
+        atexit._run_exitfuncs()
+    finally:
+        _flush_files()
     # A script may catch it, save, and end as if it were whole.
     return INTERRUPTED if asked else code
+
+
+def _flush_files() -> None:
+    """Write what the script has not closed: workers end by `os._exit`, which does not."""
+    for each in gc.get_objects():
+        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter)) and not each.closed:
+            with suppress(OSError):
+                each.flush()
 
 
 def before_training(do: Callable[[DistributedDataParallel], object]) -> None:

@@ -149,6 +149,22 @@ def test_a_script_forks_as_under_torchrun(script: Path, tmp_path: Path, capfd: A
 
 
 @pytest.mark.long
+def test_what_a_script_leaves_to_its_end_is_done(script: Path, tmp_path: Path, capfd: Any) -> None:
+    """Functions for its exit, and what is written to a file that it does not close."""
+    last = """
+import atexit
+log = open(sys.argv[4].format(rank), "w")
+atexit.register(print, '{"loss": 3}', file=log)
+"""
+    script.write_text(SCRIPT + last)
+    metric, log = tmp_path / "rank0.jsonl", tmp_path / "rank{}.jsonl"
+    words = ("--log-dir", tmp_path / "made", "--contender", "own", "--metric", f"{metric}:loss")
+    found = compared(tmp_path / "made", *words, "--", script, "plain", 5, 1, log, capfd=capfd)
+    assert found["rows"][0]["quality"]["mean"] == 3
+    assert (tmp_path / "rank1.jsonl").read_text() == '{"loss": 3}\n'
+
+
+@pytest.mark.long
 def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capfd: Any) -> None:
     folder = tmp_path / "comparison"
     words = ("compare", "--log-dir", folder, "--contender", "dense", "--", script, "fails", 5, 1)
