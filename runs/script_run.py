@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
+from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
@@ -100,7 +101,7 @@ def _work(job: ScriptJob, rank: int, world_size: int, init_method: str) -> int:
         to = os.open(job.config.folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(to, sys.stderr.fileno())
     os.dup2(to, sys.stdout.fileno())
-    watched = _Watched(job, rank)
+    watched = _Watched(job, rank, job.config.folder.absolute())
     watched.begin()
     code = 1
     try:
@@ -131,12 +132,14 @@ class _Last(Timeline):
 class _Watched:
     """A script that runs in this process: what it is given, and what is seen of it.
 
-    model: the first DDP model that is trained. counted: the optimizer of it that steps are counted
-    of. seconds: of each step. pruned: the run is to end after this step.
+    folder: the run's; the script may go elsewhere. model: the first DDP model that is trained.
+    counted: the optimizer of it that steps are counted of. seconds: of each step. pruned: the run
+    is to end after this step.
     """
 
     job: ScriptJob
     rank: int
+    folder: Path
     steps: int = 0
     seconds: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -164,7 +167,7 @@ class _Watched:
                 given |= compressor_arguments(config)
             if first and self.rank == 0:
                 known_sinks = list(sinks) if isinstance(sinks, (list, tuple)) else [sinks]
-                self._records = JSONLTimeline(config.folder / TIMELINE_FILE)
+                self._records = JSONLTimeline(self.folder / TIMELINE_FILE)
                 given["timeline"] = [*filter(None, known_sinks), self._records, self.last]
             try:
                 build(made, **given)
@@ -235,7 +238,7 @@ class _Watched:
         self.evaluations.append((self.steps, value))
         line = {"step": max(0, self.steps - 1), "quality": known(value)}
         if self._metrics is None:
-            path = self.job.config.folder / METRICS_FILE
+            path = self.folder / METRICS_FILE
             self._metrics = path.open("w", encoding="utf-8")
         self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
@@ -290,8 +293,8 @@ class _Watched:
         }
         interface = 0 if netlab is None else netlab["interface_bytes"]
         turn = Slice(0, self.steps, pace, interface)
-        write_text(config.folder / SLICES_FILE, json.dumps(asdict(turn)) + "\n")
-        write_json(config.folder / RESULT_FILE, result)
+        write_text(self.folder / SLICES_FILE, json.dumps(asdict(turn)) + "\n")
+        write_json(self.folder / RESULT_FILE, result)
 
     def _own_pace(self) -> Pace:
         """Of a script without a compressor. Its evaluations lie between steps, and do not count."""

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +59,7 @@ def main(given: dict[str, Any]) -> int:
     asked, script = DoctorOptions(**given), Script.of(words)
     if asked.json is not None:
         _check_file(asked.json)
+        asked = replace(asked, json=str(Path(asked.json).absolute()))  # the script may go elsewhere
     if {"RANK", "WORLD_SIZE"} <= set(os.environ):
         return _watch(asked)(run_words(script))
     from runs.launch import launch

@@ -165,6 +165,21 @@ atexit.register(print, '{"loss": 3}', file=log)
 
 
 @pytest.mark.long
+def test_a_script_may_go_to_another_folder(
+    script: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    script.write_text(f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n{SCRIPT}")
+    monkeypatch.chdir(tmp_path)
+    words = ("--log-dir", "made", "--contender", "topk@20", "--metric", "loss {}")
+    found = compared(Path("made"), *words, "--", script.name, "plain", 5, 1, capfd=capfd)
+    assert found["rows"][0]["runs"][0]["evaluations"]
+    assert main(["doctor", "--json", "seen.json", "--", script.name, "plain", "99", "1"]) == 0
+    assert (tmp_path / "seen.json").exists()
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.long
 def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capfd: Any) -> None:
     folder = tmp_path / "comparison"
     words = ("compare", "--log-dir", folder, "--contender", "dense", "--", script, "fails", 5, 1)
