@@ -131,7 +131,8 @@ def run_words(script: Script) -> int:
     sys.argv = [script.path, *script.arguments]
     sys.path[0] = str(Path(script.path).resolve().parent)
     try:
-        runpy.run_path(script.path, run_name="__main__")
+        # As `python script.py` has it, whose `__file__` is absolute, also after os.chdir.
+        runpy.run_path(os.path.abspath(script.path), run_name="__main__")
     except SystemExit as ended:
         return _code(ended.code)
     return 0

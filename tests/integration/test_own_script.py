@@ -169,7 +169,8 @@ def test_a_script_may_go_to_another_folder(
     script: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    script.write_text(f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n{SCRIPT}")
+    going = f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\nopen(__file__).close()"
+    script.write_text(f"{going}\n{SCRIPT}")
     monkeypatch.chdir(tmp_path)
     words = ("--log-dir", "made", "--contender", "topk@20", "--metric", "loss {}")
     found = compared(Path("made"), *words, "--", script.name, "plain", 5, 1, capfd=capfd)
