@@ -24,6 +24,8 @@ HIGHER = ("acc", "auc", "bleu", "f1", "iou", "psnr", "recall", "precision", "rew
 
 _NUMBER = r"([-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?))"
 
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
 Hear = Callable[[float], None]
 """Called with each value, in the moment that the script reports it."""
 
@@ -72,10 +74,11 @@ class Printed(Metric):
     def listen(self, hear: Hear) -> Callable[[], None]:
         return _every_line(lambda line: self._look(line, hear))
 
-    def _look(self, line: str, hear: Hear) -> None:
+    def _look(self, line: str, hear: Hear) -> bool:
         found = self._pattern.search(line)
         if found is not None:
             hear(float(found[1].replace("_", "")))
+        return found is not None
 
 
 class Line(Metric):
@@ -87,19 +90,21 @@ class Line(Metric):
     def listen(self, hear: Hear) -> Callable[[], None]:
         return _every_line(lambda line: self.look(line, hear))
 
-    def look(self, line: str, hear: Hear) -> None:
+    def look(self, line: str, hear: Hear) -> bool:
         start = line.find("{")
         try:
             value: Any = json.loads(line[start:]) if start >= 0 else None
         except ValueError:
-            return
+            return False
         if isinstance(value, dict) and self._key in value:
             value = value[self._key]
         else:
             for part in self._key.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if found:
             hear(float(value))
+        return found
 
 
 class FileLine(Line):
@@ -167,23 +172,29 @@ def _float(value: Any) -> float:
         return nan
 
 
-def _every_line(look: Callable[[str], None]) -> Callable[[], None]:
+def _every_line(look: Callable[[str], bool]) -> Callable[[], None]:
     """Have `look` see each line that this process prints, also one that a progress bar writes
-    over."""
-    sys.stdout, sys.stderr = (_Heard(stream, look) for stream in (sys.stdout, sys.stderr))
-    return lambda: None
+    over. It returns whether it has found something."""
+    heard = [_Heard(stream, look) for stream in (sys.stdout, sys.stderr)]
+    sys.stdout, sys.stderr = heard
+
+    def take_in() -> None:
+        for each in heard:
+            each.flush()
+
+    return take_in
 
 
 class _Heard:
     """A text stream whose lines somebody looks at."""
 
-    def __init__(self, stream: Any, look: Callable[[str], None]) -> None:
+    def __init__(self, stream: Any, look: Callable[[str], bool]) -> None:
         self._stream, self._look = stream, look
         self._begun = ""  # of a line, until it ends
 
     def write(self, text: str) -> int:
         count: int = self._stream.write(text)
-        *lines, self._begun = re.split(r"[\r\n]", self._begun + text)
+        *lines, self._begun = re.split(r"[\r\n]", _COLOURS.sub("", self._begun + text))
         for line in lines:
             self._look(line)
         return count
@@ -191,6 +202,12 @@ class _Heard:
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        """What is shown counts: a line that begins with \\r ends with the next one, or never."""
+        self._stream.flush()
+        if self._look(self._begun):
+            self._begun = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

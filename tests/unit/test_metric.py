@@ -36,6 +36,7 @@ def heard(text: str, do: Callable[[], object]) -> list[float]:
         ("val loss {}", "val loss=2.5", [2.5]),
         ("acc={}%", "acc=71.25% of 10", [71.25]),
         ("loss {}", "loss inf", [inf]),
+        ("loss {}", "\x1b[1;32mloss:\x1b[0m \x1b[1m2.5\x1b[0m", [2.5]),
         ("loss {}", "a loss of nothing", []),
         ("json:loss", 'INFO {"step": 3, "loss": 0.5}', [0.5]),
         ("json:val.loss", '{"val": {"loss": 4}}', [4.0]),
@@ -56,6 +57,22 @@ def test_a_printed_metric_is_heard(
 
     assert heard(metric, do) == 3 * values
     assert capsys.readouterr().out == f"{line}\n{line}\n"
+
+
+def test_a_line_without_an_end_is_heard() -> None:
+    """When it is shown, and once; the last one at the latest in the end."""
+    found: list[float] = []
+    metric, before = parse_metric("loss {}"), sys.stdout
+    try:
+        take_in = metric.listen(found.append)
+        for loss in (3.0, 2.0):
+            print(f"\rloss {loss}", end="", flush=True)
+            assert found[-1] == loss
+        print("\rloss 1.0", end="")
+        take_in()
+    finally:
+        sys.stdout = before
+    assert found == [3.0, 2.0, 1.0]
 
 
 def test_nan_is_a_value() -> None:
