@@ -11,7 +11,7 @@ from typing import Any
 from runs.expression import PLAIN
 from runs.fields import Fields, Limits
 from runs.files import read_json, write_json
-from runs.parser import words_of
+from runs.parser import UsageError, check_writable, words_of
 from runs.settings import Compressing, Keeping, Measuring, Modelling, Optimizing, Training
 
 CONFIG_FILE = "config.json"
@@ -131,6 +131,13 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
         if unknown:
             raise ValueError(f"unknown entries {unknown}")
         return _FIELDS.read(cls, saved)
+
+
+def check_for_several(folder: Path) -> None:
+    """UsageError unless --log-dir `folder` can hold several runs: be written to, and be none's."""
+    check_writable(folder)
+    if (folder / CONFIG_FILE).exists():
+        raise UsageError(f"--log-dir {folder}: holds a run of its own; accepted: another folder")
 
 
 def load_config(folder: Path) -> TrainConfig | None:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from runs.claim import claim
 from runs.compare.contender import Contender
 from runs.compare.options import HELP, OPTIONS, Comparison, make_comparison
+from runs.config import check_for_several
 from runs.interrupt import GOES_ON, INTERRUPTED, UNSAVED
 from runs.options import with_script
-from runs.parser import UsageError, check_writable
+from runs.parser import UsageError
 
 __all__ = ["HELP", "OPTIONS", "main"]
 
@@ -44,7 +45,7 @@ def _check(comparison: Comparison) -> None:
             raise UsageError(f"--contender {contender.label}: {error}") from error
         if i == 0 and not config.script:
             check(config)  # reads the data, the same for all
-    check_writable(comparison.folder)
+    check_for_several(comparison.folder)
     for contender, seed in product(comparison.contenders, comparison.seeds):
         steps_done(comparison.config(contender, seed))
 

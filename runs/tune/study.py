@@ -24,11 +24,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from policies import DENSE
 from runs.build import build_policy, check, check_compression
-from runs.config import TrainConfig
+from runs.config import TrainConfig, check_for_several
 from runs.expression import is_name
 from runs.interrupt import DIVERGED, GOES_ON, INTERRUPTED, PRUNED
 from runs.launch import launch
-from runs.parser import UsageError, check_writable, option
+from runs.parser import UsageError, option
 from runs.progress import time_left
 from runs.report.rows import history
 from runs.report.source import read_folder
@@ -103,7 +103,7 @@ def tune(given: dict[str, Any]) -> int:
     config = tuning.config({})
     if not config.script:
         check(config)
-    check_writable(tuning.folder)
+    check_for_several(tuning.folder)
     study = open_study(tuning, storage, sampler)
     begun = f", {_done(study)} of them done already" if _done(study) else ""
     print(title(config) + ("" if config.script else f", {config.steps} steps"))

@@ -22,6 +22,7 @@ from runs.compare.command import turns
 from runs.compare.contender import parse_contender
 from runs.compare.options import make_comparison
 from runs.compare.report import side_by_side
+from runs.config import TrainConfig
 from runs.records import read_records
 from runs.report.rows import Row, Spread, history
 from runs.report.run import Ending, Run
@@ -319,6 +320,15 @@ def test_settings_that_differ_from_those_of_a_run_in_the_folder_are_refused(
     config.config(config.contenders[0], 0).save()
     assert main(["compare", *options, "--steps", "8"]) == 2
     assert "holds a run with steps=9, not 8" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "tune"])
+def test_the_folder_of_a_run_is_refused(
+    command: str, text: Path, tmp_path: Path, capfd: Any
+) -> None:
+    TrainConfig(log_dir=str(tmp_path)).save()
+    words = ("--data", text, "--batch-size", 1, "--steps", 8, "--log-dir", tmp_path)
+    assert_refused(capfd, command, *words, parts=["holds a run of its own"])
 
 
 # -- real ones ---------------------------------------------------------------------------------
