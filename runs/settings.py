@@ -181,7 +181,7 @@ class Measuring:
     metric: Annotated[str | None, metavar("M")] = None
     """The quality, as the script reports it: what it prints, "val loss {}"; tensorboard:TAG, a
     scalar that it logs; json:KEY, of lines of JSON that it prints; FILE.jsonl:KEY, of those that it
-    writes (none: bytes and seconds alone)."""
+    writes (none, which compare takes: bytes and seconds alone)."""
     better: Literal["lower", "higher"] | None = None
     """Which of two qualities is (by the metric's name: of an accuracy higher, of a loss lower)."""
 
