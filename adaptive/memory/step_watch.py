@@ -106,6 +106,8 @@ class StepWatch:
         # counted, so the norms of a few gradients are compared in any case.
         self._written: dict[Tensor, tuple[int, int]] = {}
         self._writes = False  # a script has written to gradients: all norms are compared
+        # Norms before the hooks of the optimizer's own, which torch calls after this library's.
+        self._before_hooks: dict[Tensor, Tensor] = {}
         # The few parameters with a velocity in `p.grad` since backward. Value: whether the velocity
         # was still there when a gradient arrived (0-dim); None: no gradient has arrived.
         self._velocities: dict[Tensor, Tensor | None] = {}
@@ -246,7 +248,7 @@ class StepWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.is_ours(optimizer):
             return when_gradients_are_there(lambda: self._compare(optimizer), args, kwargs)
-        self._after_last = None
+        self._after_last, self._before_hooks = None, {}
         if closure_of(args, kwargs) is not None:
             self._listener.step_begins(optimizer)
         stepping = args[0]  # may be the stand-in of another watch's hook
@@ -254,10 +256,14 @@ class StepWatch:
 
         def act() -> None:
             nonlocal replaced
+            compares = bool(self._norms)
             self._compare(optimizer)
             groups = stepping.param_groups
             changed = self._listener.before_step(optimizer, groups)
             replaced = changed is not None
+            if compares and optimizer._optimizer_step_pre_hooks:
+                stepped = [p for p in parameters_of(optimizer) if p in self._parameters]
+                self._before_hooks = _norms(stepped)
             if (wanted := changed or groups) is not stand_in.param_groups:
                 stand_in.param_groups = wanted  # only if needed: read-only in some wrappers
 
@@ -269,8 +275,20 @@ class StepWatch:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
+            self._compare_after_hooks(optimizer)
             self._listener.after_step(optimizer)
             self._after_last = self._snapshot()
+
+    def _compare_after_hooks(self, optimizer: Optimizer) -> None:
+        """Called after a step: notice gradients that a hook of the optimizer's own has changed. An
+        SGD leaves them as they are, unless it unscales them itself. A hook may clear them."""
+        before, self._before_hooks = self._before_hooks, {}
+        now = _norms(before)
+        if not now or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        was, after = torch.stack([before[p] for p in now]), torch.stack(list(now.values()))
+        same = torch.isclose(after, was, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        self._find((~same & (after != 0)).any())
 
     # -- parameters that the script moves --
 

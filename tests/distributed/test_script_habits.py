@@ -116,6 +116,35 @@ def test_changing_velocities_ends_momentum_correction(views: bool) -> None:
         assert [found[2] for found in result.values()] == warned
 
 
+def _with_hook(rank: int, clears: bool | None, settings: dict[str, Any]) -> tuple[str, int]:
+    """A hook of the optimizer's own, which torch calls after the library's, clips before the step.
+    clears: it does not, and another one clears gradients after the step, to None or to zero."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, **settings)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    optimizer.register_step_pre_hook(lambda *_: _clip(model) if clears is None else None)
+    if clears is not None:
+        optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(clears))
+    told = listen()
+    for step in range(4):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        if clears is None:
+            optimizer.zero_grad()
+    return compressor.memory, sum("p.grad was changed" in t for t in told)
+
+
+def _with_hooks(rank: int, settings: dict[str, Any]) -> list[tuple[str, int]]:
+    return [_with_hook(rank, clears, settings) for clears in (None, True, False)]
+
+
+@pytest.mark.parametrize("settings", [{"weight_decay": 0.1}, {"fused": True, "maximize": True}])
+def test_what_a_hook_of_the_optimizer_clips_is_noticed(settings: dict[str, Any]) -> None:
+    for rank, (clipped, *cleared) in enumerate(run_ranks(2, _with_hooks, settings)):
+        assert clipped == ("residual", int(rank == 0))
+        assert cleared == [("momentum", 0)] * 2
+
+
 def _loss_with(rank: int, clips: bool, cf: float | None) -> float:
     """Held-out loss of a small transformer, trained with the usual clipping of gradients, or with
     two backward passes for each step, none of them under no_sync()."""
