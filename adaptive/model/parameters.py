@@ -148,7 +148,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         replica = self._replica()
         named = replica.module.named_parameters() if replica and replica.model else ()
         names: dict[Tensor, str] = {p: name for name, p in named}
-        who, advice = "DDP", "freeze parameters before DDP(model)"
+        who, advice = "DDP", "freeze parameters before DDP(model), or for a time after attach()"
         if hasattr(param, "to_local"):
             advice = "detach() it before parameters are unfrozen, and attach a new one after that"
             who = "FSDP"

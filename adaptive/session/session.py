@@ -22,7 +22,7 @@ from adaptive.exchange.choice import ExchangeChoice, measure_link
 from adaptive.memory.handover import Groups, describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
-from adaptive.model.parameters import ModelParameters, parameters_of
+from adaptive.model.parameters import ModelParameters, is_left_to_ddp, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.model.state import SavedPart, check_state, refusing, swapped
 from adaptive.model.uniting import Agreed
@@ -96,6 +96,7 @@ class Session:
         self.exchange = settings.exchange.open(replica, link)
         world_size = self.exchange.world_size
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
+        self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
         self.agreed = Agreed(self._parameters)
         self._watch = StepWatch(self._parameters, self)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
@@ -287,8 +288,14 @@ class Session:
         averager = self._averager
         if bucket.index() == 0:
             averager.check_whole()
+        of = bucket.parameters()
+        if (seen := tuple(map(id, of))) not in self._buckets:
+            # With a `sync` the ranks would part by a parameter that is unknown here.
+            for p in () if is_left_to_ddp(bucket.buffer(), of) else of:
+                self._parameters.find(p)
+            self._buckets.add(seen)
         if at_once:
-            self._watch.gradients_arrive(bucket.parameters())
+            self._watch.gradients_arrive(of)
         with averager.replica_calls(waits=at_once):
             done = self._sync.reduce(bucket)
             if at_once:

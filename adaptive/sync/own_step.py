@@ -56,7 +56,6 @@ class OwnStepSync(EveryStepSync):
         super().__init__(averager)
         # The error memory of a server (`Means.memory`) cannot hold updates and gradients in turn.
         self.handover.always_updates |= averager.sizes.choice.means.memory is not None
-        self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
         # On a device: the squared norms of this backward's buckets, summed when it ends.
         self._energies: list[Tensor] = []
 
@@ -125,10 +124,6 @@ class OwnStepSync(EveryStepSync):
         else:
             self._nonfinite = either(self._nonfinite, _not_finite(buffer, energy))
             self._add_energy(torch.as_tensor(energy, device=tally.vector.device))
-        if (seen := tuple(map(id, of))) not in self._buckets:
-            for p in of:
-                averager.parameters.find(p)  # raises for a parameter of another model
-            self._buckets.add(seen)
         left = self.handover.without_optimizer(of)
         if not (sums or left or self.handover.state.residuals_hold_gradients):
             return done_with(buffer)

@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Momentum
+from adaptive import AdaptiveCompressor, Delayed, Fixed, Gossip, LocalSteps, Momentum
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import Scripted, TwoBranches, batch, flat_parameters, waiting
+from tests.distributed.setting import (
+    Scripted,
+    TwoBranches,
+    batch,
+    flat_parameters,
+    loss_of,
+    small_net,
+    waiting,
+)
 
 
 def _run(rank: int, cfs: list[float], momentum: float) -> float:
@@ -94,3 +102,21 @@ def test_momentum_moves_what_goes_unused_as_under_ddp() -> None:
     """SGD moves a parameter whose gradient is zero, and leaves one alone whose gradient is None."""
     for found in run_ranks(2, _all_off_ddp):
         assert max(found) < 1e-12
+
+
+def _unfrozen(rank: int, sync: Any) -> str:
+    """Parameters that were frozen when the compressor was attached, though not when DDP was."""
+    model = DDP(small_net(), find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor(policy=Fixed(10), sync=sync)
+    compressor.attach(model, optimizer=optimizer)
+    model.module[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"DDP reduces 0\.weight, which was not to be") as caught:
+        loss_of(model, 0, rank).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sync", [LocalSteps(2), Delayed(2), Gossip("ring")], ids=str)
+def test_ranks_do_not_part_by_what_is_unfrozen_after_attach(sync: Any) -> None:
+    assert all("or for a time after attach()" in said for said in run_ranks(2, _unfrozen, sync))
