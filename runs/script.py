@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from runs.interrupt import ASKING, INTERRUPTED, take_signals
 from runs.needs import check_beside
@@ -109,21 +110,47 @@ def _flush_files() -> None:
 
 def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
     """From now on, `do` this before each forward, in training, of each DDP model of this
-    process."""
+    process; for the first time before the step, where an optimizer's closure is to call it."""
     import torch
     from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.optim import Optimizer
 
-    build = DDP.__init__
+    from adaptive.memory.handover import closure_of
+    from adaptive.memory.step_watch import _before_any_step
+    from adaptive.model.parameters import parameters_of
+    from adaptive.model.replicas import ATTRIBUTE
+
+    build, make = DDP.__init__, Optimizer.__init__
+    models: WeakSet[DDP] = WeakSet()  # those that have not been trained yet
 
     def before_forward(model: DDP, *_: Any) -> None:
-        if torch.is_grad_enabled() and model.training:
+        # Lightning leaves the wrapper in eval mode after a validation, and not what it wraps.
+        if torch.is_grad_enabled() and (model.training or model.module.training):
+            models.discard(model)
             do(model)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not models or closure_of(args, kwargs) is None:
+            return None
+        own = {*parameters_of(optimizer)}
+        new = [each for each in models if getattr(each, ATTRIBUTE, None) is None]
+        new = [each for each in new if not own.isdisjoint(each.parameters())]
+        for model in new:
+            before_forward(model)
+        # A compressor that is attached here has missed this step's beginning.
+        return _before_any_step(optimizer, args, kwargs) if new else None
 
     def built(model: DDP, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
         model.register_forward_pre_hook(before_forward)
+        models.add(model)
+
+    def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        optimizer.register_step_pre_hook(before_step)
 
     DDP.__init__ = built  # type: ignore[assignment, method-assign]
+    Optimizer.__init__ = made  # type: ignore[assignment, method-assign]
 
 
 def run_words(script: Script) -> int:

@@ -180,6 +180,37 @@ def test_a_script_may_go_to_another_folder(
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
+USUAL = """\
+    loss = model(torch.randn(4, 60)).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+AS_LIGHTNING = {
+    "a wrapper in eval mode": "    model.eval().module.train()\n" + USUAL,
+    "a forward in a closure": """\
+    def closure():
+        loss = model(torch.randn(4, 60)).square().mean()
+        loss.backward()
+        return loss
+    loss = optimizer.step(closure)
+""",
+}
+"""What its scripts do."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", AS_LIGHTNING)
+def test_a_model_that_lightning_trains_is_found(
+    how: str, script: Path, tmp_path: Path, capfd: Any
+) -> None:
+    script.write_text(SCRIPT.replace(USUAL, AS_LIGHTNING[how]))
+    folder = tmp_path / "comparison"
+    words = ("--log-dir", folder, "--contender", "topk@20", "--", script, "plain", 5, 1)
+    compared(folder, *words, capfd=capfd)
+    recorded = read_records(folder / "runs" / "topk@20-seed0" / "timeline.jsonl")
+    assert len(recorded.steps) == 5
+
+
 @pytest.mark.long
 def test_a_script_that_fails_leaves_no_result(script: Path, tmp_path: Path, capfd: Any) -> None:
     folder = tmp_path / "comparison"
