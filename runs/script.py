@@ -122,8 +122,11 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
 
     build, make = DDP.__init__, Optimizer.__init__
     models: WeakSet[DDP] = WeakSet()  # those that have not been trained yet
+    hooks: list[Any] = []  # of optimizers, for the first step only
 
     def before_forward(model: DDP, *_: Any) -> None:
+        while hooks and not models:
+            hooks.pop().remove()
         # Lightning leaves the wrapper in eval mode after a validation, and not what it wraps.
         if torch.is_grad_enabled() and (model.training or model.module.training):
             models.discard(model)
@@ -147,7 +150,7 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
 
     def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
-        optimizer.register_step_pre_hook(before_step)
+        hooks.append(optimizer.register_step_pre_hook(before_step))
 
     DDP.__init__ = built  # type: ignore[assignment, method-assign]
     Optimizer.__init__ = made  # type: ignore[assignment, method-assign]
