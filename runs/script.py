@@ -103,8 +103,8 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
 def _flush_files() -> None:
     """Write what the script has not closed: workers end by `os._exit`, which does not."""
     for each in gc.get_objects():
-        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter)) and not each.closed:
-            with suppress(OSError):
+        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter)):
+            with suppress(OSError, ValueError):  # a full disk; it is closed, or detached
                 each.flush()
 
 
