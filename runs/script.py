@@ -116,7 +116,7 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
     from torch.optim import Optimizer
 
     from adaptive.memory.handover import closure_of
-    from adaptive.memory.step_watch import _before_any_step
+    from adaptive.memory.step_watch import before_any_step
     from adaptive.model.parameters import parameters_of
     from adaptive.model.replicas import ATTRIBUTE
 
@@ -125,7 +125,7 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
     hooks: list[Any] = []  # of optimizers, for the first step only
 
     def before_forward(model: DDP, *_: Any) -> None:
-        while hooks and not models:
+        while hooks and not models:  # all models train
             hooks.pop().remove()
         # Lightning leaves the wrapper in eval mode after a validation, and not what it wraps.
         if torch.is_grad_enabled() and (model.training or model.module.training):
@@ -133,6 +133,8 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
             do(model)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Of a step whose closure makes the first forward: what is attached within a step has
+        missed its beginning."""
         if not models or closure_of(args, kwargs) is None:
             return None
         own = {*parameters_of(optimizer)}
@@ -140,8 +142,8 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
         new = [each for each in new if not own.isdisjoint(each.parameters())]
         for model in new:
             before_forward(model)
-        # A compressor that is attached here has missed this step's beginning.
-        return _before_any_step(optimizer, args, kwargs) if new else None
+        # torch has called the hooks of all optimizers by now, before a compressor was attached.
+        return before_any_step(optimizer, args, kwargs) if new else None
 
     def built(model: DDP, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)

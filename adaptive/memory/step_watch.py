@@ -139,7 +139,7 @@ class StepWatch:
         _WATCHES[id(self)] = me
         if not _HOOKS:
             # If a script has compiled its optimizer's step, the hooks run outside the graph.
-            before, after = map(torch.compiler.disable, (_before_any_step, _after_any_step))
+            before, after = map(torch.compiler.disable, (before_any_step, _after_any_step))
             _HOOKS.append(register_optimizer_step_pre_hook(before))
             _HOOKS.append(register_optimizer_step_post_hook(after))
         self.end = weakref.finalize(self, _end, id(self), handles)
@@ -369,7 +369,8 @@ def _end(watch: int, handles: Sequence[Any]) -> None:
         _HOOKS.pop().remove()
 
 
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """The pre-hook of all optimizers: (args, kwargs) to step with instead; None: as they are."""
     changed = None
     for watch in _watching():
         found = watch._before_step(optimizer, args, kwargs)

@@ -528,7 +528,7 @@ class Doctor:
 
     @property
     def steps_done(self) -> int:
-        """So many of its steps are over, once the script has ended: the last one is over, too."""
+        """The number of its steps, once the script has ended: the last one is then over, too."""
         return self._step + 1
 
     def _begin_step(self) -> None:
