@@ -9,7 +9,11 @@ docs/frameworks.md says what is saved where.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from adaptive.session.compressor import AdaptiveCompressor
+from adaptive.step.config import require
 
 
 def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:
@@ -20,3 +24,14 @@ def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dic
     if summary.cf in summary.mean_gain:
         found["gain"] = summary.mean_gain[summary.cf]
     return {f"{prefix}{name}": float(number) for name, number in found.items()}
+
+
+def made(given: AdaptiveCompressor | None, arguments: Mapping[str, Any]) -> AdaptiveCompressor:
+    """The compressor that a callback was given, or a new one made with these arguments. TypeError
+    if there are both, or if `given` is no compressor."""
+    if given is not None and arguments:
+        raise TypeError("give a compressor or the arguments of one, not both")
+    fits = given is None or isinstance(given, AdaptiveCompressor)
+    accepted = "an AdaptiveCompressor or None (give its arguments by name: base=...)"
+    require(fits, "compressor", given, accepted)
+    return given or AdaptiveCompressor(**arguments)

@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adaptive.integrations import metrics
+from adaptive.integrations import made, metrics
 from adaptive.model.wrappers import unwrap
 from adaptive.network.agreement import all_or_none
 from adaptive.session.compressor import AdaptiveCompressor
-from adaptive.step.config import require
 
 log = logging.getLogger("adaptive")
 
@@ -56,13 +55,8 @@ class AdaptiveCompressionCallback(TrainerCallback):
         resume_from: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> None:
-        if compressor is not None and arguments:
-            raise TypeError("give a compressor or the arguments of one, not both")
-        given = compressor is None or isinstance(compressor, AdaptiveCompressor)
-        accepted = "an AdaptiveCompressor or None (give its arguments by name: base=...)"
-        require(given, "compressor", compressor, accepted)
         self._given, self._arguments = compressor, arguments
-        self.compressor = compressor or AdaptiveCompressor(**arguments)
+        self.compressor = made(compressor, arguments)
         self._resume_from = resume_from
         self._model: DistributedDataParallel | None = None
 

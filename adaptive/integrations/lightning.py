@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.integrations import metrics
+from adaptive.integrations import made, metrics
 from adaptive.model.parameters import parameters_of
 from adaptive.model.wrappers import unwrap
 from adaptive.session.compressor import AdaptiveCompressor
-from adaptive.step.config import require
 from policies import DENSE
 
 if TYPE_CHECKING:
@@ -52,13 +51,8 @@ class AdaptiveCompressionCallback(Callback):
     """
 
     def __init__(self, compressor: AdaptiveCompressor | None = None, **arguments: Any) -> None:
-        if compressor is not None and arguments:
-            raise TypeError("give a compressor or the arguments of one, not both")
-        given = compressor is None or isinstance(compressor, AdaptiveCompressor)
-        accepted = "an AdaptiveCompressor or None (give its arguments by name: base=...)"
-        require(given, "compressor", compressor, accepted)
         self._given, self._arguments = compressor, arguments
-        self.compressor = compressor or AdaptiveCompressor(**arguments)
+        self.compressor = made(compressor, arguments)
         self._model: DistributedDataParallel | None = None
         self._device: torch.device | None = None  # of the model while it trained
         self._loaded: Mapping[str, Any] | None = None
