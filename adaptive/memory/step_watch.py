@@ -227,10 +227,9 @@ class StepWatch:
         before, after = torch.stack([remembered[p] for p in now]), torch.stack(list(now.values()))
         if kernels_for(before).look(lambda: torch.equal(before, after), False):
             return  # as almost always
-        same = torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        same = _same(after, before)
         if self._scale is not None:  # the scaler divides by the scale, before or in the step
-            unscaled = before / self._scale
-            same |= torch.isclose(after, unscaled, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+            same |= _same(after, before / self._scale)
         halved = _divided_by_a_power_of_two(before, after) & (self._scale is None)
         self._find((~same).any(), halved)
 
@@ -287,8 +286,7 @@ class StepWatch:
         if not now or getattr(optimizer, "grad_scale", None) is not None:
             return
         was, after = torch.stack([before[p] for p in now]), torch.stack(list(now.values()))
-        same = torch.isclose(after, was, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        self._find((~same & (after != 0)).any())
+        self._find((~_same(after, was) & (after != 0)).any())
 
     # -- parameters that the script moves --
 
@@ -367,6 +365,11 @@ def _end(watch: int, handles: Sequence[Any]) -> None:
         frame = frame.f_back
     while _HOOKS and not _WATCHES:
         _HOOKS.pop().remove()
+
+
+def _same(after: Tensor, before: Tensor) -> Tensor:
+    """Which norms are equal, but for rounding."""
+    return torch.isclose(after, before, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
 
 
 def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
