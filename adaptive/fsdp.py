@@ -137,8 +137,8 @@ class ShardedReplica(Replica):
             unit.group.modules[0].reshard()
 
     def check_free(self) -> None:
-        """RuntimeError if the script has set an all-reduce hook of its own: FSDP takes one, and
-        `_register` would silently replace it."""
+        """RuntimeError if the script has set an all-reduce hook of its own. FSDP takes one: setting
+        this library's would replace it, and it has replaced this library's if it was set later."""
         for unit in self._units:
             hook = getattr(unit.group, "_all_reduce_hook", None)
             function = getattr(getattr(hook, "func", None), "__func__", None)  # of `partial`

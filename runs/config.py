@@ -134,7 +134,7 @@ class TrainConfig(Measuring, Modelling, Keeping, Compressing, Optimizing, Traini
 
 
 def check_for_several(folder: Path) -> None:
-    """UsageError unless --log-dir `folder` can hold several runs: be written to, and be none's."""
+    """UsageError if --log-dir `folder` cannot be written to, or is the folder of a single run."""
     check_writable(folder)
     if (folder / CONFIG_FILE).exists():
         raise UsageError(f"--log-dir {folder}: holds a run of its own; accepted: another folder")

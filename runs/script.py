@@ -103,14 +103,15 @@ def run_script(script: Script, rank: int, world_size: int, init_method: str) -> 
 def _flush_files() -> None:
     """Write what the script has not closed: workers end by `os._exit`, which does not."""
     for each in gc.get_objects():
+        # By its type: `isinstance` asks proxies, which may raise.
         if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter)):
             with suppress(OSError, ValueError):  # a full disk; it is closed, or detached
                 each.flush()
 
 
 def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
-    """From now on, `do` this before each forward, in training, of each DDP model of this
-    process; for the first time before the step, where an optimizer's closure is to call it."""
+    """From now on, `do` this before each forward, in training, of each DDP model of this process.
+    If the first forward is in an optimizer's closure, it is done before that optimizer's step."""
     import torch
     from torch.nn.parallel import DistributedDataParallel as DDP
     from torch.optim import Optimizer
@@ -138,8 +139,8 @@ def before_training(do: Callable[[DistributedDataParallel], object]) -> None:
         if not models or closure_of(args, kwargs) is None:
             return None
         own = {*parameters_of(optimizer)}
-        new = [each for each in models if getattr(each, ATTRIBUTE, None) is None]
-        new = [each for each in new if not own.isdisjoint(each.parameters())]
+        steps = [model for model in models if not own.isdisjoint(model.parameters())]
+        new = [model for model in steps if getattr(model, ATTRIBUTE, None) is None]
         for model in new:
             before_forward(model)
         # torch has called the hooks of all optimizers by now, before a compressor was attached.
