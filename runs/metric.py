@@ -174,7 +174,8 @@ def _float(value: Any) -> float:
 
 def _every_line(look: Callable[[str], bool]) -> Callable[[], None]:
     """Have `look` see each line that this process prints, also one that a progress bar writes
-    over. It returns whether it has found something."""
+    over. look: returns whether it has found something. Calling the result shows `look` a line that
+    has not ended."""
     heard = [_Heard(stream, look) for stream in (sys.stdout, sys.stderr)]
     sys.stdout, sys.stderr = heard
 
@@ -204,7 +205,8 @@ class _Heard:
             self.write(line)
 
     def flush(self) -> None:
-        """What is shown counts: a line that begins with \\r ends with the next one, or never."""
+        """Look at the line that has begun, too: a progress bar's line ends with the next one, which
+        begins with \\r, or never."""
         self._stream.flush()
         if self._look(self._begun):
             self._begun = ""
