@@ -36,6 +36,7 @@ from adaptive.memory.moments import (
 from adaptive.memory.optimizer_steps import Owner, Owners
 from adaptive.model.chunks import Chunk
 from adaptive.model.parameters import like, local, shaped
+from adaptive.network.pipeline import read_here
 from policies import state as saved
 
 MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
@@ -162,6 +163,7 @@ class FlatMoments:
             view = shaped(flat[self._ends[i] : self._ends[i + 1]], parameter.local.detach())
         if (flat.dtype, flat.device) == (here.dtype, here.device):
             view.copy_(here)
+            read_here(here)  # the optimizer's stream has allocated it
             state[name] = view if name == "step" else like(view, parameter.tensor)
             self._views[i][name] = state[name]
         elif name == "exp_avg":

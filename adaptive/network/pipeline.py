@@ -33,6 +33,13 @@ from compressors.kernels import kernels_for
 R = TypeVar("R")
 
 
+def read_here(tensor: Tensor) -> None:
+    """The current stream reads a tensor that another stream has allocated, and the last reference
+    is about to go: the allocator must keep its memory until this stream has passed."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 @dataclass(eq=False)
 class _Running:
     """One exchange under way. left: number of collectives not issued yet. issued: the future of the

@@ -514,7 +514,9 @@ class Session:
             if self.exchange.first:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         self.abandon()
-        with averager.noting_failure():
+        # On the hook's stream, as in a step: its kernels still read these tensors when their
+        # places in other buckets free them, and the allocator gives them to no other stream.
+        with averager.noting_failure(), averager.pipeline.stream.hook_call(last=True):
             for name, part in parts.items():
                 part.load(state[name])
             controller.stopwatch.go_on(state["controller"]["saved_at"])

@@ -21,6 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,7 @@ class Case:
     """A way to train. cfs: sent in turn; none: by the default policy, which measures times, so that
     bits differ. bad, remote: the step in which this rank's gradients are not finite, or another's.
     apart: the first parameters, which are in the last bucket, are those of an optimizer that was
-    not handed over."""
+    not handed over. loaded: the step before which states are loaded, to new memory."""
 
     base: str = "topk"
     options: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Case:
     bad: int | None = None
     remote: int | None = None
     apart: bool = False
+    loaded: int | None = None
     dtype: torch.dtype = torch.float32
     ddp: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +105,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
             options=GATHERED, optimizer="momentum", ddp={"find_unused_parameters": True}
         ),
         "scaler, a bad step": Case(options=GATHERED, optimizer="momentum", scaler=True, bad=4),
+        "loaded": Case(options=GATHERED, optimizer="momentum", loaded=3),
     },
     "quantizers": {
         "int8 gathered": Case("int8", GATHERED, "momentum", LEVELS),
@@ -121,6 +124,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
         "gathered": Case(options=GATHERED, optimizer="adamw"),
         "voted, 8 bits": Case("topk+int8", VOTED, "adamw"),
         "int8": Case("int8", SHARDED, "adamw", LEVELS),
+        "loaded before a dense step": Case(options=GATHERED, optimizer="adamw", loaded=2),
     },
     "optimizers": {
         "fused": Case(options=GATHERED, optimizer="fused"),
@@ -313,6 +317,9 @@ def train(case: Case, network: LateNetwork) -> list[Any]:
     compressor.attach(model, optimizer=optimizer, **({"scaler": scaler} if scaler else {}))
     found: list[Any] = []
     for step in range(STEPS):
+        if step == case.loaded:
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            compressor.load_state_dict(compressor.state_dict())
         x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step))
         network.stir()
         loss = model(x.to(DEVICE, case.dtype)).float().square().mean()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,7 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 import adaptive
 from adaptive import AdaptiveCompressor, Fixed
+from adaptive.memory import own_moments
 from adaptive.model import chunks
+from adaptive.model.parameters import ModelParameter
 from adaptive.network import collectives
 from adaptive.network.collectives import Exchange, future_of
 from adaptive.network.link import done_with
@@ -274,6 +277,58 @@ def test_updates_are_exchanged_chunk_after_chunk_and_nothing_stays(
     # Of each chunk that is under way its updates and payloads, and what selecting takes of one.
     assert peak.nbytes <= copies * 4 * numel + 2 * (UNDER_WAY + 4) * chunk
     assert before == [False, True] * 4  # a backward, and a step
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_state_is_loaded_on_the_hooks_stream(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a later hook call, while backward goes on, loaded residuals move to those of a bucket. The
+    allocator must not hand their memory to backward then."""
+    model = DDP(nn.Linear(200, 200))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with device_path():
+        compressor = AdaptiveCompressor("topk", policy=Fixed(10)).attach(model, optimizer=optimizer)
+        session: Any = compressor._session
+        for _ in range(3):
+            model(torch.ones(2, 200)).sum().backward()
+            optimizer.step()
+        state = compressor.state_dict()
+        session._averager.pipeline.stream = HookStream(CUDA)
+        made: list[str] = []
+        zeros = ModelParameter.zeros
+
+        def noted(parameter: ModelParameter, *args: Any) -> Tensor:
+            made.append(torch.cuda.current_stream(CUDA).name)  # type: ignore[attr-defined]
+            return zeros(parameter, *args)
+
+        monkeypatch.setattr(ModelParameter, "zeros", noted)
+        for parameter in session._parameters.values():
+            parameter.residual = None  # as in a new process
+        compressor.load_state_dict(state)
+    assert len(made) == 4  # a residual and a velocity of each parameter
+    assert {*made} == {"hook"}
+    assert log == ["hook waits for backward", "backward waits for hook"]
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_optimizers_moments_outlive_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments that a script has loaded become views of flat tensors, perhaps in a hook call."""
+    kept: list[Tensor] = []
+    monkeypatch.setattr(own_moments, "read_here", kept.append)
+    model = DDP(nn.Linear(200, 200))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compressor = AdaptiveCompressor("topk", policy=Fixed(10)).attach(model, optimizer=optimizer)
+    model(torch.ones(2, 200)).sum().backward()
+    optimizer.step()
+    kept.clear()
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+    loaded = {p: dict(state) for p, state in optimizer.state.items()}
+    model(torch.ones(2, 200)).sum().backward()
+    optimizer.step()
+    compressor.detach()
+    assert len(kept) == 6
+    assert all(any(each is one for one in kept) for of in loaded.values() for each in of.values())
 
 
 class _Completed:
