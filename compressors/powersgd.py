@@ -260,7 +260,8 @@ class PowerSGD(RoundsCompressor):
         for row in range(known, rank):
             digest = blake2b(repr((self.seed, name, row)).encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            random.append(torch.randn(cols, generator=generator, dtype=torch.float64))
+            drawn = torch.randn(cols, generator=generator, dtype=torch.float64, device="cpu")
+            random.append(drawn)
         if random:
             new = torch.stack(random).to(like.device, like.dtype, non_blocking=True)
             rows = torch.cat([orthonormal_rows(rows), new])

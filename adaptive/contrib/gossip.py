@@ -502,7 +502,7 @@ class GossipSync(Synchroniser):
         units = [unit.at(step) for unit in self._granularity.cut(bucket, cfs)]
         record_gradient_norms(units, x, tally)
         payloads = [_payload(unit, bucket, cfs, tally) for unit in units]
-        tally.at("nonfinite").add_(torch.as_tensor(bucket.nonfinite))
+        tally.at("nonfinite").add_(bucket.nonfinite)
         self._exchange.count_floats(sum(unit.floats for unit in units))
         out = Outgoing(index, bucket, units, payloads, lambda _: None, lambda _: None)
         weights = self.topology.sources(step, rank)

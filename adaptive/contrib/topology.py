@@ -54,7 +54,7 @@ class Topology:
     def spectral_gap(self) -> float:
         """The spectral gap of a round, in [0, 1]; for several matrices 1 - the geometric mean of
         the shares of the distance that they leave."""
-        product = torch.eye(self.ranks, dtype=torch.float64)
+        product = torch.eye(self.ranks, dtype=torch.float64, device="cpu")
         for each in self.rounds:
             product = each @ product
         distance = product - 1 / self.ranks
@@ -93,7 +93,7 @@ def check_matrix(given: Any) -> Tensor:
     """A user's matrix, in float64. ValueError unless it is doubly stochastic, TypeError if it is no
     matrix of numbers."""
     try:
-        w = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+        w = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"topology must be one of {', '.join(TOPOLOGIES)} or a square matrix of numbers, got "
@@ -142,7 +142,7 @@ def _on_torus(i: int, ranks: int) -> set[int]:
 
 
 def _even(sources: Sequence[set[int]], ranks: int) -> Tensor:
-    w = torch.zeros(ranks, ranks, dtype=torch.float64)
+    w = torch.zeros(ranks, ranks, dtype=torch.float64, device="cpu")
     for i, of_one in enumerate(sources):
         all_of = {i, *(j % ranks for j in of_one)}
         w[i, sorted(all_of)] = 1 / len(all_of)

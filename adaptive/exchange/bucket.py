@@ -232,7 +232,8 @@ class Bucket:
         if energy is None or one_by_one:
             energies = squared_norms(pieces)
         else:
-            energies = torch.as_tensor(energy, dtype=torch.float64).reshape(1)
+            there = self.work.device
+            energies = torch.as_tensor(energy, dtype=torch.float64, device=there).reshape(1)
         kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
         most = torch.finfo(self.work.dtype).max
         overflows = kernels.look(lambda: not sum(energies.tolist()) <= most, None)

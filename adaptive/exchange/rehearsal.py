@@ -100,14 +100,15 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
             "rounds must return a Received whose nonfinite says that some rank's payloads are not "
             "finite (outgoing.received(rows) and any_nonfinite(payloads) find out)"
         )
-    empty = Outgoing(0, Bucket(torch.zeros(0), Key("rehearsal"), True), [], [], _pass, _pass)
+    bucket = Bucket(torch.zeros(0, device="cpu"), Key("rehearsal"), True)
+    empty = Outgoing(0, bucket, [], [], _pass, _pass)
     _run(strategy, exchange, empty)
 
 
 def _outgoing(strategy: Strategy, base: Compressor, cf: float, ranks: int) -> Outgoing:
     """A bucket with one unit for each rank."""
     numel = max(NUMEL, UNIT * ranks)
-    gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0), device="cpu")
     bucket = Bucket(gradients, Key("rehearsal"), True)
     units, payloads = [], []
     for start, stop in pairwise(numel * i // ranks for i in range(ranks + 1)):
@@ -169,7 +170,7 @@ def _check_mean(units: Sequence[Unit], received: Received, rank: int) -> None:
             )
         own = payloads[rank] if received.own is None else received.own[i]
         by = unit.compressor if received.compressors is None else received.compressors[i]
-        mean, sent = torch.zeros(2, unit.numel)
+        mean, sent = torch.zeros(2, unit.numel, device="cpu")
         by.mean_of(mean, payloads, received.scale)
         unit.compressor.add_to(sent, own)
         off, norm = float((mean - sent).norm()), float(sent.norm())

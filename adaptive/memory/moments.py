@@ -244,7 +244,7 @@ def noise_of(run: Run, share: float) -> Noise:
 @lru_cache(maxsize=64)
 def _noise_at(beta1: float, beta2: float, step: float) -> Noise:
     """`_noise` as numbers, for parameters with a step count on the host."""
-    scale, constant = _noise(beta1, beta2, torch.tensor(step))
+    scale, constant = _noise(beta1, beta2, torch.tensor(step, device="cpu"))
     return float(scale), constant
 
 

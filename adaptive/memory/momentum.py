@@ -205,7 +205,8 @@ class SGDHandover(Handover):
             scales = [self.rule(p).velocity_scale(p.momentum_share, 1.0) for p in chunk]
             weights = [scale / exchange.world_size for scale in scales]
             own = torch.cat(torch._foreach_mul(velocities, weights))
-            started = torch.tensor([float(p.started) for p in chunk], dtype=own.dtype)
+            flags = [float(p.started) for p in chunk]
+            started = torch.tensor(flags, dtype=own.dtype, device="cpu")
             started = started.to(own.device, non_blocking=True)
             total = exchange.total(torch.cat([own, started])).wait()
             *means, ranks = total.split([*map(len, velocities), len(chunk)])

@@ -109,7 +109,7 @@ class FlatMoments:
         assert self._steps is not None
         if self._counts_on_host:
             return {"step": self._steps[first]}
-        ends = torch.tensor(self._ends[first + 1 : last + 1]) - self._ends[first]
+        ends = torch.tensor(self._ends[first + 1 : last + 1], device="cpu") - self._ends[first]
         return {
             "step": self._steps[first:last],
             "sizes": self.chunk.sizes[first:last],

@@ -188,4 +188,6 @@ def _copies(kept: Kept, nonfinite: Flag) -> dict[str, Tensor]:
 
 def _put_back(kept: Kept, before: Mapping[str, Tensor], nonfinite: Flag) -> None:
     for name, tensor in before.items():
-        torch.where(torch.as_tensor(nonfinite), tensor, kept[name], out=kept[name])
+        torch.where(
+            torch.as_tensor(nonfinite, device=tensor.device), tensor, kept[name], out=kept[name]
+        )

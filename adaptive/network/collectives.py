@@ -99,7 +99,8 @@ class PendingSum:
         does not wait."""
         if self.tensor.device.type == "cpu" or self._copied is not None:
             return
-        self._copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
+        shape, dtype = self.tensor.shape, self.tensor.dtype
+        self._copy = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         self._copy.copy_(self.wait(), non_blocking=True)
         self._copied = torch.Event(self.tensor.device)
         self._copied.record()

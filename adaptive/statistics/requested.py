@@ -68,7 +68,7 @@ class GradientSum:
         norms = {}
         # By name, because means arrive in another order in every run.
         for parameter, total in sorted(self._totals.items(), key=lambda item: item[0].name):
-            energy = torch.as_tensor(squared_norm(total), dtype=torch.float64)
+            energy = torch.as_tensor(squared_norm(total), dtype=torch.float64, device=total.device)
             norms[parameter] = energy.sqrt()
             total_energy = total_energy + energy
             total.zero_()

@@ -137,9 +137,8 @@ class Tally:
         known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each["host"]]
         waits = [0.0] * self.ranks
         waits[self.rank] = self.known.get("exchange_seconds", nan)
-        on_host = torch.tensor(
-            [*known, *waits], dtype=torch.float64
-        )  # the first ones in the vector
+        # The first ones in the vector.
+        on_host = torch.tensor([*known, *waits], dtype=torch.float64, device="cpu")
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
         return self.vector
 
@@ -261,7 +260,7 @@ class Statistics:
 def _as_declared(cfs: int, device: torch.device) -> Tensor:
     """Indices that bring the energies joined by `add_levels` (row by row (CFs, 3) of a tensor, then
     (CFs, 3) of its sample) into the order of the statistics from `total` to `sample_error`."""
-    own, sample = torch.arange(6 * cfs).view(2, cfs, 3)
+    own, sample = torch.arange(6 * cfs, device="cpu").view(2, cfs, 3)
     places = (own[0, :1], sample[0, :1], own[:, 1], own[:, 2], sample[:, 2])
     return torch.cat(places).to(device, non_blocking=True)
 

@@ -169,7 +169,7 @@ class OwnStepSync(EveryStepSync):
             self._nonfinite = either(self._nonfinite, ~(energy < inf))
             self._energies.clear()
         flag, self._nonfinite = self._nonfinite, False
-        controller.tally.at("nonfinite").add_(torch.as_tensor(flag))
+        controller.tally.at("nonfinite").add_(flag)
         self.handover.backward_ends(controller.plan.send)
         nonfinite = averager.exchange.any_rank(flag, averager.parameters.device)
         any_nonfinite: Flag = False

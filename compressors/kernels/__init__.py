@@ -56,9 +56,10 @@ def squared_norm(tensor: Tensor) -> Scalar:
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The squared norm of each of flat `tensors` on one device: float64, flat, on that device."""
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     if is_host(tensors[0].device):
-        return torch.tensor([squared_norm(tensor) for tensor in tensors], dtype=torch.float64)
+        energies_here = [squared_norm(tensor) for tensor in tensors]
+        return torch.tensor(energies_here, dtype=torch.float64, device="cpu")
     norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float64)
     return torch.stack(norms).square()
 

@@ -164,7 +164,8 @@ def energies(total: Scalar, kept: Scalar, lost: Scalar, like: Tensor) -> Tensor:
     """`Payload.energies` of these three squared norms, where `like` is."""
     numbers = (total, kept, lost)
     if is_host(like.device):
-        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+        here = [float(number) for number in numbers]
+        return torch.tensor(here, dtype=torch.float64, device="cpu")
     full = partial(torch.full, (), dtype=torch.float64, device=like.device)
     return torch.stack([n if isinstance(n, Tensor) else full(n) for n in numbers])
 
@@ -253,7 +254,8 @@ def scratch(use: str, count: int, dtype: torch.dtype, device: torch.device) -> T
     buffer = buffers.get((use, dtype))
     if buffer is None or buffer.numel() < count:
         # Somewhat more than a block, because packing fills it up.
-        buffer = buffers[use, dtype] = torch.empty(max(count, CODE_BLOCK + 64), dtype=dtype)
+        numel = max(count, CODE_BLOCK + 64)
+        buffer = buffers[use, dtype] = torch.empty(numel, dtype=dtype, device=device)
     return buffer[:count]
 
 

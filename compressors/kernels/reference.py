@@ -344,7 +344,8 @@ def seeded(device: torch.device, digest: bytes) -> torch.Generator | None:
 def _powers(base: int, runs: int, device: torch.device) -> Tensor:
     """The factors of a byte's digits: (runs, 1), uint8."""
     powers = [[base**i] for i in range(runs)]
-    return torch.tensor(powers, dtype=torch.uint8).to(device, non_blocking=True)
+    on_host = torch.tensor(powers, dtype=torch.uint8, device="cpu")
+    return on_host.to(device, non_blocking=True)
 
 
 def _bits(packed: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class IndexFormat:
         kernels = kernels_for(out)
         present = None if exact else kernels.filled(indices, numel)
         positions = at if self.low is None else (at >> self.low) + kernels.ranks(at, 8 * len(bits))
-        kernels.set_bits(torch.as_tensor(positions), present, bits)
+        kernels.set_bits(torch.as_tensor(positions, device=out.device), present, bits)
         if self.low:
             slots = at & ((1 << self.low) - 1)
             slots = slots if present is None else slots * present

@@ -141,7 +141,7 @@ def unpack_codes(packed: Tensor, levels: int, offset: int, out: Tensor, tensors:
     data = _by_columns(packed, codes_nbytes(CODE_BLOCK, levels), byte_rows) if several else packed
     count = data.shape[-1] // byte_rows * rows
     numbers, _ = unpack_numbers(kernels_for(out).native(data), levels, count)
-    codes = torch.as_tensor(numbers)
+    codes = torch.as_tensor(numbers, device=out.device)
     codes = _flat(codes, out.numel(), CODE_BLOCK, rows) if several else codes[: out.numel()]
     out.copy_(codes.sub_(offset).view(torch.int8))
 
