@@ -421,6 +421,7 @@ class UpdateHandover(Handover):
         """Before a step that exchanges gradients: optimizer-state sync (collectives), if the ranks'
         states differ. First moments take over the updates in residuals. If an optimizer has no
         first moment, the updates in its residuals move the parameters in the next step."""
+        self._of.relearn()  # a group may be new: its gradients stay local from this backward on
         if cf is not None and self.exchanges_updates(cf):
             return
         state = self.state

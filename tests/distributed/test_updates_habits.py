@@ -233,6 +233,38 @@ def test_a_group_may_be_added_later() -> None:
             assert apart == 0
 
 
+def _resumed_with_a_late_group(rank: int) -> list[Tensor]:
+    """The last layer joins the optimizer after attach(). Parameters of a run that never stopped,
+    and of a resumed one, whose script adds the group before it loads the states."""
+
+    def join(run: Training) -> None:
+        late = [p for n, p in run.model.named_parameters() if ".4." in n]
+        run.optimizer.add_param_group({"params": late})
+
+    whole, resumed = (Training(lambda m: _adamw_without(m, HEAD), Fixed(20)) for _ in range(2))
+    whole.train(rank, 0, 3)
+    join(whole)
+    whole.train(rank, 3, 6)
+    saved = [deepcopy(part.state_dict()) for part in _parts(whole)]
+    resumed.train(rank, 0, 1)
+    join(resumed)
+    for part, state in zip(_parts(resumed), saved, strict=True):
+        part.load_state_dict(state)
+    return [run.train(rank, 6, 9).flat for run in (whole, resumed)]
+
+
+HEAD = ("4.weight", "4.bias")
+
+
+def _parts(run: Training) -> tuple[Any, ...]:
+    return run.model, run.optimizer, run.compressor
+
+
+def test_a_run_resumes_where_a_group_was_added_later() -> None:
+    for whole, resumed in run_ranks(2, _resumed_with_a_late_group):
+        assert torch.equal(whole, resumed)
+
+
 def _in_no_optimizer(rank: int) -> dict[str, float]:
     """Parameters in no optimizer: by how much their `p.grad` differs from the mean gradient, and
     how often rank 0 is warned of them."""
