@@ -98,8 +98,8 @@ class StepWatch:
         self._parameters, self._listener = parameters, listener
         self._said: set[str] = set()
 
-    def start(self) -> None:
-        """Watch, until `end()` is called."""
+    def start(self, moving: Sequence[Tensor]) -> None:
+        """Watch, until `end()` is called. moving: the parameters that have momentum to correct."""
         self.ours = False
         self._norms: dict[Tensor, Tensor] = {}  # of the gradients' samples after backward
         # Ids and write counts of the gradients after backward. Writes to `grad.data` are not
@@ -113,6 +113,8 @@ class StepWatch:
         self._velocities: dict[Tensor, Tensor | None] = {}
         parameters = list(self._parameters)
         self.few = parameters[:: max(1, len(parameters) // FEW)]
+        if {*self.few}.isdisjoint(moving):  # of a group without momentum all, say
+            self.few += moving[:1]
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         # Samples and write counts of a few parameters after the last step.

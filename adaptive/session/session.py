@@ -141,7 +141,8 @@ class Session:
             self._averager.warn_once(self._memory.warning(optimizers))
         if settings.sync.lets_ranks_differ and replica.sends_buffers:
             self._averager.warn_once(BROADCASTS)
-        self._watch.start()
+        momentum, known = self._memory.now.momentum, self._parameters
+        self._watch.start([p for p in known if momentum(known[p], DENSE) is not None])
         mark = self.controller.stopwatch.forward
         mark.begins = weakref.WeakMethod(self._forward_begins)
         # Before FSDP's own hook, which gathers parameters: the exchange that this rank owes moves

@@ -345,6 +345,25 @@ def test_gradients_that_add_up_end_momentum_correction_where_they_hold_velocitie
     assert run_ranks(2, _never_cleared_each_way) == [["momentum", "momentum", "residual"]] * 2
 
 
+def _two_backwards(rank: int) -> str:
+    """Every second parameter, the first included, is of a group without momentum."""
+    model = DDP(small_net())
+    groups: list[dict[str, Any]] = [{"params": [*model.parameters()][i::2]} for i in range(2)]
+    groups[0]["momentum"] = 0.0
+    optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+    compressor = AdaptiveCompressor(policy=Scripted([10.0])).attach(model, optimizer=optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        _run_backward_again(model)
+        optimizer.step()
+    return compressor.state_dict()["memory_kind"]
+
+
+def test_gradients_added_to_velocities_are_noticed_whichever_group_has_momentum() -> None:
+    assert run_ranks(2, _two_backwards) == ["residual"] * 2
+
+
 def _closure(rank: int, clips: bool, by_name: bool) -> list[str]:
     """What is said of an optimizer that is stepped with a closure."""
     model = DDP(small_net())
