@@ -77,7 +77,8 @@ def enlargements(optimizer: Optimizer, steps: int, ranks: int) -> dict[Tensor, T
 
 def _energies(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norms, in float32."""
-    norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float32)
+    narrow = [t.float() if t.dtype == torch.float64 else t for t in map(Tensor.detach, tensors)]
+    norms = torch._foreach_norm(narrow, 2, dtype=torch.float32)
     return torch.stack(norms).square_()
 
 

@@ -265,6 +265,32 @@ def test_a_run_resumes_where_a_group_was_added_later() -> None:
         assert torch.equal(whole, resumed)
 
 
+def _joined_before_a_closure(rank: int) -> float:
+    """By how much ranks differ where a group is new in a step with a closure. SGD: an optimizer
+    that is not adaptive may move parameters before its closure runs."""
+
+    def without_head(model: nn.Module) -> SGD:
+        return SGD([p for n, p in model.named_parameters() if ".4." not in n], lr=LR, momentum=0.9)
+
+    def closure() -> Tensor:
+        run.model.zero_grad()
+        loss = loss_of(run.model, step, rank)
+        loss.backward()
+        return loss
+
+    run = Training(without_head, Fixed(20), memory="updates")
+    for step in range(5):
+        if step == 2:
+            late = [p for n, p in run.model.named_parameters() if ".4." in n]
+            run.optimizer.add_param_group({"params": late})
+        run.optimizer.step(closure)
+    return differs([run.flat])
+
+
+def test_a_group_may_be_added_before_a_step_with_a_closure() -> None:
+    assert run_ranks(2, _joined_before_a_closure) == [0.0, 0.0]
+
+
 def _in_no_optimizer(rank: int) -> dict[str, float]:
     """Parameters in no optimizer: by how much their `p.grad` differs from the mean gradient, and
     how often rank 0 is warned of them."""

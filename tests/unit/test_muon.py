@@ -31,6 +31,15 @@ def _last_updates(
     return [(b - p.detach()) * scales[p] for b, p in zip(before, matrices, strict=True)]
 
 
+def test_matrices_may_be_in_double_precision() -> None:
+    torch.manual_seed(0)
+    steps = [[torch.randn(shape) for shape in SHAPES] for _ in range(3)]
+    wide = [[gradient.double() for gradient in step] for step in steps]
+    found, wanted = _last_updates(wide, ranks=4), _last_updates(steps, ranks=4)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.01)
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("noise", [0.0, 3.0, 100.0])
 @pytest.mark.parametrize("ranks", [2, 8])
