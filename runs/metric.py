@@ -22,7 +22,11 @@ ACCEPTED = (
 HIGHER = ("acc", "auc", "bleu", "f1", "iou", "psnr", "recall", "precision", "reward", "rouge")
 """In the name of a metric of which more is better, unless the command says otherwise."""
 
-_NUMBER = r"([-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?))"
+_THOUSANDS = r"[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)(?:\.\d*)?"
+"""As f"{value:,.1f}" writes it."""
+
+_PLAIN = r"\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?"
+_NUMBER = rf"([-+]?(?:{_THOUSANDS}|{_PLAIN}))"
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -77,7 +81,7 @@ class Printed(Metric):
     def _look(self, line: str, hear: Hear) -> bool:
         found = self._pattern.search(line)
         if found is not None:
-            hear(float(found[1].replace("_", "")))
+            hear(float(re.sub("[_,]", "", found[1])))
         return found is not None
 
 

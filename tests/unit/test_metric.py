@@ -36,6 +36,11 @@ def heard(text: str, do: Callable[[], object]) -> list[float]:
         ("val loss {}", "val loss=2.5", [2.5]),
         ("acc={}%", "acc=71.25% of 10", [71.25]),
         ("loss {}", "loss inf", [inf]),
+        ("loss {}", "loss 1,000.8, acc 3", [1000.8]),
+        ("loss {}", "loss -12,345,678", [-12345678]),
+        ("loss {}", "loss 1,2000", [1]),  # two numbers
+        ("loss {}", "loss 1,200,30", [1]),
+        ("loss {}", "loss 0,123", [0]),
         ("loss {}", "\x1b[1;32mloss:\x1b[0m \x1b[1m2.5\x1b[0m", [2.5]),
         ("loss {}", "a loss of nothing", []),
         ("json:loss", 'INFO {"step": 3, "loss": 0.5}', [0.5]),
