@@ -58,7 +58,7 @@ class Place:
     """Where the workers compute."""
 
     device: Annotated[str, metavar("DEVICE")] = "cpu"
-    """Of all workers: cpu, cuda or cuda:1 (cpu). A GPU's run that was resumed draws other random
+    """Of all workers: cpu, cuda or cuda:1. A GPU's run that was resumed draws other random
     numbers there (dropout) than one that was not."""
 
 
@@ -77,7 +77,19 @@ OPTIONS = {
     "resume": options(Resuming),
     "step_time": options(StepTime),
     "place": options(Place),
-    "modelling": options(Modelling, without=("fixed_clock", "one_worker_seconds")),
+    "modelling": options(
+        Modelling,
+        without=("fixed_clock", "one_worker_seconds"),
+        told={
+            "model_mb": "step times as if the gradients were so large (ResNet-101 170, VGG-16 528, "
+            "a large LSTM 252)",
+            "coding": "nanoseconds for each gradient element that compressing and decoding take in "
+            "a compressed step, 0 for nothing (as measured at some CFs on this machine, once)",
+            "server": "a server makes the means, and its link, e.g. 1gbit or 1gbit/500mbit (up and "
+            "down), carries what all workers send and are sent; --exchange is sharded, or "
+            "all_reduce (the workers themselves make them)",
+        },
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -157,6 +158,14 @@ def test_help_tells_defaults_also_where_they_are_0(capfd: Any) -> None:
     told = " ".join(capfd.readouterr().out.replace("│", " ").split())
     assert "--seed N Of weights, order, augmentation (0)" in told
     assert "stay float32 --" in told or "stay float32 ╰" in told  # autocast: no (False)
+
+
+def test_help_names_no_option_of_another_command(capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    told = capfd.readouterr().out
+    its_own = re.findall(r"^. (?:-h, )?(--[a-z-]+)", told, re.MULTILINE)
+    assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", told)) <= set(its_own)
 
 
 def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:
