@@ -140,6 +140,11 @@ def check_for_several(folder: Path) -> None:
         raise UsageError(f"--log-dir {folder}: holds a run of its own; accepted: another folder")
 
 
+def holds_several(folder: Path) -> bool:
+    """Whether it is the folder of a comparison or of a study."""
+    return any(folder.glob(f"runs/*/{CONFIG_FILE}"))
+
+
 def load_config(folder: Path) -> TrainConfig | None:
     """The configuration in a run's folder, with that folder as its own; None if there is none.
 

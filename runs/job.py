@@ -11,7 +11,7 @@ from typing import Any
 from runs.build import check
 from runs.checkpoint import Checkpoint, find_checkpoint, newest_run
 from runs.claim import claim
-from runs.config import CONFIG_FILE, TrainConfig
+from runs.config import CONFIG_FILE, TrainConfig, holds_several
 from runs.netlab.lab import Lab, real_links
 from runs.options import RESUME_OPTIONS, make_config
 from runs.parser import UsageError, check_writable, option
@@ -136,4 +136,9 @@ def _check_folder(config: TrainConfig) -> None:
         raise UsageError(
             f"--log-dir {config.log_dir}: holds a run already; accepted: another folder, or "
             f"--resume {config.log_dir} to go on with it"
+        )
+    if holds_several(config.folder):
+        raise UsageError(
+            f"--log-dir {config.log_dir}: holds the runs of a comparison or a study; accepted: "
+            f"another folder"
         )

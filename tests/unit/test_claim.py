@@ -13,7 +13,7 @@ import pytest
 from runs.checkpoint import Checkpoint
 from runs.claim import LOCK_FILE, claim
 from runs.config import CONFIG_FILE, TrainConfig
-from runs.job import Job, claimed
+from runs.job import Job, claimed, make_job
 from runs.parser import UsageError
 
 
@@ -79,6 +79,13 @@ def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
         with claimed(job) as third:
             names = [Path(j.config.log_dir).name for j in (first, second, third)]
     assert names == ["text-goodput-1", "text-goodput-1-2", "text-goodput-1-3"]
+
+
+def test_the_folder_of_a_comparison_takes_no_run(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "dense-seed0").mkdir(parents=True)
+    (tmp_path / "runs" / "dense-seed0" / CONFIG_FILE).touch()
+    with pytest.raises(UsageError, match="runs of a comparison or a study"):
+        make_job({"log_dir": str(tmp_path)}, None)
 
 
 def test_a_named_folder_is_looked_at_again_once_it_is_claimed(
