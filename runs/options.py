@@ -122,8 +122,9 @@ def check_measured(given: Mapping[str, Any]) -> None:
 
 def of_script(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run of the user's own script. {name} in its words stands for the setting of
-    that name, {run} for the run's folder. UsageError for settings that are the script's own."""
-    values = {**given, "run": given.get("log_dir", "")}
+    that name. {run} stays: it is filled where the script starts. UsageError for settings that are
+    the script's own."""
+    values = dict(given)
     named = {name for word in given["script"] for name in _PLACE.findall(word) if name in values}
     kept = {name: value for name, value in given.items() if name in _OF_SCRIPT or name not in named}
     for name in kept:

@@ -74,7 +74,9 @@ def run_whole(
     `reported` has ended it. A run that was interrupted, or has failed, leaves no result."""
     shutil.rmtree(config.folder, ignore_errors=True)
     with claim(config.folder, f"--log-dir: {config.folder}"):
-        job = ScriptJob(config, Script.of(list(config.script)), shown, reported)
+        # Absolute: the script may go elsewhere.
+        words = [word.replace("{run}", str(config.folder.absolute())) for word in config.script]
+        job = ScriptJob(config, Script.of(words), shown, reported)
         if config.threads > 1:
             os.environ["OMP_NUM_THREADS"] = str(config.threads)
         code = launch(_work, job, config.workers, failed)

@@ -169,12 +169,14 @@ def test_a_script_may_go_to_another_folder(
     script: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    going = f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\nopen(__file__).close()"
+    going = f"import os, sys\nos.chdir({str(tmp_path / 'elsewhere')!r})\nopen(__file__).close()"
+    going += "\nif sys.argv[4:]: open(sys.argv[4] + '/of_its_own', 'a').close()"
     script.write_text(f"{going}\n{SCRIPT}")
     monkeypatch.chdir(tmp_path)
     words = ("--log-dir", "made", "--contender", "topk@20", "--metric", "loss {}")
-    found = compared(Path("made"), *words, "--", script.name, "plain", 5, 1, capfd=capfd)
+    found = compared(Path("made"), *words, "--", script.name, "plain", 5, 1, "{run}", capfd=capfd)
     assert found["rows"][0]["runs"][0]["evaluations"]
+    assert len([*(tmp_path / "made" / "runs").glob("*/of_its_own")]) == 1
     assert main(["doctor", "--json", "seen.json", "--", script.name, "plain", "99", "1"]) == 0
     assert (tmp_path / "seen.json").exists()
     assert not any((tmp_path / "elsewhere").iterdir())

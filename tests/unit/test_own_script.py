@@ -39,9 +39,7 @@ def test_places_in_the_words_are_filled(script: Path) -> None:
         seeds=(3, 4),
     )
     config = made.config(made.contenders[1], 4)
-    assert config.script[1:] == (
-        *("--seed", "4", f"--out={config.log_dir}", "--lr", "0.25", '{"a": {other}}'),
-    )
+    assert config.script[1:] == (*("--seed", "4", "--out={run}", "--lr", "0.25", '{"a": {other}}'),)
     assert config.lr is None
     assert config.policy == "Fixed(cf=50)"
 
