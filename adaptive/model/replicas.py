@@ -28,6 +28,11 @@ JOIN = (
     "(DistributedSampler, drop_last=True), and leave join() out"
 )
 
+MIXED_PRECISION = (
+    "DistributedDataParallel(model, mixed_precision=...) is not supported: DDP then has a "
+    "communication hook of its own, and takes one. Leave it out, and train under "
+    "torch.autocast('cuda', torch.bfloat16), or with parameters in bfloat16"
+)
 
 PYTHON_REDUCER = (
     "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
@@ -205,6 +210,8 @@ class DDPReplica(Replica):
         return {name.removeprefix(".") for name in names if "." in name}
 
     def check_free(self) -> None:
+        if getattr(self.model, "mixed_precision", None) is not None:
+            raise RuntimeError(MIXED_PRECISION)
         hooks = [hook for hook, _ in self.model._comm_hooks if hook is not adaptive_hook]
         if hooks:
             name = getattr(hooks[0], "__name__", "?")

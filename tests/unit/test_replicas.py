@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from adaptive import AdaptiveCompressor, Fixed
 from adaptive.model.replicas import DDPReplica, adaptive_hook
@@ -48,6 +49,12 @@ def test_a_hook_without_a_replica_says_so() -> None:
     _attached(other := DDP(nn.Linear(30, 30)))
     with pytest.raises(RuntimeError, match="compressed by another"):
         _attached(other)
+
+
+def test_ddps_own_mixed_precision_is_refused_by_its_name() -> None:
+    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"mixed_precision=.*Leave it out.*autocast"):
+        _attached(DDP(nn.Linear(30, 30), mixed_precision=half))
 
 
 def test_buckets_go_where_they_went_until_another_compressor_is_attached() -> None:
