@@ -60,6 +60,10 @@ class AdaptiveCompressionCallback(TrainerCallback):
         self._resume_from = resume_from
         self._model: DistributedDataParallel | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings, and no model."""
+        return {**self.__dict__, "_model": None}
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -57,6 +57,12 @@ class AdaptiveCompressionCallback(Callback):
         self._device: torch.device | None = None  # of the model while it trained
         self._loaded: Mapping[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings, and no model. Lightning adds `log` and `log_dict`, which are the
+        module's."""
+        kept = {name: value for name, value in vars(self).items() if not name.startswith("log")}
+        return {**kept, "_model": None}
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget a state that was read for a validation. The trainer reads the checkpoint later.
         A fit also forgets the fit before, whose state a checkpoint before the first step (the one

@@ -141,6 +141,7 @@ class AdaptiveCompressor:
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
     ) -> None:
+        self._given = {name: value for name, value in locals().items() if name != "self"}
         unnamed = policy is None
         made = None if policy is None else make_policy(policy)
         usual = {**USUAL, **({} if made is None else made.compression)}
@@ -458,6 +459,10 @@ class AdaptiveCompressor:
         session = self.running()
         with on_device(session.device):
             forms.load(session, state, same_clock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is as if it had been made with the same arguments: it is attached to no model."""
+        return {**vars(self), **vars(AdaptiveCompressor(**self._given))}
 
     def running(self) -> Session:
         """The session. RuntimeError before `attach`."""

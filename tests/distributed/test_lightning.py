@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def _trains(rank: int, folder: str) -> dict[str, Any]:
     first = callback.compressor  # which somebody still holds, while the module is fitted again
     again, _, callback = _fit(folder, "adamw", module=module, max_steps=2)
     found["again"] = first.summary().steps, callback.compressor.summary().steps
+    copied = pickle.loads(pickle.dumps(callback))
+    found["copied"] = copied.compressor.detached, copied.state_dict()
     again.fit_loop.epoch_loop.max_steps = 4
     again.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
     found["again"] += (callback.compressor.summary().steps,)
@@ -148,6 +151,7 @@ def test_lightning_compresses_and_resumes(tmp_path: Path) -> None:
         assert 0 < a["logged"]["compression/gain"] < 1
         assert a["logged"]["compression/wire_factor"] > 3
     assert first["again"] == second["again"] == (STEPS, 2, 2)
+    assert first["copied"] == (True, {})
     assert torch.equal(first["averaged"][0], second["averaged"][0])
     assert first["averaged"][1] == 10  # two epochs
     moments = first["adamw"]["moments"], second["adamw"]["moments"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -39,6 +40,20 @@ def test_a_copy_leaves_the_compressor_behind_and_takes_one_of_its_own() -> None:
     for _ in range(2):
         _step(copy)
     assert (first.summary().steps, second.summary().steps) == (1, 2)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_compressor_has_its_settings_and_no_model(
+    copied: Callable[[AdaptiveCompressor], AdaptiveCompressor],
+) -> None:
+    first = AdaptiveCompressor(policy="goodput", cf_range=(20, 80)).attach(DDP(nn.Linear(300, 300)))
+    second = copied(first)
+    assert second.detached
+    assert "cf_range=(20, 80)" in repr(second)
+    model = DDP(nn.Linear(30, 30))
+    second.attach(model)
+    _step(model)
+    assert (first.summary().steps, second.summary().steps) == (0, 1)
 
 
 def test_a_hook_without_a_replica_says_so() -> None:
