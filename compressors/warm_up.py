@@ -12,6 +12,7 @@ from compressors.base import Compressor, Key, Spec
 from compressors.kernels.blocks import add_if, fill_if, scale_if, takes_triton
 from compressors.rounds import RoundsCompressor
 from compressors.sharded import Sharded
+from compressors.sparsifier import Sparsifier
 
 log = logging.getLogger("adaptive")
 
@@ -52,6 +53,33 @@ def warm_up(
                     _take_in_shards(deepcopy(compressor), x.clone(), cf, ranks, flag)
             except Exception as error:
                 log.debug("%s was not taken through a step beforehand: %r", compressor.name, error)
+
+
+def check_adds(compressor: Compressor, cf: float, device: torch.device) -> None:
+    """ValueError, naming the class, if `compress` of a user's own class does not leave x + add in
+    x: the residual would then never be sent. A copy compresses a small tensor, once. As in
+    `warm_up`, no random number is drawn, and errors of another kind are left to the first step."""
+    kind = type(compressor)
+    ours = kind.__module__.partition(".")[0] in ("adaptive", "compressors")
+    if ours or not compressor.feeds_back:
+        return
+    x = torch.linspace(-1.0, 1.0, SIZES[0], device=device)
+    add = 0.5 * x.square() + 0.25
+    wanted = x + add
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            spec = Spec.of(x, compressor.nearest(Spec((x.numel(),), cf)), Key("rehearsal"))
+            deepcopy(compressor).compress(x, spec, add)
+        kept = torch.allclose(x, wanted, rtol=1e-3, atol=1e-3)
+    except Exception as error:
+        log.debug("%s was not tried before the first step: %r", compressor.name, error)
+        return
+    if not kept:
+        method = "select" if isinstance(compressor, Sparsifier) else "compress"
+        raise ValueError(
+            f"base: {kind.__name__}.{method} must leave x + add in x where `add` is given "
+            f"(x.add_(add), and no other change of x): `add` is the residual, which would never be sent; or memory='none'"
+        )
 
 
 def _take(

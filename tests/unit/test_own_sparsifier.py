@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, Ladder, Momentum
-from compressors import Key, Levels, Quantizer, Selected, make_compressor, register
+from compressors import (
+    Compressor,
+    Key,
+    Levels,
+    Payload,
+    Quantizer,
+    Selected,
+    make_compressor,
+    register,
+)
 from compressors.base import Spec
+from examples.demo_rule import FastComponents
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
 from tests.unit.device_path import count_operations, device_path, meta, no_copy_waits
+from tests.unit.in_one_process import one_rank
 from tests.unit.samples import compressed, decompressed, normal, ordinary, wire
 
 
@@ -150,3 +162,25 @@ def test_the_page_shows_the_example() -> None:
     page = (Path(__file__).parents[2] / "docs" / "own_compressor.md").read_text(encoding="utf-8")
     for each in (ChunkedTopK, Int3):
         assert inspect.getsource(each).rstrip() in page
+
+
+class Forgetful(FastComponents):
+    """Leaves the residual where it is."""
+
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        return super().compress(x, spec)
+
+
+class ForgetfulSelection(ChunkedTopK):
+    def select(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Selected:
+        return super().select(tensor, k, None, key)
+
+
+@pytest.mark.parametrize("base", [Forgetful(), ForgetfulSelection()], ids=lambda each: each.name)
+def test_a_compressor_that_leaves_the_residual_out_is_refused(base: Compressor) -> None:
+    with one_rank():
+        named = rf"base: {type(base).__name__}\.(compress|select) must leave x \+ add in x"
+        with pytest.raises(ValueError, match=named):
+            AdaptiveCompressor(base).attach(DDP(torch.nn.Linear(30, 30)))
+        AdaptiveCompressor(base, memory="none").attach(DDP(torch.nn.Linear(30, 30)))
+        AdaptiveCompressor(type(base).__mro__[1]()).attach(DDP(torch.nn.Linear(30, 30)))
