@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from copy import deepcopy
+from numbers import Integral
 
 import torch
 
-from compressors.base import Compressor, Key, Spec
+from compressors.base import Compressor, Key, Payload, Spec
 from compressors.kernels.blocks import add_if, fill_if, scale_if, takes_triton
 from compressors.rounds import RoundsCompressor
 from compressors.sharded import Sharded
@@ -55,13 +56,12 @@ def warm_up(
                 log.debug("%s was not taken through a step beforehand: %r", compressor.name, error)
 
 
-def check_adds(compressor: Compressor, cf: float, device: torch.device) -> None:
-    """ValueError, naming the class, if `compress` of a user's own class does not leave x + add in
-    x: the residual would then never be sent. A copy compresses a small tensor, once. As in
-    `warm_up`, no random number is drawn, and errors of another kind are left to the first step."""
-    kind = type(compressor)
-    ours = kind.__module__.partition(".")[0] in ("adaptive", "compressors")
-    if ours or not compressor.feeds_back:
+def check_own(compressor: Compressor, cf: float, device: torch.device, fed_back: bool) -> None:
+    """TypeError or ValueError, naming the class, if a compressor of a user's own breaks the
+    contract. A copy compresses a small tensor, once. As in `warm_up`, no random number is drawn,
+    and what it raises itself is left to the first step. fed_back: there is a residual to add."""
+    kind, fed_back = type(compressor), fed_back and compressor.feeds_back
+    if kind.__module__.partition(".")[0] in ("adaptive", "compressors"):
         return
     x = torch.linspace(-1.0, 1.0, SIZES[0], device=device)
     add = 0.5 * x.square() + 0.25
@@ -69,16 +69,52 @@ def check_adds(compressor: Compressor, cf: float, device: torch.device) -> None:
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             spec = Spec.of(x, compressor.nearest(Spec((x.numel(),), cf)), Key("rehearsal"))
-            deepcopy(compressor).compress(x, spec, add)
-        kept = torch.allclose(x, wanted, rtol=1e-3, atol=1e-3)
+            tried, nbytes = deepcopy(compressor), compressor.nbytes(spec)
+            payload = tried.compress(x, spec, add if fed_back else None)
     except Exception as error:
-        log.debug("%s was not tried before the first step: %r", compressor.name, error)
+        log.debug("%s was not tried before the first step: %r", kind.__name__, error)
         return
-    if not kept:
+    if not isinstance(payload, Payload):
+        raise TypeError(
+            f"base: {kind.__name__}.compress must return a Payload, got {payload!r:.80}"
+        )
+    parts, norms = payload.parts, payload.energies
+    if not isinstance(parts, tuple | list) or not all(isinstance(p, torch.Tensor) for p in parts):
+        raise TypeError(f"base: {kind.__name__}: Payload.parts must be tensors, got {parts!r:.80}")
+    try:
+        payload.as_nonfinite()
+    except NotImplementedError as error:
+        dtypes = ", ".join(str(part.dtype) for part in parts)
+        raise TypeError(f"base: {kind.__name__}: Payload.{error} but {dtypes}") from error
+    if norms is not None and (not isinstance(norms, torch.Tensor) or norms.shape != (3,)):
+        raise ValueError(
+            f"base: {kind.__name__}: Payload.energies must be a tensor of three numbers or None, "
+            f"got {norms!r:.80}"
+        )
+    if not isinstance(nbytes, Integral) or nbytes != payload.nbytes:
+        raise ValueError(
+            f"base: {kind.__name__}.nbytes must be the payload's bytes, {payload.nbytes} for "
+            f"{spec.numel} elements at CF {spec.cf:g}, as a whole number; got {nbytes!r}"
+        )
+    if fed_back and not torch.allclose(x, wanted, rtol=1e-3, atol=1e-3):
         method = "select" if isinstance(compressor, Sparsifier) else "compress"
         raise ValueError(
             f"base: {kind.__name__}.{method} must leave x + add in x where `add` is given "
-            f"(x.add_(add), and no other change of x): `add` is the residual, which would never be sent; or memory='none'"
+            f"(x.add_(add), and no other change of x): `add` is the residual, which would never "
+            f"be sent; or memory='none'"
+        )
+    wire = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    payload.write(wire)
+    try:
+        read = tried.read(wire.repeat(2).view(2, -1), spec)
+    except Exception as error:
+        log.debug("%s.read was not tried before the first step: %r", kind.__name__, error)
+        return
+    made = [isinstance(each, Payload) for each in read] if isinstance(read, list | tuple) else []
+    if made != [True, True]:
+        raise TypeError(
+            f"base: {kind.__name__}.read must return a list with a Payload for each row of data, "
+            f"here 2; got {read!r:.80}"
         )
 
 

@@ -41,7 +41,7 @@ from adaptive.sync import gradients_or_steps, start
 from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary
 from compressors.base import Spec
-from compressors.warm_up import check_adds, warm_up
+from compressors.warm_up import check_own, warm_up
 from policies import DENSE
 from policies import state as saved
 
@@ -174,9 +174,8 @@ class Session:
         self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         largest = self._sizes.supported(settings.cf_range[1])
         self._choice.check_own(largest, self.exchange.rank, settings.exchange.one_collective)
-        if self._memory.now.keeps:
-            for each in {base.at(cf) for cf in self._compressed_cfs()}:
-                check_adds(each, largest, self.device)
+        for each in {base.at(cf) for cf in self._compressed_cfs()}:
+            check_own(each, largest, self.device, fed_back=bool(self._memory.now.keeps))
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         self._requested = RequestedStatistics(settings.policy, parameters.values())
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps

@@ -151,36 +151,34 @@ class Controller(saved.Stateful):
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
+        name = self.policy.name or type(self.policy).__name__
         if not isinstance(plan, Plan):
-            raise TypeError(f"policy {self.policy.name!r}: plan() must return a Plan, got {plan!r}")
+            raise TypeError(f"policy {name!r}: plan() must return a Plan, got {plan!r}")
         for cf in (plan.send, *plan.probe, *plan.layers.values()):
             if not isinstance(cf, Real) or not 1 <= cf < inf:
                 raise ValueError(
-                    f"policy {self.policy.name!r} plans a CF of {cf!r}: it must be a finite number "
-                    f">= 1"
+                    f"policy {name!r} plans a CF of {cf!r}: it must be a finite number >= 1"
                 )
         if (plan.layers or plan.by_layer) and not self.policy.layerwise:
-            raise ValueError(
-                f"policy {self.policy.name!r} plans for layers, and must say layerwise = True"
-            )
+            raise ValueError(f"policy {name!r} plans for layers, and must say layerwise = True")
         if unknown := plan.layers and {*plan.layers} - {p.name for p in self.requested.layers}:
             raise ValueError(
-                f"policy {self.policy.name!r} plans for {', '.join(sorted(map(repr, unknown)))}: "
+                f"policy {name!r} plans for {', '.join(sorted(map(repr, unknown)))}: "
                 f"layers must be of those in Context.layers"
             )
         if plan.measure and not self.policy.measures:
             raise ValueError(
-                f"policy {self.policy.name!r} plans to measure, and must say how many numbers: "
+                f"policy {name!r} plans to measure, and must say how many numbers: "
                 f"measures = 1, say"
             )
         if plan.local_steps not in (0, *self.numbers):
             raise ValueError(
-                f"policy {self.policy.name!r} plans {plan.local_steps!r} local steps: it must be "
+                f"policy {name!r} plans {plan.local_steps!r} local steps: it must be "
                 f"one of {', '.join(map(str, self.numbers))}, or 0"
             )
         if plan.delay not in (None, *self.delays):
             raise ValueError(
-                f"policy {self.policy.name!r} plans a delay of {plan.delay!r}: it must be one of "
+                f"policy {name!r} plans a delay of {plan.delay!r}: it must be one of "
                 f"{', '.join(map(str, self.delays))}, or None"
             )
         if why := self.memory().handover.dense_because:

@@ -41,11 +41,11 @@ class Planned(Policy):
         pass
 
 
-def _step(planned: Any) -> float:
+def _step(planned: Any, kind: type[Planned] = Planned) -> float:
     gradients = [torch.randn(8, 8), torch.randn(8)]
     with one_rank():
         model = DDP(Given([gradient.shape for gradient in gradients]))
-        compressor = AdaptiveCompressor("topk", (2, 20), policy=Planned(planned)).attach(model)
+        compressor = AdaptiveCompressor("topk", (2, 20), policy=kind(planned)).attach(model)
         model(gradients).backward()
         compressor.close()
         return compressor.cf
@@ -67,6 +67,15 @@ def _step(planned: Any) -> float:
 def test_what_is_no_plan_is_told_by_the_policys_name(planned: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"policy 'planned'.*{told}"):
         _step(planned)
+
+
+class Nameless(Planned):
+    name = ""
+
+
+def test_a_policy_without_a_name_is_told_by_its_class() -> None:
+    with pytest.raises(TypeError, match=r"policy 'Nameless': plan\(\) must return a Plan"):
+        _step(None, Nameless)
 
 
 def test_whole_numbers_are_cfs_and_layers_may_be_left_out() -> None:

@@ -176,6 +176,54 @@ class ForgetfulSelection(ChunkedTopK):
         return super().select(tensor, k, None, key)
 
 
+class Whole(Compressor):
+    """Sends everything. broken: the method that returns something else, and what."""
+
+    def __init__(self, **broken: Any) -> None:
+        self.broken = broken
+
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        if add is not None:
+            x.add_(add)
+        made = Payload((x.clone(),), spec)
+        return self.broken.get("compress", lambda _: made)(made)  # type: ignore[no-any-return]
+
+    def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
+        out.add_(payload.parts[0], alpha=scale)
+
+    def nbytes(self, spec: Spec) -> int:
+        return self.broken.get("nbytes", lambda _: 4 * spec.numel)(spec)  # type: ignore[no-any-return]
+
+    def read(self, data: Tensor, spec: Spec) -> list[Payload]:
+        made = [Payload((row.clone().view(spec.dtype),), spec) for row in data]
+        return self.broken.get("read", lambda _: made)(made)  # type: ignore[no-any-return]
+
+    def nearest(self, spec: Spec) -> float:
+        return spec.cf
+
+
+BROKEN: dict[str, dict[str, Callable[[Any], Any]]] = {
+    r"Whole.compress must return a Payload, got None": {"compress": lambda _: None},
+    r"Payload.parts must be tensors, got tensor": {"compress": lambda p: Payload(*p.parts, p.spec)},
+    r"Payload.parts: one must hold floating-point numbers, got none but torch.int32": {
+        "compress": lambda made: made.with_parts(made.parts[0].int())
+    },
+    r"Payload.energies must be a tensor of three": {
+        "compress": lambda made: Payload(made.parts, made.spec, torch.zeros(2))
+    },
+    r"Whole.nbytes must be the payload's bytes, 16384 .* got 1.5": {"nbytes": lambda _: 1.5},
+    r"Whole.read must return a list .*here 2; got None": {"read": lambda _: None},
+    r"Whole.read must return a list .*here 2; got \[": {"read": lambda made: made[:1]},
+}
+
+
+@pytest.mark.parametrize("told", BROKEN)
+def test_a_broken_contract_is_told_by_the_class(told: str) -> None:
+    with one_rank(), pytest.raises((TypeError, ValueError), match="base: Whole") as raised:
+        AdaptiveCompressor(Whole(**BROKEN[told])).attach(DDP(torch.nn.Linear(30, 30)))
+    assert raised.match(told)
+
+
 @pytest.mark.parametrize("base", [Forgetful(), ForgetfulSelection()], ids=lambda each: each.name)
 def test_a_compressor_that_leaves_the_residual_out_is_refused(base: Compressor) -> None:
     with one_rank():
