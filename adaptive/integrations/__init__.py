@@ -15,6 +15,13 @@ from typing import Any
 from adaptive.session.compressor import AdaptiveCompressor
 from adaptive.step.config import require
 
+LEFT_OUT = (
+    "the compressor's state in this checkpoint is left out, because one process exchanges nothing: "
+    "what the ranks had not sent yet is lost, and so is the momentum of SGD, which the compressor "
+    "keeps. With DistributedDataParallel on one rank (Lightning: strategy='ddp'), or on as many "
+    "ranks as before, training goes on from it"
+)
+
 
 def metrics(compressor: AdaptiveCompressor, prefix: str = "compression/") -> dict[str, float]:
     """By name, the CF in use, the mean gain at that CF (if it is known) and the wire factor of all

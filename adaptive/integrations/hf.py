@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adaptive.integrations import made, metrics
+from adaptive.integrations import LEFT_OUT, made, metrics
 from adaptive.model.wrappers import unwrap
 from adaptive.network.agreement import all_or_none
 from adaptive.session.compressor import AdaptiveCompressor
@@ -67,11 +67,13 @@ class AdaptiveCompressionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        folder = self._resume_from or _checkpoint(args, state)
         if args.world_size == 1:
             log.warning("there is one process: no gradient is exchanged and none compressed")
+            if state.global_step and Path(folder, FILE).exists():
+                log.warning(LEFT_OUT)
             return
         bare, optimizer = _bare(kwargs["model"]), kwargs["optimizer"]
-        folder = self._resume_from or _checkpoint(args, state)
         logged = str(state.log_history)  # as the checkpoint has it
 
         def catch(module: nn.Module, _: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive.integrations import made, metrics
+from adaptive.integrations import LEFT_OUT, made, metrics
 from adaptive.model.parameters import parameters_of
 from adaptive.model.wrappers import unwrap
 from adaptive.session.compressor import AdaptiveCompressor
@@ -79,6 +79,8 @@ class AdaptiveCompressionCallback(Callback):
         model = unwrap(trainer.strategy.model, None).model
         if not isinstance(model, DistributedDataParallel):
             _refuse(trainer)
+            if self._loaded is not None:
+                log.warning(LEFT_OUT)
             return
         if model.static_graph and not pl_module.automatic_optimization:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -276,3 +277,17 @@ def test_the_folder_of_a_trials_checkpoint_is_found(tmp_path: Path) -> None:
         made.mkdir(parents=True)
         os.utime(made, (100 + number, 100 + number))
     assert _checkpoint(arguments, state) == tmp_path / "run-1" / f"checkpoint-{STOP}"
+
+
+def test_one_process_is_told_what_it_leaves_out_of_a_checkpoint(tmp_path: Path) -> None:
+    from adaptive.integrations.hf import FILE, AdaptiveCompressionCallback
+
+    args = SimpleNamespace(world_size=1, output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=3, is_hyper_param_search=False)
+    told = listen()
+    (tmp_path / "checkpoint-3").mkdir()
+    AdaptiveCompressionCallback().on_train_begin(args, state, None)  # type: ignore[arg-type]
+    assert "momentum of SGD" not in told[-1]
+    (tmp_path / "checkpoint-3" / FILE).touch()
+    AdaptiveCompressionCallback().on_train_begin(args, state, None)  # type: ignore[arg-type]
+    assert "momentum of SGD" in told[-1]

@@ -35,6 +35,9 @@ def test_without_ddp_one_process_is_told_and_several_are_refused() -> None:
     assert callback.state_dict() == {}
     assert len(told) == 1
     assert "one process" in told[0]
+    callback.load_state_dict({"of": "two ranks"})
+    callback.on_train_start(_trainer(1), None)
+    assert "momentum of SGD" in told[-1]
     with pytest.raises(TypeError, match=r"got SimpleNamespace with 4 processes.*strategy='ddp'"):
         AdaptiveCompressionCallback().on_train_start(_trainer(4), None)
     with pytest.raises(TypeError, match="not both"):
