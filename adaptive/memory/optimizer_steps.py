@@ -103,6 +103,12 @@ STEPPED_LATE = (
     "under torch.no_grad()"
 )
 
+IN_BACKWARD = (
+    "{} steps within backward (an optimizer in backward: a step in a hook of "
+    "register_post_accumulate_grad_hook), which does not go with compression, because the ranks "
+    "exchange what the steps of a whole backward have done: step after backward"
+)
+
 NESTED = (
     "{inner} steps within a step of {outer} (or after one that has raised), and where the ranks "
     "step by themselves it cannot be told what both do: use memory='residual', or hand no "
@@ -200,7 +206,8 @@ class OptimizerSteps:
         if outer not in (None, optimizer):
             told = NESTED.format(inner=type(optimizer).__name__, outer=type(outer).__name__)
         elif self.was_exchanged and self._moves(optimizer):
-            told = STEPPED_LATE.format(type(optimizer).__name__)
+            within = torch._C._current_graph_task_id() >= 0
+            told = (IN_BACKWARD if within else STEPPED_LATE).format(type(optimizer).__name__)
         if told:
             self._stepping, self._has_closure = None, False
             raise RuntimeError(told)

@@ -377,3 +377,25 @@ def _several_meshes(rank: int) -> str:
 def test_several_meshes_in_one_module_are_refused_in_a_sentence() -> None:
     for said in run_ranks(2, _several_meshes, timeout=20):
         assert said.startswith("the root module is sharded over several meshes: ")
+
+
+def _in_backward(rank: int) -> str:
+    mesh = mesh_of(REPLICAS)
+    model = sharded(mesh)
+    optimizers = {p: AdamW([p], lr=0.01) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    compressor = AdaptiveCompressor("topk", policy=Scripted([10.0]))
+    compressor.attach_fsdp(model, mesh, optimizer=[*optimizers.values()])
+    try:
+        for step in range(3):
+            loss_of(model, step).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_in_backward_is_refused_by_that_name() -> None:
+    for told in run_ranks(2, _in_backward):
+        assert "AdamW steps within backward (an optimizer in backward" in told
+        assert "step after backward" in told
