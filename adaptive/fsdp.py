@@ -91,7 +91,8 @@ class _Unit:
                 return found
         raise RuntimeError(
             f"FSDP has reduced {numel} elements of {self.name or 'the root module'}, and it is not "
-            f"known of which of its parameters: its gradients must come from its forward()"
+            f"known of which of its parameters: before the first backward call its forward() once, "
+            f"under torch.no_grad(), say (register_fsdp_forward_method's methods run no hooks)"
         )
 
 

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_common as private
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -399,3 +404,34 @@ def test_an_optimizer_in_backward_is_refused_by_that_name() -> None:
     for told in run_ranks(2, _in_backward):
         assert "AdamW steps within backward (an optimizer in backward" in told
         assert "step after backward" in told
+
+
+class _Generates(nn.Sequential):
+    def generate(self, x: Tensor) -> Any:
+        return self[1](x)
+
+
+def _by_another_method(rank: int, called_before: bool) -> str:
+    mesh, model = mesh_of(REPLICAS), _Generates(nn.Linear(60, 60), nn.Linear(60, 60))
+    fully_shard(model, mesh=mesh["shard"])
+    register_fsdp_forward_method(model, "generate")
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    AdaptiveCompressor("topk", policy=Scripted([10.0])).attach_fsdp(
+        model, mesh, optimizer=optimizer
+    )
+    if called_before:
+        with torch.no_grad():
+            model(torch.ones(2, 60))
+    try:
+        for _ in range(3):
+            model.generate(torch.ones(2, 60)).sum().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_method_that_uses_a_part_of_a_unit_needs_one_forward_before() -> None:
+    for told in run_ranks(2, _by_another_method, False):
+        assert "before the first backward call its forward() once" in told
+    assert run_ranks(2, _by_another_method, True) == ["", ""]
