@@ -56,8 +56,8 @@ class Training:
     task: str = "text"
     """Text (bytes, no download), words, cifar10, cifar100 or fashion-mnist."""
     model: str | None = None
-    """Text: lstm, gpt, gpt-10m, gpt-121m; images: resnet8, resnet20, ..., resnet101, vgg16; words:
-    lstm-small, lstm-medium, lstm-large, lstm-2x1500 (the task's first)."""
+    """Text: lstm, gpt, gpt-10m, gpt-121m; images: resnet8, resnet20, ..., resnet101, vgg11, vgg16;
+    words: lstm-small, lstm-medium, lstm-large, lstm-2x1500 (the task's first)."""
     data: Annotated[str | None, metavar("DIR")] = None
     """Text file or folder, or the folder of the image data set in its standard format; for words a
     folder with train.txt, valid.txt, test.txt, as WikiText-2."""

@@ -74,7 +74,7 @@ class Benching:
     seeds: Count = 3
     """Seeds of each run of quality."""
     ranks: Annotated[tuple[int, ...], spec("N ...", at_least(2), "*")] = (2, 4)
-    """Simulated workers of quality."""
+    """Simulated workers of quality (2 4)."""
     log: Annotated[str, metavar("FILE")] = "logs/quality.jsonl"
     """Where runs of quality are kept."""
     json: bool = False

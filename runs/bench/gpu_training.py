@@ -37,6 +37,9 @@ of 50,257 symbols, of which bytes would use 256."""
 LR, WARMUP = 3e-4, 20
 TEST_BATCHES = 4
 
+PARTS = "test.txt", "valid.txt"
+"""What is trained on, and what losses are measured on."""
+
 CONTENDERS: dict[str, dict[str, Any]] = {
     "dense": {"base": "none"},
     "bf16": {"base": "bf16", "policy": Fixed(2), "memory": "none"},
@@ -69,7 +72,7 @@ def _worker(rank: int, name: str, asked: argparse.Namespace, store: str, points:
     optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.95), fused=fused)
     compressor = AdaptiveCompressor(**CONTENDERS[name], network=asked.network)
     compressor.attach(model, optimizer=optimizer)
-    train, test = (_bytes(Path(asked.text, part)) for part in ("test.txt", "valid.txt"))
+    train, test = (_bytes(Path(asked.text, part)) for part in PARTS)
     order = torch.Generator().manual_seed(1000 + rank)
     seconds, step, mb, evaluate_at = 0.0, 0, 0.0, 0.0
     while True:
@@ -158,6 +161,11 @@ def main(words: list[str] | None = None) -> int:
     told.add_argument("--heads", type=int, default=HEADS)
     told.add_argument("--points", metavar="FILE", help="write all evaluations there, as JSON")
     asked = told.parse_args(words)
+    if asked.device.startswith("cuda") and not torch.cuda.is_available():
+        told.error(f"--device {asked.device}: torch sees no CUDA device")
+    for part in PARTS:
+        if not Path(asked.text, part).is_file():
+            told.error(f"--text {asked.text}: has no {part}")
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     processes, stores = [], tempfile.mkdtemp()

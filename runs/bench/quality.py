@@ -35,7 +35,7 @@ from runs.parser import UsageError
 from runs.report.verdict import allowed
 from runs.simulate.group import SimulatedGroup
 from runs.simulate.ranks import run_ranks
-from runs.tasks import make_task
+from runs.tasks import DataNotFoundError, make_task
 
 if TYPE_CHECKING:
     from runs.bench.command import Benching
@@ -84,13 +84,20 @@ class Outcome(NamedTuple):
 
 def bench_quality(asked: Benching) -> list[Row]:
     """For each recipe, number of workers and link: what each contender loses beside dense, divided
-    by what it may lose. UsageError without the data."""
+    by what it may lose. UsageError without the data, or a log that cannot be kept."""
     if asked.images is None or asked.text is None:
         raise UsageError("bench quality needs --images, a folder of CIFAR-10, and --text, a text")
     recipes = [each for each in RECIPES if each.half == asked.half and asked.recipe in each.name]
     if not recipes:
         names = ", ".join(repr(each.name) for each in RECIPES if each.half == asked.half)
         raise UsageError(f"--recipe must be a part of one of {names}; got {asked.recipe!r}")
+    data = {"cifar10": Path(asked.images), "text": Path(asked.text)}
+    for task in {each.task for each in recipes}:
+        try:
+            make_task(task, data=data[task], batch_size=1)
+        except (DataNotFoundError, ValueError) as error:
+            name = "--text" if task == "text" else "--images"
+            raise UsageError(f"{name} {data[task]}: {error}") from error
     jobs = [
         Job(recipe.name, contender, workers, link, seed)
         for seed, workers, recipe, contender in product(
@@ -99,10 +106,14 @@ def bench_quality(asked: Benching) -> list[Row]:
         for link in ((SLOW, FAST) if "Fixed" not in CONTENDERS[contender] else ("",))
     ]
     log = Path(asked.log)
-    found = read(log)
+    try:
+        found = read(log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--log {log}: {error.strerror}") from error
     missing = [job for job in jobs if job not in found]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    run = partial(_run, data={"cifar10": Path(asked.images), "text": Path(asked.text)})
+    run = partial(_run, data=data)
     processes = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
     with processes as pool, log.open("a") as lines:
         outcomes = zip(missing, pool.map(run, missing), strict=True)

@@ -33,7 +33,6 @@ examples:
       Goodput's margin and power: quality and measured seconds
   python -m runs tune --base topk --cf 50 --objective quality --search lr clip_grad --sampler random
       Harris's procedure (2020): a random search for one compression setting
-
   python -m runs tune --metric "val loss {}" --trials 20 -- my_script.py --epochs 3
       GraVAC's epsilon and omega on a script of your own, which need not be changed; trials that
       fall behind are pruned with --objective quality
@@ -83,7 +82,13 @@ OPTIONS = {
     "script": options(Measuring),
     "training": options(Training),
     "optimizer": options(Optimizing),
-    "compression": options(Compressing),
+    "compression": options(
+        Compressing,
+        told={
+            "policy": "The policy whose arguments are searched, as `train` takes it (gravac; with "
+            "--cf fixed)"
+        },
+    ),
     "policy": options(PolicyArguments),
     "output": options(
         Keeping,

@@ -43,3 +43,11 @@ def test_when_a_contender_came_to_the_loss_at_which_another_ended() -> None:
     _, first, second = table({"slow": slow, "fast": fast})
     assert first.endswith("fast never")
     assert second.endswith("slow 1 s (step 3)")
+
+
+def test_a_folder_without_the_text_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--text", str(tmp_path), "--device", "cpu"])
+    assert "has no test.txt" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from adaptive import __version__
 from runs.__main__ import main
 from runs.netlab.lab import Lab
 from runs.progress import Progress
+from runs.tune.tuning import make_tuning
 from tests.integration.commands import LIMIT, ROOT, assert_refused, python_m, write_text_file
 
 LINK = "emulated 100 Mbit/s link"
@@ -166,6 +167,14 @@ def test_help_names_no_option_of_another_command(capfd: Any) -> None:
     told = capfd.readouterr().out
     its_own = re.findall(r"^. (?:-h, )?(--[a-z-]+)", told, re.MULTILINE)
     assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", told)) <= set(its_own)
+
+
+def test_help_tells_of_tune_that_its_policy_is_another(capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    told = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    assert "as `train` takes it (gravac; with --cf fixed)" in told
+    assert make_tuning({"network": "100mbit"}).config({}).policy == "gravac"
 
 
 def test_a_wrong_command_names_the_right_ones(capfd: Any) -> None:

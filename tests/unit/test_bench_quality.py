@@ -136,3 +136,15 @@ def test_schedules_of_the_learning_rate():
 def test_what_is_missing_is_named(given, told):
     with pytest.raises(UsageError, match=told):
         bench_quality(Benching(**given))
+
+
+def test_data_and_a_log_that_are_not_there_are_named_before_any_run(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "ProcessPoolExecutor", None)
+    gone, log = tmp_path / "gone", text / "runs.jsonl"
+    told = {"images": str(gone), "text": str(text), "log": str(log)}
+    with pytest.raises(UsageError, match=r"^--images .*gone: no CIFAR-10 data"):
+        bench_quality(Benching(**told, recipe="ResNet"))
+    with pytest.raises(UsageError, match=r"^--text .*gone: .*does not exist"):
+        bench_quality(Benching(**{**told, "text": str(gone)}, recipe="GPT"))
+    with pytest.raises(UsageError, match=r"^--log .*runs.jsonl: (File exists|Not a directory)"):
+        bench_quality(Benching(**told, recipe="GPT"))
