@@ -74,14 +74,20 @@ def replay(policy: Policy, recorded: Recorded) -> tuple[list[Plan], str]:
     return plans, ""
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("timeline", type=Path, help="a file of records, or a folder of events")
     parser.add_argument("policy", nargs="?", type=Typed, help="the recorded one")
-    given = parser.parse_args()
-    recorded = read_records(given.timeline)
-    assert recorded.header is not None, "the file has no header, which is its first line"
-    policy = policy_from(given.policy or recorded.header.expression)
+    given = parser.parse_args(words)
+    try:
+        recorded = read_records(given.timeline)
+        if recorded.header is None:
+            parser.error(f"{given.timeline} has no header, which is its first line")
+        if not (given.policy or recorded.header.expression):
+            parser.error(f"name the policy: how to make {recorded.header.policy!r} is not recorded")
+        policy = policy_from(given.policy or recorded.header.expression)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     plans, end = replay(policy, recorded)
     for plan, record in zip(plans, recorded.steps, strict=False):
         if plan.reason:

@@ -219,6 +219,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
     supported = {cf: sizes.supported(cf) for cf in cfs}
     module = type(policy).__module__
     built_in = module.partition(".")[0] == "policies"
+    made = f"{'' if built_in else f'{module}.'}{policy!r}"
     return Header(
         policy=policy.name,
         settings=policy.state_dict().get("settings", {}),
@@ -243,7 +244,8 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         early=context.early,
         proven=context.proven if isfinite(context.proven) else None,
         network=network_in_words(settings.network.clock, settings.network.spec),
-        expression=f"{'' if built_in else f'{module}.'}{policy!r}",
+        # A class of a user's own, or a policy in it, may have no `__repr__` that is a call.
+        expression="" if " object at 0x" in made else made,
         gain=policy.gain,
         caveat=settings.sync.caveat,
         promise=policy.promise,

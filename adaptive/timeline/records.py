@@ -22,9 +22,9 @@ class Header:
     """The facts of a run that its policy gets at the start. Readers must ignore unknown fields.
 
     policy, settings: the policy's name and arguments. expression: the Python call that makes the
-    policy. gain: the kind of gain that the policy decides on. assumed: gains by CF that are assumed
-    and not measured. rungs: names of the compressors at these CFs. uncoded: see `Context`.
-    base, memory: names of the compressor and of the memory.
+    policy, "" if its class does not tell it. gain: the kind of gain that the policy decides on.
+    assumed: gains by CF that are assumed and not measured. rungs: names of the compressors at these
+    CFs. uncoded: see `Context`. base, memory: names of the compressor and of the memory.
     numel: elements of all gradients. layers: shapes, by name, of the parameters whose CFs a policy
     may choose separately.
     dense_bytes: bytes that a rank puts on the wire in a dense step, in the parameters' precision.

@@ -19,10 +19,12 @@ from adaptive import (
     JSONLTimeline,
     LinkSpec,
     Network,
+    Plan,
     Policy,
     TopK,
     Warmup,
 )
+from examples import replay_policy
 from examples.replay_policy import replay
 from runs.__main__ import main
 from runs.expression import UntrustedPolicyError, policy_from
@@ -30,6 +32,7 @@ from runs.modelled_clock import ModelledClock
 from runs.records import read_records
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates
+from tests.unit.test_own_policy import Planned
 
 pytestmark = simulates
 
@@ -46,6 +49,12 @@ class Every(Warmup):
     """A policy that no other program knows."""
 
     name = "every"
+
+
+class Alternating(Planned):
+    """A policy whose class does not tell how it is made."""
+
+    name = "by turns"
 
 
 def _nested() -> Policy:
@@ -108,3 +117,25 @@ def test_a_policy_of_ones_own_is_not_imported(tmp_path: Path, capsys: Any) -> No
         policy_from(header.expression)
     assert f"{Every.__module__}.Every(" in str(refused.value)
     assert main(["report", str(files), "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_makes_a_policy_is_left_out_where_its_class_does_not_tell_it(
+    inside: bool, tmp_path: Path, capsys: Any
+) -> None:
+    files = _recorded(tmp_path, lambda: _unknown(inside))
+    header = read_records(files).header
+    assert header is not None
+    assert header.expression == ""
+    assert main(["report", str(files), "--out", str(tmp_path / "out"), "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    name = "warmup" if inside else "by turns"
+    assert row["runs"][0]["title"].endswith(f"2 workers, {name}")
+    with pytest.raises(SystemExit):
+        replay_policy.main([str(files)])
+    assert f"how to make '{name}' is not recorded" in capsys.readouterr().err
+
+
+def _unknown(inside: bool) -> Policy:
+    policy = Alternating(Plan(10.0))
+    return Warmup(policy, steps=3) if inside else policy
