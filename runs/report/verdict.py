@@ -19,7 +19,8 @@ EQUAL = "in equal steps"
 
 def headlines(rows: Sequence[Row]) -> dict[str, str]:
     """Whether compression was worth it, by label: with the quality of the dense row of the same
-    task on the same link, if there is one."""
+    task on the same link, if there is one. In a report, where each run has a row, of several dense
+    ones that of the same seed counts."""
     found = {}
     for row in rows:
         of = row.run.task, row.run.link
@@ -27,7 +28,7 @@ def headlines(rows: Sequence[Row]) -> dict[str, str]:
         if row.run.is_dense and (row in alike[:1] or row.run.records):
             told = ""
         elif alike and row.run.config is not None:
-            told = verdict(row, alike[0])
+            told = verdict(row, next((r for r in alike if r.run.seed == row.run.seed), alike[0]))
         else:
             told = headline_of_runs(row.runs)
         if told:

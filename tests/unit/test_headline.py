@@ -174,6 +174,18 @@ def test_quality_is_told_beside_a_dense_run_and_only_there():
     assert "the same quality after 20 steps instead of 10 (perplexity" in headlines(longer)["ours"]
 
 
+def test_of_several_dense_runs_that_of_the_same_seed_is_beside():
+    ours, dense = beside_dense()
+    lower = replace(dense.run, name="lower", evaluations=((10, 4.0),))
+    other = replace(ours.run, config=replace(ours.run.config, seed=1))
+    twin = replace(dense.run, config=replace(dense.run.config, seed=1))
+    rows = [Row("lower", (lower,)), Row("twin", (twin,)), Row("other", (other,))]
+    told = headlines(rows)["other"]
+    assert told.startswith("3.2x faster than dense")
+    assert "(perplexity 5.7 against 5.68, one seed" in told
+    assert "against 4," in headlines([rows[0], rows[2]])["other"]  # no dense run of its seed
+
+
 def test_runs_that_were_made_at_different_times_are_not_compared_by_their_seconds():
     ours, dense = beside_dense(turns=0)
     assert pace_beside(ours, dense) is None
