@@ -177,6 +177,7 @@ def _losses_with_habits(rank: int) -> list[list[float]]:
     return [[_loss_with(rank, clips, cf) for cf in cfs] for clips in (True, False)]
 
 
+@pytest.mark.long
 def test_a_script_that_clips_or_accumulates_trains_as_well_as_under_ddp() -> None:
     for dense, at_1, at_10 in run_ranks(2, _losses_with_habits)[0]:
         assert at_1 < 1.1 * dense

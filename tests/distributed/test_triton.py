@@ -70,8 +70,6 @@ def _train(
 WAYS = [
     ("topk+int4", False, {"exchange": "all_gather"}, ["_select_alone", "_add_rows"]),
     ("bf16", True, {}, ["_enlarge", "_judge", "_fill_if"]),
-]
-OTHERS = [
     ("topk", False, {"exchange": "sharded"}, ["_read_indices", "_add_sparse", "_write_sparse"]),
     ("topk", False, {"exchange": "voted_indices"}, ["_read_indices", "_add_if"]),
     ("int8", False, {"exchange": "all_gather"}, ["_bucket_levels", "_dense_mean", "_any_nan"]),
@@ -79,11 +77,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("base", "adamw", "options", "launched"),
-    [WAYS[0], *(pytest.param(*each, marks=pytest.mark.long) for each in (*WAYS[1:], *OTHERS))],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("base", "adamw", "options", "launched"), WAYS, ids=str)
 def test_it_trains_as_on_the_host(
     base: str, adamw: bool, options: dict[str, Any], launched: list[str]
 ) -> None:

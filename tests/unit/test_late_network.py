@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.gpu.late_network import FAMILIES
 from tests.gpu.test_streams import run
 
 
+@pytest.mark.long
 def test_a_family_of_cases_runs_in_both_ways(tmp_path: Path) -> None:
     assert len({case for cases in FAMILIES.values() for case in cases}) > 25
     run("serial", tmp_path / "right", "scalers")
