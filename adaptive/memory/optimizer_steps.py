@@ -161,7 +161,6 @@ class OptimizerSteps:
         self._without_gradient.clear()
         if self._stepping is None:
             self.before.clear()
-        self._of.relearn()
         self._read_rates()
 
     def exchanged(self) -> None:
