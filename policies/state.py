@@ -8,7 +8,7 @@ state is refused before a run goes on from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -59,62 +59,40 @@ def declare(**kinds: Any) -> Mapping[str, Any]:
     return kinds
 
 
-def twin(part: T) -> T:
-    """A copy of an object with a state, and of all objects with a state inside it.
+def twin(part: T) -> tuple[T, Callable[[], None]]:
+    """(copy, become): a copy of an object with a state, and of all objects with a state inside it;
+    and a function that moves the copies' attributes to their objects.
 
-    A state is loaded into the copy, and `become` then moves the copy's attributes to the object. So
-    a state that cannot be loaded changes nothing. Therefore `load_state_dict` must replace the
-    attributes of its object, and not change them in place."""
-    return _twin(part, {})
+    A state is loaded into the copy before `become` is called. So a state that cannot be loaded
+    changes nothing. Therefore `load_state_dict` must replace the attributes of its object, and not
+    change them in place. The objects stay the same, so references to them remain valid."""
+    pairs: dict[int, tuple[Any, Any]] = {}  # object and copy, by the id of the object
 
+    def copied(value: Any) -> Any:
+        if not _saves(value):
+            return value
+        if id(value) not in pairs:
+            pairs[id(value)] = value, copy(value)
+            _change_inside(pairs[id(value)][1], copied)
+        return pairs[id(value)][1]
 
-def _twin(part: Any, made: dict[int, Any]) -> Any:
-    if id(part) not in made:
-        new = made[id(part)] = copy(part)
-        for name, value in vars(part).items():
-            if isinstance(value, dict):
-                inside = {key: _twin(each, made) for key, each in value.items() if _saves(each)}
-                vars(new)[name] = {**value, **inside}
-            elif _saves(value):
-                vars(new)[name] = _twin(value, made)
-    return made[id(part)]
+    def become() -> None:
+        objects = {id(new): old for old, new in pairs.values()}
+        for old, new in pairs.values():
+            _change_inside(new, lambda value: objects.get(id(value), value))
+            vars(old).clear()
+            vars(old).update(vars(new))
 
-
-def become(part: Any, new: Any) -> None:
-    """Move the attributes of a `twin` to its object. The object, and the objects with a state
-    inside it, stay the same objects, so that references to them remain valid."""
-    pairs: dict[int, tuple[Any, Any]] = {}
-    _pair(part, new, pairs)
-    for old, copied in pairs.values():
-        held = {name: _same(value, pairs, old, name) for name, value in vars(copied).items()}
-        vars(old).clear()
-        vars(old).update(held)
+    return copied(part), become
 
 
-def _same(value: Any, pairs: Mapping[int, tuple[Any, Any]], old: Any, name: str) -> Any:
-    """An attribute of a twin, in which twins are replaced by their objects."""
-    before = vars(old).get(name)
-    if isinstance(value, dict) and isinstance(before, dict):
-        return {k: before[k] if _is_pair(before.get(k), v, pairs) else v for k, v in value.items()}
-    return before if _is_pair(before, value, pairs) else value
-
-
-def _is_pair(old: Any, new: Any, pairs: Mapping[int, tuple[Any, Any]]) -> bool:
-    return id(old) in pairs and pairs[id(old)][1] is new
-
-
-def _pair(old: Any, new: Any, pairs: dict[int, tuple[Any, Any]]) -> None:
-    """Add all objects with a state inside an object, each with its twin, to `pairs`."""
-    if not (_saves(old) and type(old) is type(new)) or id(old) in pairs:
-        return
-    pairs[id(old)] = old, new
-    for name, value in vars(old).items():
-        of_twin = vars(new).get(name)
-        if isinstance(value, dict) and isinstance(of_twin, dict):
-            for key, each in value.items():
-                _pair(each, of_twin.get(key), pairs)
+def _change_inside(part: Any, change: Callable[[Any], Any]) -> None:
+    """Replace each attribute by `change(attribute)`; for a dictionary its values."""
+    for name, value in vars(part).items():
+        if isinstance(value, dict):
+            vars(part)[name] = {key: change(each) for key, each in value.items()}
         else:
-            _pair(value, of_twin, pairs)
+            vars(part)[name] = change(value)
 
 
 def _saves(value: Any) -> bool:

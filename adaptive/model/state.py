@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adaptive.model.parameters import ModelParameter
-from policies.state import become, read, require, twin
+from policies.state import read, require, twin
 
 State = Mapping[str, Any]
 
@@ -56,13 +56,14 @@ class SavedPart(NamedTuple):
 def swapped(part: Any, **options: Any) -> SavedPart:
     """The saved part for an object whose `load_state_dict` may fail half-way: `check` loads the
     state into a twin of the object, and `load` moves the twin's content into the object."""
-    new: list[Any] = []
+    checked: list[Callable[[], None]] = []
 
     def check(value: Any) -> None:
-        new.append(twin(part))
-        new[0].load_state_dict(value, **options)
+        new, become = twin(part)
+        checked.append(become)
+        new.load_state_dict(value, **options)
 
-    return SavedPart(part.state_dict, check, lambda _: become(part, new.pop()))
+    return SavedPart(part.state_dict, check, lambda _: checked.pop()())
 
 
 def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -> None:

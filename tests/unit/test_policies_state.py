@@ -9,7 +9,7 @@ from math import inf, nan
 
 import pytest
 
-from policies.state import Stateful, become, declare, require, saved, twin
+from policies.state import Stateful, declare, require, saved, twin
 
 
 class Colour(Enum):
@@ -145,14 +145,14 @@ def test_a_twin_takes_a_state_and_its_original_takes_it_over_or_is_as_it_was() -
     inside = part.inner, part.by_name["a"]
     good = {"inner": {"seen": [1]}, "by_name": [["a", {"seen": [2]}]], "last": 3}
     before = part.state_dict()
-    other = twin(part)
+    other, _ = twin(part)
     with pytest.raises(ValueError, match="'last' must not be negative"):
         other.load_state_dict({**good, "last": -1})  # the rest of it is loaded by then
     assert part.state_dict() == before
-    other = twin(part)
+    other, become = twin(part)
     other.load_state_dict(good)
     assert part.state_dict() == before
-    become(part, other)
+    become()
     assert part.state_dict() == good
     assert (part.inner, part.by_name["a"]) == inside  # whom others know by these objects
     assert inside[0].seen == [1]
