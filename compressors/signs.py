@@ -25,7 +25,24 @@ from compressors.wire.packing import pack_bits, unpack_bits
 from compressors.wire.values import Cut, Layout, Parts, Pieces, ScaledCodes, pieces
 
 
-class OneBit(OneFormat):
+class Signs(OneFormat):
+    """The base of quantizers that send one bit, the sign, of each element."""
+
+    only_cf = 32.0
+    keeps_zeros = False
+    codes_rows = True
+
+    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
+        return ((-(-count // 8), torch.uint8),)
+
+    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
+        kernels, work = kernels_for(x), scratch_like("work", x)
+        parts[-1].copy_(pack_bits(kernels.not_negative(x), cut.rows))
+        self.decode_block(parts, work, cut)
+        return work
+
+
+class OneBit(Signs):
     """1-bit SGD (CF 32) sends signs, decoded to the mean of the column's elements of that sign.
 
     Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
@@ -42,10 +59,7 @@ class OneBit(OneFormat):
     """
 
     name = "onebit"
-    only_cf = 32.0
-    keeps_zeros = False
     shared = 2
-    codes_rows = True
 
     def __init__(self, column: int | None = 512) -> None:
         if column is not None:
@@ -74,9 +88,6 @@ class OneBit(OneFormat):
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
         return pieces(segments, self.column)
 
-    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((-(-count // 8), torch.uint8),)
-
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
         kernels, work = kernels_for(x), scratch_like("work", x)
         work.copy_(kernels.not_negative(x).view(torch.uint8))  # copied faster than bool
@@ -92,9 +103,6 @@ class OneBit(OneFormat):
         shared[0].copy_(low)
         shared[1].copy_(high - low)
 
-    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
-        return _code_signs(self, x, parts, cut)
-
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         low, above, packed = parts
         kernels = kernels_for(out)
@@ -102,19 +110,12 @@ class OneBit(OneFormat):
         out.mul_(kernels.spread(above, cut.counts)).add_(kernels.spread(low, cut.counts))
 
 
-def _code_signs(form: OneBit | SignSGD, x: Tensor, parts: Parts, cut: Cut) -> Tensor:
-    kernels, work = kernels_for(x), scratch_like("work", x)
-    parts[-1].copy_(pack_bits(kernels.not_negative(x), cut.rows))
-    form.decode_block(parts, work, cut)
-    return work
-
-
 def _drop_tiny(means: Tensor, dtype: torch.dtype) -> Tensor:
     """`means`, with 0 for denormal numbers, which are too coarse for a mean."""
     return means.masked_fill_(means.abs() < torch.finfo(dtype).tiny, 0)
 
 
-class SignSGD(OneFormat):
+class SignSGD(Signs):
     """EF-signSGD (CF 32) sends the signs of all elements (+ for 0), and one mean magnitude.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML
@@ -125,16 +126,10 @@ class SignSGD(OneFormat):
     """
 
     name = "signsgd"
-    only_cf = 32.0
-    keeps_zeros = False
     shared = 1
-    codes_rows = True
 
     def pieces_of(self, segments: tuple[int, ...]) -> Pieces:
         return pieces(segments)
-
-    def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
-        return ((-(-count // 8), torch.uint8),)
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
         magnitude = torch.abs(x, out=scratch_like("work", x))
@@ -143,9 +138,6 @@ class SignSGD(OneFormat):
     def share(self, sums: Tensor, lengths: Tensor, shared: Parts) -> None:
         (scale,) = shared
         scale.copy_(_drop_tiny(sums[0] / lengths, scale.dtype))
-
-    def code(self, x: Tensor, start: int, key: Key, parts: Parts, cut: Cut) -> Tensor:
-        return _code_signs(self, x, parts, cut)
 
     def decode_block(self, parts: Parts, out: Tensor, cut: Cut) -> None:
         scale, packed = parts
