@@ -51,7 +51,8 @@ def warm_up(
             try:
                 _take(deepcopy(compressor), x.clone(), cf, ranks, flag)
                 if shards:
-                    _take_in_shards(deepcopy(compressor), x.clone(), cf, ranks, flag)
+                    equal = x[: numel // ranks * ranks].clone()  # all compressed at once
+                    _take(Sharded(deepcopy(compressor), ranks), equal, cf, ranks, flag)
             except Exception as error:
                 log.debug("%s was not taken through a step beforehand: %r", compressor.name, error)
 
@@ -126,21 +127,9 @@ def _take(
         payload = compressor.compress(x, spec, add)
     wire = torch.empty(payload.nbytes, dtype=torch.uint8, device=x.device)
     payload.as_nonfinite(flag).write(wire)
-    payloads = compressor.read(wire.repeat(ranks).view(ranks, -1), spec)
+    if isinstance(compressor, Sharded):
+        payloads: list[Payload] = [compressor.read_means(wire.view(ranks, -1), spec)]
+    else:
+        payloads = compressor.read(wire.repeat(ranks).view(ranks, -1), spec)
     compressor.add_to(x, payload.as_zeros(flag), -1.0)
     compressor.mean_of(x, payloads, 1 / ranks, flag)
-
-
-def _take_in_shards(
-    compressor: Compressor, x: torch.Tensor, cf: float, ranks: int, flag: torch.Tensor
-) -> None:
-    """As `_take`, with `x` cut into shards of equal length, which are compressed at once."""
-    x = x[: len(x) // ranks * ranks]
-    by = Sharded(compressor, ranks)
-    spec = Spec.of(x, compressor.nearest(Spec((x.numel(),), cf)), Key("warm-up"))
-    for add in (x.clone(), None):
-        payload = by.compress(x, spec, add)
-    wire = torch.empty(payload.nbytes, dtype=torch.uint8, device=x.device)
-    payload.as_nonfinite(flag).write(wire)
-    by.mean_of(x, [by.read_means(wire.view(ranks, -1), spec)], 1.0, flag)
-    by.add_to(x, payload.as_zeros(flag), -1.0)
