@@ -63,9 +63,9 @@ class Quantizer(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
-        if self._decode_fused(out.detach(), [payload], scale, add=True):
-            return
         out = out.detach()
+        if values.decode_by_kernel(self.form(payload.cf).coding, out, [payload], scale, add=True):
+            return
         for start, stop in self._bounds(out, [payload]):
             self._add_block(out[start:stop], payload, start, scale)
 
@@ -103,20 +103,22 @@ class Quantizer(Compressor):
     ) -> None:
         for payload in payloads:
             base.check_out(out, payload)
-        if not self._decode_fused(out.detach(), payloads, scale, add=False, as_zeros=as_zeros):
-            out = out.detach()
-            if self._decode_at_once(out, payloads, scale, as_zeros):
-                return
-            payloads = [payload.as_zeros(as_zeros) for payload in payloads]
-            wide = [each for each in payloads[:1] if each.dtype == out.dtype == widened(out.dtype)]
-            for start, stop in self._bounds(out, payloads):
-                block = out[start:stop]
-                for payload in wide:
-                    self._decode(payload, start, block).mul_(scale)
-                if not wide:
-                    block.zero_()
-                for payload in payloads[len(wide) :]:
-                    self._add_block(block, payload, start, scale)
+        out = out.detach()
+        coding = self.form(payloads[0].cf).coding if payloads else None
+        if values.decode_by_kernel(coding, out, payloads, scale, False, as_zeros):
+            return
+        if self._decode_at_once(out, payloads, scale, as_zeros):
+            return
+        payloads = [payload.as_zeros(as_zeros) for payload in payloads]
+        wide = [each for each in payloads[:1] if each.dtype == out.dtype == widened(out.dtype)]
+        for start, stop in self._bounds(out, payloads):
+            block = out[start:stop]
+            for payload in wide:
+                self._decode(payload, start, block).mul_(scale)
+            if not wide:
+                block.zero_()
+            for payload in payloads[len(wide) :]:
+                self._add_block(block, payload, start, scale)
 
     def _decode_at_once(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag
@@ -166,30 +168,6 @@ class Quantizer(Compressor):
     def _nearest(self, cf: float) -> float:
         cf = base.check_cf(cf)
         return cf if cf in self.forms else min(self.forms, key=lambda can: (abs(can - cf), can))
-
-    def _decode_fused(
-        self,
-        out: Tensor,
-        payloads: Sequence[Payload],
-        scale: float,
-        add: bool,
-        as_zeros: Flag = False,
-    ) -> bool:
-        """Decode payloads of the same CF into `out` (add: add them to `out`), by one of Triton's
-        kernels. False, and nothing is done, if there is no such kernel."""
-        coding = self.form(payloads[0].cf).coding if payloads else None
-        fused = kernels_for(out).fused(out)
-        if coding is None or as_zeros is True or fused is None:
-            return False
-        if any(payload.dtype != out.dtype for payload in payloads):
-            return False
-        rows = len(payloads[0].layouts) if isinstance(payloads[0], base.RowsPayload) else 1
-        if rows > 1:
-            coded = fused.coded_rows(payloads[0].parts, out.numel() // rows, coding, rows)
-        else:
-            coded = fused.coded([payload.parts for payload in payloads], out.numel(), coding)
-        fused.write_values(out, coded, scale, add, as_zeros, rows > 1)
-        return True
 
 
 class OneFormat(Quantizer, BlockFormat):

@@ -17,7 +17,7 @@ from compressors.base import (
 )
 from compressors.kernels import kernels_for
 from compressors.kernels.blocks import Flag
-from compressors.wire.values import Layout, ValueFormat
+from compressors.wire.values import Layout, ValueFormat, decode_by_kernel
 
 
 class ValueList(Compressor):
@@ -51,37 +51,16 @@ class ValueList(Compressor):
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         check_out(out, payload)
-        if payload.parts and not self._by_kernel(out, [payload], scale, add=True):
+        if payload.parts and not decode_by_kernel(self.form.coding, out, [payload], scale, True):
             decoded = self.form.decode(payload.parts, payload.numel, payload.dtype)
             out.add_(decoded, alpha=scale)
 
     def mean_of(
         self, out: Tensor, payloads: Sequence[Payload], scale: float, as_zeros: Flag = False
     ) -> None:
-        if not out.numel() or self._by_kernel(out, payloads, scale, False, as_zeros):
-            return
-        super().mean_of(out, payloads, scale, as_zeros)
-
-    def _by_kernel(
-        self,
-        out: Tensor,
-        payloads: Sequence[Payload],
-        scale: float,
-        add: bool,
-        as_zeros: Flag = False,
-    ) -> bool:
-        """Decode any number of payloads by one of Triton's kernels; False if there is none."""
-        fused, coding = kernels_for(out).fused(out), self.form.coding
-        if fused is None or coding is None or as_zeros is True:
-            return False
-        first, rows = payloads[0], 1
-        if isinstance(first, RowsPayload):
-            rows = len(first.layouts)
-            coded = fused.coded_rows(first.parts, out.numel() // rows, coding, rows)
-        else:
-            coded = fused.coded([each.parts for each in payloads], out.numel(), coding)
-        fused.write_values(out, coded, scale, add, as_zeros, rows > 1)
-        return True
+        coding = self.form.coding
+        if out.numel() and not decode_by_kernel(coding, out, payloads, scale, False, as_zeros):
+            super().mean_of(out, payloads, scale, as_zeros)
 
     def nbytes(self, spec: Spec) -> int:
         return sum(count * of.itemsize for count, of in self._layout(spec))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.base import Key, Spec
+from compressors.base import Key, Payload, RowsPayload, Spec
 from compressors.kernels import kernels_for, squared_norms
 from compressors.kernels.blocks import (
     CACHE_BLOCK,
@@ -26,6 +26,7 @@ from compressors.kernels.blocks import (
     Array,
     Coding,
     Encoded,
+    Flag,
     Scalar,
     block_bounds,
     fill_up,
@@ -322,6 +323,32 @@ def decodes_rows(form: BlockFormat, like: Tensor) -> bool:
     return form.codes_rows or (
         form.coding is not None and kernels_for(like).fused(like) is not None
     )
+
+
+def decode_by_kernel(
+    coding: Coding | None,
+    out: Tensor,
+    payloads: Sequence[Payload],
+    scale: float,
+    add: bool,
+    as_zeros: Flag = False,
+) -> bool:
+    """Decode any number of payloads of one coding by one of Triton's kernels: out = scale * (their
+    sum); add: `out` += instead of `out` =. False, and nothing is done, if there is no such kernel.
+    """
+    fused = kernels_for(out).fused(out)
+    if coding is None or as_zeros is True or fused is None or not payloads:
+        return False
+    if any(payload.dtype != out.dtype for payload in payloads):
+        return False
+    first, rows = payloads[0], 1
+    if isinstance(first, RowsPayload):
+        rows = len(first.layouts)
+        coded = fused.coded_rows(first.parts, out.numel() // rows, coding, rows)
+    else:
+        coded = fused.coded([payload.parts for payload in payloads], out.numel(), coding)
+    fused.write_values(out, coded, scale, add, as_zeros, rows > 1)
+    return True
 
 
 def sum_scalars(numbers: Sequence[Scalar]) -> Scalar:
