@@ -147,8 +147,9 @@ def fused_updates(
         elements = slice(run.start, run.stop)
         old, weight = None if old_mean is None else old_mean[elements], 1 - run.group["betas"][0]
         limits = *_weights(noise_of(run, share), ranks), 1 / ranks, LEAST, run.ends
-        flats = before[elements], update[elements], run.mean, run.square, old
-        squares.append(fused.take_step(*flats, decay_factor, rate, weight, *limits))
+        flats = update[elements], run.mean, run.square
+        step = before[elements], old, decay_factor, rate, weight
+        squares.append(fused.enlarge(*flats, *limits, *step))
     return torch.cat(squares).sum() if len(squares) > 1 else squares[0].sum()
 
 

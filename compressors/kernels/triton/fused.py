@@ -11,7 +11,7 @@ from compressors.kernels.triton.codec import (
     encode_natural,
     write_values,
 )
-from compressors.kernels.triton.moments import enlarge, take_step
+from compressors.kernels.triton.moments import enlarge
 from compressors.kernels.triton.sparse import (
     add_sparse,
     add_sparse_rows,
@@ -33,7 +33,6 @@ __all__ = [
     "enlarge",
     "read_indices",
     "sum_energies",
-    "take_step",
     "write_sparse",
     "write_values",
 ]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,61 +23,32 @@ def enlarge(
     least_share: float,
     least: float,
     ends: Tensor | None,
-) -> None:
+    before: Tensor | None = None,
+    old_mean: Tensor | None = None,
+    shrink: float = 1.0,
+    rate: float = 1.0,
+    weight: float = 1.0,
+) -> Tensor | None:
     """update /= sqrt(p), with p = factor * mean^2 / (square + least) + constant, not below
     `least_share` and not above 1 (adaptive/memory/moments.py); mean^2 and square are summed over a
-    cell. update, mean and square are flat, float32, of equal length. factor: a number, or one for
-    each parameter (flat); ends: then the end of each parameter, in elements (int64). A cell takes
-    the factor of the parameter in which it begins."""
-    share = factor, constant, least_share, least, ends
-    _launch(update, mean, square, None, None, None, share)
+    cell. factor: a number, or one for each parameter (flat); ends: then the end of each parameter,
+    in elements (int64). A cell takes the factor of the parameter in which it begins.
 
+    With `before`, first: before *= shrink; update = rate * (before - update). With `old_mean`,
+    first: mean = old_mean + weight * (mean - old_mean).
 
-def take_step(
-    before: Tensor,
-    now: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    old_mean: Tensor | None,
-    shrink: float,
-    rate: float,
-    weight: float,
-    factor: float | Tensor,
-    constant: float,
-    least_share: float,
-    least: float,
-    ends: Tensor | None,
-) -> Tensor:
-    """before *= shrink; now = rate * (before - now), enlarged as by `enlarge`. Before that mean =
-    old_mean + weight * (mean - old_mean), unless `old_mean` is None.
-
-    All tensors are flat, float32, of equal length. Returns the squared norm of `now` in pieces
-    (float64)."""
-    squares = now.new_empty(cdiv(now.numel(), BLOCK), dtype=torch.float64)
-    share = factor, constant, least_share, least, ends
-    _launch(now, mean, square, before, old_mean, squares, share, shrink, rate, weight)
-    return squares
-
-
-def _launch(
-    update: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    before: Tensor | None,
-    old_mean: Tensor | None,
-    squares: Tensor | None,
-    share: tuple[Any, ...],
-    *numbers: float,
-) -> None:
-    factor, constant, least_share, least, ends = share
-    each = isinstance(factor, Tensor)
-    factors = (factor, ends, 0.0) if each else (None, None, factor)
-    shrink, rate, weight = numbers or (1.0, 1.0, 1.0)
+    All these tensors are flat, float32, of equal length. Returns, with `before`, the squared norm
+    of `update` in pieces (float64)."""
+    programs = cdiv(update.numel(), BLOCK)
+    squares = None if before is None else update.new_empty(programs, dtype=torch.float64)
+    factors = (factor, ends, 0.0) if isinstance(factor, Tensor) else (None, None, factor)
+    parameters = len(factor) if isinstance(factor, Tensor) else 0
     launch(
-        _enlarge, (cdiv(update.numel(), BLOCK),), update, update, mean, square, before, old_mean,
-        squares, *factors, constant, least_share, least, shrink, rate, weight, update.numel(),
-        len(factor) if each else 0, shrinks=shrink != 1, block=BLOCK, num_warps=4,
+        _enlarge, (programs,), update, update, mean, square, before, old_mean, squares, *factors,
+        constant, least_share, least, shrink, rate, weight, update.numel(), parameters,
+        shrinks=shrink != 1, block=BLOCK, num_warps=4,
     )  # fmt: skip
+    return squares
 
 
 @triton.jit(do_not_specialize=["parameters"])
