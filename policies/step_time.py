@@ -146,11 +146,6 @@ class StepTime(Stateful):
         and one exchange. None before the first report."""
         return self._step(self.exposed(cf), self.coding(cf), steps) if self._works else None
 
-    @property
-    def work(self) -> float | None:
-        """Seconds of a step without network and compression; None before the first step."""
-        return self._quiet if self._works else None
-
     def without_coding(self, cf: float, steps: int) -> float:
         """Seconds of `steps` steps and one exchange, without compressing and decoding; 0 before the
         first step."""
