@@ -48,52 +48,41 @@ class Triton(Kernels):
         return flags.any_nan(x)
 
     def squared_norm(self, x: Tensor) -> Scalar:
-        if x.numel() < 2 or not fits(x):
-            return super().squared_norm(x)
-        from compressors.kernels.triton import select
-
-        return select.squared_norm(x)
+        kernels: Any = _selection(x) or super()
+        return kernels.squared_norm(x)
 
     def add_and_norm(self, memory: Tensor, tensor: Tensor) -> Scalar:
-        if memory.numel() < 2 or not fits(memory, tensor):
-            return super().add_and_norm(memory, tensor)
-        from compressors.kernels.triton import select
-
-        return select.add_and_norm(memory, tensor)
+        kernels: Any = _selection(memory, tensor) or super()
+        return kernels.add_and_norm(memory, tensor)
 
     def largest(self, x: Tensor, k: int) -> Tensor:
-        if x.numel() < 2 or not fits(x):
-            return super().largest(x, k)
-        from compressors.kernels.triton import select
-
-        return select.largest(x, k)
+        kernels: Any = _selection(x) or super()
+        return kernels.largest(x, k)
 
     def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
-        if x.numel() < 2 or not fits(x, add):
-            return super().select(x, k, add)
-        from compressors.kernels.triton import select
-
-        return select.select(x, k, add)
+        kernels: Any = _selection(x, add) or super()
+        return kernels.select(x, k, add)
 
     def select_rows(self, x: Tensor, rows: int, k: int, add: Tensor | None) -> Selected | None:
-        if x.numel() < 2 * rows or not fits(x, add):
-            return None
-        from compressors.kernels.triton import select
-
-        return select.select_rows(x, rows, k, add)
+        kernels: Any = _selection(x, add, least=2 * rows) or super()
+        return kernels.select_rows(x, rows, k, add)
 
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
-        if x.numel() < 2 or not fits(x, add):
-            return super().select_above(x, threshold, k, add)
-        from compressors.kernels.triton import select
-
-        return select.select_above(x, threshold, k, add)
+        kernels: Any = _selection(x, add) or super()
+        return kernels.select_above(x, threshold, k, add)
 
     def select_by_count(
         self, x: Tensor, k: int, add: Tensor | None, search: ThresholdSearch
     ) -> Selected:
-        if x.numel() < 2 or not fits(x, add):
-            return super().select_by_count(x, k, add, search)
-        from compressors.kernels.triton import select
+        kernels: Any = _selection(x, add) or super()
+        return kernels.select_by_count(x, k, add, search)
 
-        return select.select_by_count(x, k, add, search)
+
+def _selection(x: Tensor, *others: Tensor | None, least: int = 2) -> Any:
+    """The module of the kernels for norms and selections, if it supports these tensors, and x has
+    at least so many elements; else None."""
+    if x.numel() < least or not fits(x, *others):
+        return None
+    from compressors.kernels.triton import select
+
+    return select
