@@ -215,7 +215,7 @@ class ExchangeChoice:
         self._world_size = world_size
         self.link = LinkCost()
 
-    def check_own(self, cf: float, rank: int, one_collective: bool) -> None:
+    def check_users_strategy(self, cf: float, rank: int, one_collective: bool) -> None:
         """ValueError or TypeError if a user's strategy breaks the contract of `Strategy` with this
         number of ranks and payloads at `cf`. one_collective: it must take a single collective."""
         if self._users is not None:

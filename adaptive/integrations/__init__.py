@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adaptive.session.compressor import AdaptiveCompressor
-from adaptive.step.config import require
+from adaptive.step.config import require_type
 
 LEFT_OUT = (
     "the compressor's state in this checkpoint is left out, because one process exchanges nothing: "
@@ -40,5 +40,5 @@ def made(given: AdaptiveCompressor | None, arguments: Mapping[str, Any]) -> Adap
         raise TypeError("give a compressor or the arguments of one, not both")
     fits = given is None or isinstance(given, AdaptiveCompressor)
     accepted = "an AdaptiveCompressor or None (give its arguments by name: base=...)"
-    require(fits, "compressor", given, accepted)
+    require_type(fits, "compressor", given, accepted)
     return given or AdaptiveCompressor(**arguments)

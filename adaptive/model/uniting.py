@@ -1,9 +1,9 @@
-"""The mean of ranks with different parameters: to evaluate, to save, or to train on from it.
+"""Uniting: ranks with different parameters set them to the ranks' mean, to evaluate or to save.
 
 Scripts and frameworks save the model and the optimizer of one rank, as if those of all ranks were
-equal. So before the states of all ranks are saved as one, the ranks agree on model and optimizer.
-Accelerate and Hugging Face's Trainer have written both by then. So the agreed model and optimizer
-are saved once more, with the compressor's states, and loaded from there.
+equal. So the ranks unite model and optimizer before all their states are saved in one file.
+Accelerate and Hugging Face's Trainer have written model and optimizer by then. So the united model
+and optimizer are saved a second time, with the compressor's states, and loaded from there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from policies.state import read, require
 @contextmanager
 def averaged(parameters: Sequence[ModelParameter], exchange: Exchange) -> Iterator[None]:
     """A context in which the model holds the mean of the ranks' parameters (a dense collective).
-    Afterwards it holds this rank's own again."""
+    Afterwards the model holds this rank's own parameters again."""
     own = [p.tensor.detach().clone() for p in parameters]
     unite(parameters, exchange)
     try:
@@ -72,17 +72,17 @@ def _without_residual(p: ModelParameter) -> Tensor:
     return own
 
 
-class Agreed:
-    """The agreed state outside the compressor, to be saved and loaded: the parameters, and the
-    optimizers' states of them."""
+class UnitedState:
+    """The state that `unite` makes the same on all ranks, to be saved and loaded: the parameters,
+    and the optimizers' states of them."""
 
     def __init__(self, parameters: ModelParameters) -> None:
         self._parameters = parameters
         self._moments: dict[str, Any] = {}  # loaded, by parameter name, not yet in an optimizer
 
     def state_dict(self, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-        """The agreed state by parameter name. Its tensors are those in use, not copies; of a
-        DTensor the shard on this rank."""
+        """The united state by parameter name. Its tensors are those in use, not copies. A DTensor
+        is represented by the shard on this rank."""
         moments = dict(self._moments)
         for optimizer in optimizers:
             for p, kept in optimizer.state.items():
@@ -109,8 +109,8 @@ class Agreed:
                 require(not bad, f"moments: {name}: {key} is not finite")
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> None:
-        """Load a state that `check` has accepted. Optimizers that are not given here get their part
-        before their next step: see `before_step`."""
+        """Load a state that `check` has accepted. An optimizer that is not given here gets its
+        state before its next step (`before_step`)."""
         self._moments = dict(state.get("moments", {}))
         by_name = self._parameters.by_name()
         with torch.no_grad():
@@ -120,7 +120,8 @@ class Agreed:
             self.before_step(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Load the loaded states of its parameters into an optimizer."""
+        """Put loaded states, which no optimizer has got yet, into the optimizer that steps their
+        parameters."""
         if not self._moments:
             return
         of = enumerate(parameters_of(optimizer))
@@ -135,7 +136,8 @@ class Agreed:
 
 
 def _like(kept: Mapping[str, Any], parameter: ModelParameter) -> dict[str, Any]:
-    """A copy of an optimizer's state of a parameter, in shards if the parameter is in shards."""
+    """A copy of an optimizer's state of a parameter. In the state of a sharded parameter, tensors
+    of the parameter's shape become DTensors."""
     copied = {key: e.clone() if isinstance(e, Tensor) else e for key, e in kept.items()}
     sharded = {
         key: like(each, parameter.tensor)

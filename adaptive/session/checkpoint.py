@@ -1,8 +1,8 @@
 """The forms of a saved state: one state on each rank, or the states of all ranks on rank 0.
 
 Each rank has its own state, which it saves and loads. Frameworks call `state_dict` on every rank,
-and save only rank 0's result. For them the states are gathered on rank 0. Loading that file, each
-rank takes its own state from it.
+and save only rank 0's result. For these frameworks the states of all ranks are gathered on rank 0,
+and each rank takes its own state from rank 0's file.
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ FORMS: tuple[FormName, ...] = get_args(FormName)
 
 VERSION = 27
 
-CHUNK = 2**24
-"""Bytes that each rank sends in one gather."""
+GATHER_NBYTES = 2**24
+"""The largest number of bytes that each rank sends in one gather."""
 
 ELSEWHERE = (
     "rank 0's state_dict() holds the states of all ranks: save rank 0's, and pass it to "
     "load_state_dict on every rank"
 )
 
-REFUSED = "state: it is not loaded, being refused on"
+REFUSED = "state: no rank loads it, because it was refused on"
+"""The beginning of an error message. The number of a rank follows."""
 
 
 def save(session: Session, form: str) -> dict[str, Any]:
-    """The state in the form "rank" or "gathered". "gathered" is a collective, and raises on all
-    ranks if one rank has no state to save."""
+    """The state in the form "rank" or "gathered". The form "gathered" is a collective, and raises
+    on all ranks if one rank has no state to save."""
     if form != "gathered":
         return _of_rank(session)
     group, device = session.exchange.everyone, session.device
     rank, world_size = session.exchange.place, session.exchange.ranks
-    session.make_up()  # first: a rank that has left its last step out owes collectives
+    session.make_up()  # a rank that has left its last step out owes collectives before all others
     wait_for_all(
         group, "a gathered state_dict() must be asked for on every rank, not on rank 0 alone"
     )
     with all_or_none(group, "there is no state to save on"):
         session.check_whole()
-    agreed = session.unite()
+    united = session.unite()
     with all_or_none(group, "there is no state to save on"):
-        first = rank < session.exchange.shards  # other ranks of the shard have the same `agreed`
-        whole = _on_host({"state": _of_rank(session), "agreed": agreed if first else {}})
+        # The other replicas have united the same parameters: those of the first replica are saved.
+        in_first_replica = rank < session.exchange.shards
+        whole = _on_host({"state": _of_rank(session), "agreed": united if in_first_replica else {}})
         packed = io.BytesIO()
         if not session.exchange.first:
             torch.save(whole, packed)
@@ -65,22 +67,22 @@ def save(session: Session, form: str) -> dict[str, Any]:
     received = _gather_bytes(packed.getbuffer(), session.exchange.distinct, device)
     if not session.exchange.first:
         return {"version": VERSION, "rank": rank, "world_size": world_size, "elsewhere": ELSEWHERE}
-    everyone = [whole]
+    by_rank = [whole]
     while received:  # one by one, to free each packed state once it is unpacked
-        everyone.append(torch.load(io.BytesIO(received.pop(0)), weights_only=True))
+        by_rank.append(torch.load(io.BytesIO(received.pop(0)), weights_only=True))
     return {
         "version": VERSION,
-        "ranks": [each["state"] for each in everyone],
-        "agreed": [each["agreed"] for each in everyone[: session.exchange.shards]],
+        "ranks": [each["state"] for each in by_rank],
+        "agreed": [each["agreed"] for each in by_rank[: session.exchange.shards]],
     }
 
 
 def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
-    """Go on from a state in any of the forms. A collective: ValueError on every rank, with nothing
-    changed, if one of them cannot."""
+    """Go on from a state in any of the forms. A collective. ValueError on every rank, with nothing
+    changed, if one rank cannot load its state."""
     group = session.exchange.everyone
-    agreed: Mapping[str, Any] = {}
-    with session.taking_up():
+    united: Mapping[str, Any] = {}
+    with session.loading():
         wait_for_all(group, "load_state_dict must be called on every rank, with this rank's state")
         with all_or_none(group, REFUSED):
             if not isinstance(state, Mapping):
@@ -88,13 +90,13 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
                     f"state: {state!r:.80} must be a mapping, the result of state_dict()"
                 )
             if "ranks" in state:
-                state, agreed = _own_part(session, state)
+                state, united = _for_this_rank(session, state)
             elif "elsewhere" in state:
                 raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
             _check_version(state)
-            session.agreed.check(agreed)
+            session.united.check(united)
         session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
-    session.take_up(agreed)
+    session.load_united(united)
 
 
 def _of_rank(session: Session) -> dict[str, Any]:
@@ -104,16 +106,16 @@ def _of_rank(session: Session) -> dict[str, Any]:
 def _gather_bytes(
     own: memoryview, group: dist.ProcessGroup, device: torch.device
 ) -> list[bytearray]:
-    """The bytes of ranks 1, 2, ..., on rank 0; [] on the other ranks. A collective that needs
-    little memory on the device, unlike torch's gather of objects."""
+    """The bytes of ranks 1, 2, ..., on rank 0; [] on the other ranks. A collective. It needs little
+    memory on the device, unlike torch's gather of objects."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     sizes = torch.zeros(world_size, dtype=torch.int64, device=device)
     sizes[rank] = len(own)
     dist.all_reduce(sizes, group=group)
     lengths = sizes.tolist()
     received = [bytearray() for _ in lengths]
-    for start in range(0, max(lengths), CHUNK):
-        chunk = torch.zeros(min(CHUNK, max(lengths) - start), dtype=torch.uint8)
+    for start in range(0, max(lengths), GATHER_NBYTES):
+        chunk = torch.zeros(min(GATHER_NBYTES, max(lengths) - start), dtype=torch.uint8)
         piece = own[start : start + len(chunk)]
         if piece:
             chunk[: len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
@@ -126,26 +128,26 @@ def _gather_bytes(
     return received[1:] if rank == 0 else []
 
 
-def _own_part(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(state, agreed) of this rank from a gathered state, resharded if the number of ranks is
-    another one now. agreed: the result of `Session.unite`."""
+def _for_this_rank(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(state, united) of this rank from a gathered state. The state is resharded if it was saved by
+    another number of ranks. united: the result of `Session.unite`."""
     exchange = session.exchange
-    states, agreed = (read(state, what, list[Mapping]) for what in ("ranks", "agreed"))
-    require(bool(states and agreed), "'ranks' and 'agreed' must not be empty")
+    states, united = (read(state, what, list[Mapping]) for what in ("ranks", "agreed"))
+    require(bool(states and united), "'ranks' and 'agreed' must not be empty")
     require(
-        len(agreed) == exchange.shards,
-        f"it is of a model in {len(agreed)} shards, expected {exchange.shards}: for another number "
+        len(united) == exchange.shards,
+        f"it is of a model in {len(united)} shards, expected {exchange.shards}: for another number "
         f"of shards load the model and the optimizer only, and begin with an empty residual",
     )
     for each in states:
         _check_version(each)
     shard = exchange.place % exchange.shards
     if len(states) == exchange.ranks:
-        return states[exchange.place], agreed[shard]
+        return states[exchange.place], united[shard]
     if exchange.first:
         log.warning("the state of %d ranks is resharded for %d", len(states), exchange.ranks)
     of_shard = states[shard :: exchange.shards]
-    return reshard_states(of_shard, exchange.world_size)[exchange.rank], agreed[shard]
+    return reshard_states(of_shard, exchange.world_size)[exchange.rank], united[shard]
 
 
 def _check_version(state: Any) -> None:

@@ -29,19 +29,19 @@ from adaptive.on_import import load_optional
 from adaptive.session import checkpoint as forms
 from adaptive.session.session import Session
 from adaptive.step.config import (
+    DEFAULTS,
     GRANULARITIES,
-    USUAL,
     GranularityName,
     Settings,
     below_range,
     debug_interval,
     default_policy,
     make_base,
-    require,
+    require_type,
     with_ladder,
 )
 from adaptive.step.sizes import latency_of
-from adaptive.step.synchronisation import LATE, EveryStep, LocalSteps, Synchronisation
+from adaptive.step.synchronisation import HIGH_LATENCY, EveryStep, LocalSteps, Synchronisation
 from adaptive.timeline.sinks import SafeTimeline, Sink
 from adaptive.timeline.summary import Summary
 from compressors import Compressor
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("adaptive")
 
-STAYS = (
+NO_LOCAL_STEPS = (
     "sync='auto': a message takes {} ms on this network. The ranks exchange in every step all the "
     "same, because local steps of sync='auto' need DDP, and optimizers other than SGD, handed over "
     "to attach(). sync=Delayed(2) or LocalSteps(4) would hide the latency"
@@ -78,11 +78,11 @@ class AdaptiveCompressor:
     cf_range: smallest and largest CF besides dense, floats >= 1. None: (10, 1000).
     policy: "goodput", "gravac", "accordion", "fixed" (which stays at cf_range[0]), ..., or a
         `Policy`. None: "goodput" for a base that keeps the largest elements (topk and the threshold
-        sparsifiers) without hooks, "fixed" with gossip, else "gravac"; a model so small that
-        statistics would be more than 1% of dense's bytes then stays dense, and nothing is measured.
-        A policy may have its own defaults of base, cf_range, memory and granularity, used where
-        these are None: `GraVAC.paper()` and `Accordion.paper()` (by name "gravac-paper" and
-        "accordion-paper") have those of their papers.
+        sparsifiers) without hooks, "fixed" with gossip, else "gravac". With None, a model stays
+        dense, and nothing is measured, if statistics would be more than 1% of a dense step's bytes.
+        A policy may have its own defaults of base, cf_range, memory and granularity. They are used
+        where these arguments are None. `GraVAC.paper()` and `Accordion.paper()` (by name
+        "gravac-paper" and "accordion-paper") have the defaults of their papers.
     sync: how the ranks keep their models together. `LocalSteps(10)`: each rank takes 10 local steps
         between two exchanges. `Delayed(2)`: the mean of a step arrives two steps later.
         `Gossip("ring")`: each rank exchanges with its neighbours only. None: the ranks exchange in
@@ -116,12 +116,14 @@ class AdaptiveCompressor:
     timeline: a `Timeline`, a function `log(numbers, step)`, or several; rank 0 writes.
     network: a slow link to emulate, "100mbit" or "100mbit,5ms" (for demonstrations), or a `Network`
         with a clock of your own.
-    debug: compare the ranks' plans in every step (a small blocking collective), and their
-        parameters in every this many steps (True: 100). RuntimeError on all ranks names the first
-        different parameter, and the rank. None: the environment variable ADAPTIVE_DEBUG decides.
+    debug: a number N of steps: the ranks' plans are compared in every step (a small blocking
+        collective), and their parameters in every Nth step. RuntimeError on all ranks names the
+        first different parameter, and the rank. True: 100. None: the environment variable
+        ADAPTIVE_DEBUG decides.
 
-    A setting that would have no effect beside the others is refused here, or by `attach` if that
-    depends on the optimizer. Only base="none" accepts any setting: it switches a run to dense.
+    A setting that would have no effect beside the others is refused here, or by `attach` if its
+    effect depends on the optimizer. Only base="none" accepts any setting: it switches a run to
+    dense.
     ValueError or TypeError names the argument, its value and what is accepted.
     """
 
@@ -142,50 +144,52 @@ class AdaptiveCompressor:
         debug: bool | int | None = None,
     ) -> None:
         self._given = {name: value for name, value in locals().items() if name != "self"}
-        unnamed = policy is None
-        made = None if policy is None else make_policy(policy)
-        usual = {**USUAL, **({} if made is None else made.compression)}
-        base = usual["base"] if base is None else base
-        cf_range = checks.cf_range(usual["cf_range"] if cf_range is None else cf_range)
-        memory = usual["memory"] if memory is None else memory
-        granularity = usual["granularity"] if granularity is None else granularity
+        named_policy = None if policy is None else make_policy(policy)
+        defaults = {**DEFAULTS, **({} if named_policy is None else named_policy.compression)}
+        base = defaults["base"] if base is None else base
+        cf_range = checks.cf_range(defaults["cf_range"] if cf_range is None else cf_range)
+        memory = defaults["memory"] if memory is None else memory
+        granularity = defaults["granularity"] if granularity is None else granularity
         accepted = "'auto', LocalSteps(...), Delayed(...), Gossip(...) or None"
-        by_name = isinstance(sync, str) and sync == "auto"
-        known = by_name or isinstance(sync, Synchronisation | None)
-        require(known, "sync", sync, accepted)
+        is_auto = isinstance(sync, str) and sync == "auto"
+        is_accepted = is_auto or isinstance(sync, Synchronisation | None)
+        require_type(is_accepted, "sync", sync, accepted)
         timelines = SafeTimeline(timeline)
 
         def settings(sync: Synchronisation) -> Settings:
-            remembered = memory_from(memory)
-            compressor = make_base(base, remembered.kind)
-            remembered = sync.memory_of(remembered)
+            memory_options = memory_from(memory)
+            compressor = make_base(base, memory_options.kind)
+            memory_options = sync.memory_of(memory_options)
             sync = sync.for_base(compressor)
-            ways, policy = ExchangeOptions.of(exchange, compressor), made
+            exchange_options, policy = ExchangeOptions.of(exchange, compressor), named_policy
             if policy is None:
-                chosen = "gravac" if hooks else default_policy(compressor)
-                policy = make_policy(sync.default_policy or chosen)
-            compressor = with_ladder(compressor, policy, ways.way, remembered.kind, cf_range[0])
+                by_base = "gravac" if hooks else default_policy(compressor)
+                policy = make_policy(sync.default_policy or by_base)
+            compressor = with_ladder(
+                compressor, policy, exchange_options.way, memory_options.kind, cf_range[0]
+            )
             if hooks is not None:
                 with_hooks = load_optional("with_hooks")
-                compressor = with_hooks(compressor, hooks, cf_range, policy, sync, ways.server)
+                compressor = with_hooks(
+                    compressor, hooks, cf_range, policy, sync, exchange_options.server
+                )
             return Settings(
                 base=compressor,
                 granularity=checks.one_of("granularity", granularity, GRANULARITIES),
                 dense_below=checks.whole("dense_below", dense_below, least=0),
-                exchange=ways,
+                exchange=exchange_options,
                 cf_range=cf_range,
                 policy=policy,
-                may_stay_dense=unnamed,
+                may_stay_dense=named_policy is None,
                 sync=sync,
-                memory=MemoryChoice(compressor, remembered),
+                memory=MemoryChoice(compressor, memory_options),
                 timeline=timelines,
                 network=network_from(network),
                 debug=debug_interval(debug),
             )
 
-        usual_sync = sync if isinstance(sync, Synchronisation) else EveryStep()
-        self._settings = settings(usual_sync)
-        self._if_late = settings(LocalSteps("auto")) if by_name else None
+        self._settings = settings(sync if isinstance(sync, Synchronisation) else EveryStep())
+        self._at_high_latency = settings(LocalSteps("auto")) if is_auto else None
         self._session: Session | None = None
         self._framework_form = "rank"  # the form of saved states that the framework needs
 
@@ -264,9 +268,9 @@ class AdaptiveCompressor:
                 accepted = "a torch.optim.Optimizer, several of them, or None"
                 if isinstance(each, LRScheduler):
                     accepted = "an optimizer, and this is a scheduler: hand its .optimizer over"
-                require(isinstance(each, Optimizer), "optimizer", each, accepted)
+                require_type(isinstance(each, Optimizer), "optimizer", each, accepted)
             scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
-            require(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
+            require_type(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
             if samples_per_step is not None:
                 checks.real("samples_per_step", samples_per_step, above=0)
             if self._session is not None:
@@ -275,7 +279,7 @@ class AdaptiveCompressor:
                     "AdaptiveCompressor for each model, and after detach()"
                 )
             # The following collectives depend on these two settings.
-            by_latency = "sync='auto'" if self._if_late is not None else "sync not 'auto'"
+            by_latency = "sync='auto'" if self._at_high_latency else "sync not 'auto'"
             return f"{by_latency}, {self._settings.network.describe()}"
 
         device = next((p.device for p in inside.model.parameters()), torch.device("cpu"))
@@ -283,8 +287,8 @@ class AdaptiveCompressor:
             wait_for_all(replica.everyone, "attach() must be called on every rank")
             agree(check_arguments, replica.everyone)
             settings = self._settings
-            if self._if_late is not None and self._is_late(replica, optimizers):
-                settings = self._if_late
+            if self._at_high_latency and self._needs_local_steps(replica, optimizers):
+                settings = self._at_high_latency
             session = Session(settings, replica, optimizers, scaler, samples_per_step)
             try:
                 replica.start(session.exchanging())
@@ -295,9 +299,9 @@ class AdaptiveCompressor:
         self._framework_form = "gathered" if inside.by_framework else "rank"
         return self
 
-    def _is_late(self, replica: Replica, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether the network's latency is so high that ranks should make local steps, and their
-        optimizers can (a collective)."""
+    def _needs_local_steps(self, replica: Replica, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the network's latency is high, and the optimizers can make local steps (a
+        collective)."""
         network, measured = self._settings.network, LinkCost()
         exchange = Exchange(replica.group, everyone=replica.everyone)
         if network.is_real:
@@ -305,17 +309,18 @@ class AdaptiveCompressor:
             device = next(devices, torch.device("cpu"))
             measured = LinkCost(measure_latency(exchange, network.clock, device))
         latency = latency_of(network, measured)
-        if latency < LATE:
+        if latency < HIGH_LATENCY:
             return False
-        serves = replica.everyone is replica.group
-        if serves and self._settings.memory.takes_updates(optimizers):
+        unsharded = replica.everyone is replica.group
+        if unsharded and self._settings.memory.takes_updates(optimizers):
             return True
         if exchange.first:
-            log.warning("%s", STAYS.format(round(1000 * latency)))
+            log.warning("%s", NO_LOCAL_STEPS.format(round(1000 * latency)))
         return False
 
     def detach(self) -> None:
-        """Detach the compressor for good, on every rank (a collective with an optimizer).
+        """Detach the compressor for good, on every rank (a collective if `attach` got an
+        optimizer).
 
         The exchange is dense from now on, unless another compressor is attached. The next step
         sends the residuals of gradients; residuals of updates move the parameters now. Residuals of
@@ -323,8 +328,8 @@ class AdaptiveCompressor:
         Velocities and moments go back into the optimizer. With local steps or gossip all ranks go
         on from the mean of their parameters.
 
-        After a failed exchange, or an exception in a backward, this is no collective, and residuals
-        are dropped: load model and optimizer on all ranks before training goes on."""
+        After a failed exchange, or an exception in a backward, `detach` is no collective, and drops
+        the residuals: load model and optimizer on all ranks before training goes on."""
         if self._session is None or self.detached:
             raise RuntimeError("the compressor is not attached to a model: nothing to detach")
         with on_device(self._session.device):
@@ -358,7 +363,7 @@ class AdaptiveCompressor:
 
     @property
     def layer_cfs(self) -> dict[str, float]:
-        """The CFs of the layers (by parameter name) that send at another CF than `cf`."""
+        """By parameter name, the CF of each layer that sends at another CF than `cf`."""
         return dict(self._session.controller.cfs.layers) if self._session else {}
 
     def __repr__(self) -> str:
@@ -395,21 +400,21 @@ class AdaptiveCompressor:
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters, for evaluation and
-        for saving. With local steps, a delay or gossip it is a collective, as large as a dense
-        step. Otherwise all ranks have the same parameters anyway."""
+        for saving. With local steps, a delay or gossip, entering the context is a collective, as
+        large as a dense step. Otherwise all ranks have the same parameters anyway."""
         return self.running().averaged()
 
     def discard(self) -> None:
-        """Called in place of `optimizer.step()` if the script drops the gradients of a backward (a
-        loss spike). Empties the memory, residuals of earlier steps and an SGD's momentum included.
-        In parameter space, at CF 10 and above, such a backward leaves nothing in the memory: there
-        it is enough to leave the step out. Called on every rank; no collective."""
+        """Empty the memory, residuals of earlier steps and an SGD's momentum included. Called on
+        every rank, in place of `optimizer.step()`, if the script drops the gradients of a backward
+        (after a loss spike). No collective. In parameter space, at CF 10 and above, such a backward
+        leaves nothing in the memory: leaving the step out is enough."""
         self.running().discard()
 
     def close(self) -> None:
-        """Called at the end of training, on every rank: does the exchange of a last backward whose
-        step this rank has left out, waits for exchanges under way, records the last step, and
-        closes the timeline. Later steps are not recorded."""
+        """End the run: wait for exchanges under way, record the last step, and close the timeline.
+        Called on every rank, after training. If this rank has left out the step of its last
+        backward, it does that step's exchange first. Later steps are not recorded."""
         if self._session is not None:
             with on_device(self._session.device):
                 self._session.close()
@@ -436,9 +441,8 @@ class AdaptiveCompressor:
         and the tensors that are compressed as one. The run is the same bit by bit if as many
         discarded backwards come before `load_state_dict` (as in `runs train --resume`).
 
-        Saving waits for the statistics of the last steps. On a device, and with a delay, the next
-        decision of the policy may so come one step sooner, in the run that goes on and in a
-        resumed run alike."""
+        Saving waits for the statistics of the last steps. So on a device, and with a delay, the
+        policy's next decision may come one step sooner, in this run and in a resumed run alike."""
         form = checks.one_of("checkpoint", checkpoint, forms.FORMS)
         session = self.running()
         with on_device(session.device):
@@ -472,6 +476,6 @@ class AdaptiveCompressor:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a CUDA device is the current one, which torch uses to gather objects. In a
-    script that passes `device_ids` to DDP, the current device may still be the first one."""
+    """A context in which a CUDA device is the current one: torch gathers objects on the current
+    device. In a script that passes `device_ids` to DDP, that may still be the first device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""The session: one compressor on one model, with the parts that depend on model and ranks."""
+"""The session: one compressor at work on one model, from `attach` to `close`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
 from adaptive.model.parameters import ModelParameters, is_left_to_ddp, parameters_of
 from adaptive.model.replicas import Exchanging, Replica
 from adaptive.model.state import SavedPart, check_state, refusing, swapped
-from adaptive.model.uniting import Agreed
+from adaptive.model.uniting import UnitedState
 from adaptive.model.wrappers import steps_a_part
 from adaptive.network.agreement import agree
 from adaptive.network.link import EmulatedLink
@@ -73,7 +73,8 @@ ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
-    """One compressor on one model: builds all parts, and wires them together.
+    """One compressor on one model. The session builds the objects that depend on the model and on
+    the ranks, and wires them together.
 
     replica: keeps the session alive. The session has only a weak reference to the replica.
 
@@ -96,14 +97,14 @@ class Session:
         self.exchange = settings.exchange.open(replica, link)
         world_size = self.exchange.world_size
         self._parameters = ModelParameters(replica, settings.memory.options.dtype)
-        self._buckets: set[tuple[int, ...]] = set()  # ids of the parameters of each checked bucket
-        self.agreed = Agreed(self._parameters)
+        self._checked: set[tuple[int, ...]] = set()  # buckets, by the ids of their parameters
+        self.united = UnitedState(self._parameters)
         self._watch = StepWatch(self._parameters, self)
         self._memory = ModelMemory(settings.memory, self._parameters, world_size)
         way, server = settings.exchange.way, settings.exchange.server
         adapt = self.exchange.adapt
         self._choice = ExchangeChoice(settings.base, way, world_size, server, adapt)
-        self._granularity = settings.cutting()
+        self._granularity = settings.make_granularity()
         self._sizes = Sizes(self._parameters, self._granularity, self._choice, world_size)
         handed_over = f"optimizer {describe(optimizers)}, scaler={scaler is not None}"
         try:  # an error of one rank is raised on all ranks
@@ -120,7 +121,8 @@ class Session:
             self._choice.link = measure_link(self.exchange, network.clock, self.device)
         if world_size == 1:
             log.warning("world size is 1: there is no other rank to send gradients to")
-        self._rate_of = next(iter(optimizers), None)  # policies are told its learning rate
+        # The optimizer whose learning rate is reported to the policy.
+        self._lr_optimizer = next(iter(optimizers), None)
         self.controller = self._make_controller(timestamps)
         self._averager = Averager(
             settings,
@@ -145,16 +147,16 @@ class Session:
         self._watch.start([p for p in known if momentum(known[p], DENSE) is not None])
         mark = self.controller.stopwatch.forward
         mark.begins = weakref.WeakMethod(self._forward_begins)
-        # Before FSDP's own hook, which gathers parameters: the exchange that this rank owes moves
-        # them.
+        # This hook runs before FSDP's own hook. It does the exchange that this rank owes, which
+        # moves parameters, and FSDP's hook gathers the moved parameters.
         self._forward_hook = replica.model.register_forward_pre_hook(mark, prepend=True)
         ATTACHED.add(self)
 
     # -- attaching --
 
     def _prepare(self, optimizers: Sequence[Optimizer]) -> str:
-        """Start the policy and choose the memory. Returns a description of all that must be the
-        same on all ranks."""
+        """Check the arguments of `attach`, choose the memory and start the policy. Returns a
+        description of all that must be the same on all ranks."""
         settings, base, parameters = self.settings, self.settings.base, self._parameters
         self._check_free()
         for parameter in parameters.values():
@@ -173,7 +175,9 @@ class Session:
         self._choice.of_updates = self._memory.now.handover.sends_updates or local_steps
         self._policy, context = start_policy(settings, self._sizes, self._memory.now)
         largest = self._sizes.supported(settings.cf_range[1])
-        self._choice.check_own(largest, self.exchange.rank, settings.exchange.one_collective)
+        self._choice.check_users_strategy(
+            largest, self.exchange.rank, settings.exchange.one_collective
+        )
         for each in {base.at(cf) for cf in self._compressed_cfs()}:
             check_own(each, largest, self.device, fed_back=bool(self._memory.now.keeps))
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
@@ -213,12 +217,14 @@ class Session:
             raise RuntimeError(f"{taken} another AdaptiveCompressor: detach() that one first")
 
     def _taken(self) -> str:
+        """The beginning of an error message that names what another session uses; "" if no other
+        session uses anything of this one."""
         for other in ATTACHED:
             for tensor, parameter in self._parameters.items():
                 if tensor in other._parameters:
                     return f"model: the gradient of parameter {parameter.name!r} is compressed by"
-            theirs = other.settings.keeps()
-            for each in self.settings.keeps():
+            theirs = other.settings.stateful()
+            for each in self.settings.stateful():
                 if any(each is another for another in theirs):
                     return f"{each!r}: a policy or compressor works for one model, and this one for"
         return ""
@@ -247,15 +253,15 @@ class Session:
         sync.check_optimizers(optimizers, {t: p.name for t, p in self._parameters.items()})
 
     def _make_controller(self, timestamps: Timestamps) -> Controller:
-        settings, tells = self.settings, self.exchange.first
+        settings, writes = self.settings, self.exchange.first
         controller = Controller(
             self._policy,
             self.exchange,
             Stopwatch(timestamps),
-            Recorder(settings.timeline, tells, self._header, self._samples_per_step),
+            Recorder(settings.timeline, writes, self._header, self._samples_per_step),
             self._requested,
             self._sizes,
-            lambda: learning_rate(self._rate_of),
+            lambda: learning_rate(self._lr_optimizer),
             lambda: self._memory.now,
             self.device,
             settings.sync.numbers,
@@ -292,11 +298,12 @@ class Session:
         if bucket.index() == 0:
             averager.check_whole()
         of = bucket.parameters()
-        if (seen := tuple(map(id, of))) not in self._buckets:
-            # With a `sync` the ranks would part by a parameter that is unknown here.
+        if (ids := tuple(map(id, of))) not in self._checked:
+            # Local steps and gossip do not look the parameters of a bucket up: the ranks' values of
+            # a parameter that is unknown here would diverge in silence.
             for p in () if is_left_to_ddp(bucket.buffer(), of) else of:
                 self._parameters.find(p)
-            self._buckets.add(seen)
+            self._checked.add(ids)
         if at_once:
             self._watch.gradients_arrive(of)
         with averager.replica_calls(waits=at_once):
@@ -330,11 +337,11 @@ class Session:
         self._sync.step_begins(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
-        self.agreed.before_step(optimizer)
-        if self._rate_of is not None and optimizer is not self._rate_of:
-            first = next(parameters_of(self._rate_of), None)
+        self.united.before_step(optimizer)
+        if self._lr_optimizer is not None and optimizer is not self._lr_optimizer:
+            first = next(parameters_of(self._lr_optimizer), None)
             if any(p is first for p in optimizer.param_groups[0]["params"]):
-                self._rate_of = optimizer  # it has taken the other's place
+                self._lr_optimizer = optimizer  # the script has replaced the former optimizer
         return self._sync.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -384,9 +391,9 @@ class Session:
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters."""
         self.make_up()
-        found = self._sync.averaged()
+        context = self._sync.averaged()
         self._we_moved()  # means that were under way have landed
-        return found
+        return context
 
     def _we_moved(self) -> None:
         """This library may just have moved the parameters, between a step and the next forward."""
@@ -401,10 +408,11 @@ class Session:
             self._we_moved()
 
     @contextmanager
-    def taking_up(self) -> Iterator[None]:
-        """A context in which a state is loaded. If this rank owes an exchange, it does the exchange
-        first (a collective then). The script may have loaded parameters and optimizer states before
-        this call: the exchange leaves them as loaded, unless the compressor's state is refused."""
+    def loading(self) -> Iterator[None]:
+        """A context in which a state is loaded. If this rank owes an exchange, the rank does the
+        exchange first (a collective then). The script may have loaded parameters and optimizer
+        states before. These stay as loaded, unless the compressor's state is refused: then the
+        exchange has moved the parameters."""
         parameters, loaded = [p.local for p in self._parameters.values()], []
         if self._averager.whole and self._sync.owes:
             loaded = [p.detach().clone() for p in parameters]
@@ -453,16 +461,16 @@ class Session:
         self._averager.check_whole()
 
     def unite(self) -> dict[str, Any]:
-        """Make model and optimizers the same on all ranks, between steps (a dense collective), so
-        that those of one rank may be saved for all ranks. Returns the states of both (see
-        `Agreed`); {} if they were the same before."""
+        """Make model and optimizers the same on all ranks, between steps (a dense collective).
+        Those of one rank may then be saved for all ranks. Returns the state of both
+        (`UnitedState`); {} if model and optimizers were the same before."""
         optimizers = self._sync.unite()
         self._we_moved()
-        return {} if optimizers is None else self.agreed.state_dict(optimizers)
+        return {} if optimizers is None else self.united.state_dict(optimizers)
 
-    def take_up(self, agreed: Mapping[str, Any]) -> None:
+    def load_united(self, united: Mapping[str, Any]) -> None:
         """Load the result of `unite` that was saved with a state."""
-        self.agreed.load_state_dict(agreed, self._averager.optimizers)
+        self.united.load_state_dict(united, self._averager.optimizers)
 
     # -- saved --
 
@@ -517,8 +525,9 @@ class Session:
             if self.exchange.first:
                 log.warning("the state is of a run with plain error feedback; %s", FALLEN_BACK)
         self.abandon()
-        # On the hook's stream, as in a step: its kernels still read these tensors when their
-        # places in other buckets free them, and the allocator gives them to no other stream.
+        # A tensor that is loaded on the hook's stream belongs to this stream. A new layout may free
+        # the tensor while kernels of the hook's stream still read it. The allocator then gives the
+        # memory to no other stream.
         with averager.noting_failure(), averager.pipeline.stream.hook_call(last=True):
             for name, part in parts.items():
                 part.load(state[name])
@@ -548,7 +557,7 @@ class Session:
         return self._memory.now.name
 
     def supported(self, cf: float) -> float:
-        """The CF nearest to `cf` that a step can have."""
+        """The CF of a step that is nearest to `cf`."""
         return self._sizes.supported(cf)
 
     @property

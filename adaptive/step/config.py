@@ -1,4 +1,5 @@
-"""The user's settings: defaults, checks of arguments that do not go together, a description.
+"""The user's settings: their defaults, their checks, and their description for a comparison of the
+ranks.
 
 Errors name the argument, its value and what is accepted.
 """
@@ -30,7 +31,7 @@ from policies.words import rung_named
 GranularityName = Literal["auto", "layer", "bucket"]
 GRANULARITIES: tuple[GranularityName, ...] = get_args(GranularityName)
 
-USUAL: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
     "base": "topk",
     "cf_range": (10.0, 1000.0),
     "memory": "auto",
@@ -99,7 +100,8 @@ def with_ladder(
 
 
 def below_range(base: Compressor) -> str:
-    """The rungs of a ladder, which are candidates beside dense and cf_range, in words; else ""."""
+    """The rungs of a ladder in words; "" without a ladder. Rungs are candidates beside dense and
+    cf_range."""
     rungs = base.rungs if isinstance(base, Ladder) else {}
     return ", ".join(rung_named(rung.name, cf) for cf, rung in rungs.items())
 
@@ -122,7 +124,7 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
 
 
 def _compresses(base: Compressor) -> bool:
-    """Whether `base` compresses; if it does not, a dense policy replaces the user's policy."""
+    """Whether `base` compresses. A base that does not gets a dense policy (`start_policy`)."""
     return base.nearest(Spec((10**6,), 100.0)) > 1
 
 
@@ -139,7 +141,7 @@ def debug_interval(debug: Any) -> int:
     return checks.whole(argument, value, least=0)
 
 
-def require(condition: bool, argument: str, value: object, accepted: str) -> None:
+def require_type(condition: bool, argument: str, value: object, accepted: str) -> None:
     """TypeError, naming the argument, its value and the accepted values, unless `condition`."""
     if not condition:
         raise TypeError(f"{argument} must be {accepted}, got {value!r:.80}")
@@ -174,7 +176,7 @@ class Settings:
                 f"dense_below must be 0 for base {base.name!r}, whose payloads are summed in half "
                 f"precision; got {self.dense_below}"
             )
-        compresses = _compresses(base)  # if not, a dense policy replaces the user's
+        compresses = _compresses(base)
         if policy.needs_sparsifier and compresses and not isinstance(base.at(inf), Sparsifier):
             raise ValueError(
                 f"policy {policy.name!r} needs a base that keeps the largest elements (topk, dgc, "
@@ -193,17 +195,17 @@ class Settings:
                     f"base must not be summed in half precision with {why}; got base={base.name!r}"
                 )
 
-    def cutting(self) -> Granularity:
+    def make_granularity(self) -> Granularity:
         """How buckets are cut into the units that are compressed as one tensor. A quantizer's units
         have scales for each tensor, unless the user asks for granularity "bucket"."""
         as_one = whole_buckets(self.granularity, self.base, self.policy)
         segments = as_one and self.granularity != "bucket" and isinstance(self.base, Quantizer)
         return Granularity(self.base, as_one, self.dense_below, segments)
 
-    def keeps(self) -> list[Policy | Compressor]:
-        """The objects that hold the state of one model, so that no two sessions may share them."""
-        of_base = self.base, self.base.at(inf), *self.base.rungs.values()
-        return [*_policies_in(self.policy), *of_base]
+    def stateful(self) -> list[Policy | Compressor]:
+        """The objects that hold the state of one model: no two sessions may share them."""
+        compressors = self.base, self.base.at(inf), *self.base.rungs.values()
+        return [*_policies_in(self.policy), *compressors]
 
     def _check_sync(self) -> None:
         """ValueError for settings that do not go with `sync`."""
@@ -240,7 +242,7 @@ class Settings:
                 f"memory={memory!r}: dtype needs a base whose errors are fed back, got "
                 f"base={self.base.name!r}"
             )
-        self._check_written()
+        self._check_named_cfs()
         policies = _policies_in(self.policy)
         by_norms = self.policy.layerwise or any(isinstance(each, Accordion) for each in policies)
         self.exchange.check_used(
@@ -250,9 +252,9 @@ class Settings:
             self.policy.name if by_norms else "",
         )
 
-    def _check_written(self) -> None:
-        """ValueError for a CF that the user has named in a policy and that cannot be sent. Needs no
-        model."""
+    def _check_named_cfs(self) -> None:
+        """ValueError for a CF that the policy's arguments name and that no step can send. Checked
+        without a model."""
         low, high = self.cf_range
         policy = self.policy.then if isinstance(self.policy, Warmup) else self.policy
         named: dict[str, float] = {}

@@ -28,7 +28,7 @@ OUTER_LR, OUTER_MOMENTUM = 1.0, 0.0
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of local steps that the policy chooses from with `LocalSteps("auto")`."""
 
-LATE = 0.04
+HIGH_LATENCY = 0.04
 """The smallest latency of a message (half a round trip, in seconds) at which `sync="auto"` may use
 local steps, if the policy predicts that they pay. At 20 ms the default is faster, at 100 ms it is
 not (docs/research/delay.md)."""

@@ -54,7 +54,7 @@ from adaptive.network.collectives import Exchange
 from adaptive.network.link import LinkCost, new_future
 from adaptive.session.session import Session
 from adaptive.step.config import Settings, with_ladder
-from adaptive.step.synchronisation import LATE, EveryStep
+from adaptive.step.synchronisation import HIGH_LATENCY, EveryStep
 from adaptive.timeline.sinks import SafeTimeline
 from compressors.sparsifier import Sparsifier
 from policies import DENSE, Goodput, Plan, checks
@@ -204,7 +204,7 @@ class Verdict:
                 *([others] if self.cf != DENSE and differs else []),
                 f"  seconds a step, rehearsed{told[True][1:]}{between}",
                 f"  {self.ranks} ranks, network {rate}, {self.link.alpha * 1e3:.3g} ms a message",
-                *([late] if self.link.alpha >= LATE else []),
+                *([late] if self.link.alpha >= HIGH_LATENCY else []),
                 *([busy] if self.noise > BUSY else []),
             ]
         )

@@ -86,7 +86,7 @@ def _of_rank_0(*values: Any) -> list[Any]:
 def _goes_on(rank: int, which: str, handed_over: bool) -> dict[str, Any]:
     """Runs that go on from rank 0's files, of which model and optimizer were written before the
     compressor was asked, or after; beside one that has never stopped."""
-    checkpoint.CHUNK = 1001  # far fewer bytes than a state has
+    checkpoint.GATHER_NBYTES = 1001  # far fewer bytes than a state has
     straight = Run(which, handed_over)
     straight.train(rank, 0, STOP)
     before = straight.plain()
