@@ -63,12 +63,15 @@ class Handover:
         (docs/research/defaults.md)."""
         return 10.0 if ranks <= TRIED else DENSE
 
-    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+    def begin_step(
+        self, exchange: Exchange, cf: float | None, may_leave_momentum: bool = True
+    ) -> None:
         """Called on all ranks before the first bucket of an exchange. If the step needs equal
         optimizer states, the ranks average them here (collectives).
 
-        cf: the CF of the step; None for a dense step. may_rest: the step measures no CF, and all
-        gradients of the step before were finite: the memory may leave momentum to the optimizer."""
+        cf: the CF of the step; None for a dense step. may_leave_momentum: the memory may leave
+        momentum to the optimizer, because the step measures no CF, and all gradients of the last
+        agreed step were finite."""
 
     def agree(self, exchange: Exchange) -> bool:
         """Optimizer-state sync between steps (a collective): the states become equal on all ranks,

@@ -94,11 +94,13 @@ class SGDHandover(Handover):
     def leaves_gradients(self) -> bool:
         return self.rests
 
-    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+    def begin_step(
+        self, exchange: Exchange, cf: float | None, may_leave_momentum: bool = True
+    ) -> None:
         if cf is not None:
             self._dense.count, self._dense.rests = 0, False
             return
-        self._dense.count = self._dense.count + 1 if may_rest else 0
+        self._dense.count = self._dense.count + 1 if may_leave_momentum else 0
         parameters = self._parameters.values()
         if self.rests or self._dense.count <= RESTING or self._parameters.maybe_unused():
             return
@@ -306,7 +308,9 @@ class ShorterMomentum(Handover):
         self._optimizer, self._share_at, self._parameters = optimizer, share_at, parameters
         self._now, self._wanted = MomentumShare(), 1.0
 
-    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+    def begin_step(
+        self, exchange: Exchange, cf: float | None, may_leave_momentum: bool = True
+    ) -> None:
         self._wanted = 1.0 if cf is None else self._share_at(cf)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:

@@ -417,7 +417,9 @@ class UpdateHandover(Handover):
 
     # -- optimizer-state sync, before dense steps --
 
-    def begin_step(self, exchange: Exchange, cf: float | None, may_rest: bool = True) -> None:
+    def begin_step(
+        self, exchange: Exchange, cf: float | None, may_leave_momentum: bool = True
+    ) -> None:
         """Before a step that exchanges gradients: optimizer-state sync (collectives), if the ranks'
         states differ. First moments take over the updates in residuals. If an optimizer has no
         first moment, the updates in its residuals move the parameters in the next step."""

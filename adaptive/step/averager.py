@@ -2,8 +2,8 @@
 
 A synchroniser (`adaptive/sync/`) decides when the ranks exchange, which tensors they exchange, and
 what is done with each mean. The synchroniser calls `begin` before the first tensor, `mean` for each
-tensor in the same order on all ranks, and `end` after the last one. It knows no compressor, no CF
-and no network: the averager knows these.
+tensor in the same order on all ranks, and `end` after the last one. The averager holds what an
+exchange needs: the controller, the memory, the reducer and the network's pipeline.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Averager:
         self.reduce_with(self.settings.memory.options.clip_norm)
 
     def reduce_with(self, clip_norm: float | None) -> None:
-        """Build a new reducer, with the model's present memory and this largest gradient norm."""
+        """Build a new reducer, with the memory in use. clip_norm: the script's limit for the norm
+        of a parameter's gradient; None: no limit."""
         if clip_norm is not None:
             clip_norm /= sqrt(self.exchange.world_size)
         self.reducer = Reducer(
@@ -108,11 +109,12 @@ class Averager:
     def begin(
         self, alike: Callable[[], Iterable[tuple[str, Tensor]]], of_gradients: bool = True
     ) -> None:
-        """Before the first tensor: read the statistics of the step before, and plan this step.
+        """Called before the first tensor: read the statistics of an earlier step, and plan this
+        step.
 
         alike: returns the tensors, by parameter name, that must be the same on all ranks now;
         `debug` compares them. of_gradients: the gradients of one backward are exchanged, or the
-        updates of one optimizer step. Then the handover may average the optimizers' states first.
+        updates of one optimizer step. The handover may then average the optimizers' states first.
         InvalidPayload if some rank has received bytes that no compressor can have sent."""
         controller, memory = self.controller, self.memory
         controller.begin_step()
@@ -124,9 +126,9 @@ class Averager:
         if controller.memory_empty:
             memory.clear()
         if of_gradients:
-            may_rest = not (controller.agreed.nonfinite > 0 or controller.cfs.measured)
+            may_leave = not (controller.agreed.nonfinite > 0 or controller.cfs.measured)
             cf = controller.plan.send if self.compresses else None
-            memory.now.handover.begin_step(self.exchange, cf, may_rest)
+            memory.now.handover.begin_step(self.exchange, cf, may_leave_momentum=may_leave)
         if every := self.settings.debug:
             compared = () if controller.step % every else alike()
             compare_replicas(controller.step, controller.plan, compared, self.exchange.replicas)
@@ -149,8 +151,9 @@ class Averager:
             log.warning("%s", message)
 
     def listeners(self) -> tuple[OnGradient | None, OnGradient | None]:
-        """(on_mean, on_local): callbacks for the mean gradients and the local gradients of this
-        step, of which one adds gradients up for the policy; None: no callback."""
+        """(on_mean, on_local) for this `Step`: None, or a callback that adds gradients up for the
+        policy. At most one of the two is a callback: the plan asks for sums of mean gradients, or
+        of local gradients, or for none."""
         plan = self.controller.plan
         add = self.requested.sums.add if plan.accumulate else None
         return (None, add) if plan.local_sum else (add, None)
@@ -178,8 +181,8 @@ class Averager:
         return self.reducer.compressed(step, flat, parameters, self.strategy, bucket.index())
 
     def end(self) -> None:
-        """After the last tensor: issue all remaining collectives, and start the all-reduce of the
-        statistics."""
+        """Called after the last tensor: issue all remaining collectives, and start the all-reduce
+        of the statistics."""
         self.pipeline.finish()
         self.controller.end_step(self.watch.take_found())
 

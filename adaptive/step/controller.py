@@ -1,9 +1,10 @@
 """The controller of one policy: turns measurements into one agreed report a step, and gets the plan
 of each step from the policy.
 
-A small all-reduce sums the statistics of a step. It starts at the step's last bucket, and is read
-at the first bucket of the next step, so that nothing waits. So decisions lag one step; on a device,
-which meanwhile copies the sum to the host, always two. Every bucket of a step has the same plan.
+A small all-reduce sums the statistics of a step. It starts at the step's last bucket. The sum is
+read at the first bucket of the next step, so that nothing waits, and decisions lag one step. On a
+device they always lag two steps: the device copies the sum to the host meanwhile. Every bucket of a
+step has the same plan.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ RECORDED_EVERY = 10
 class _Pending(NamedTuple):
     """A step whose statistics are not yet agreed.
 
-    report, recorded: the known parts of its report and of its record. cfs, tally: this rank's.
-    summed: the sum of all ranks' tallies."""
+    report, recorded: fields of its report and of its record that need no agreement. cfs: the step's
+    CFs. tally: this rank's. summed: the sum of all ranks' tallies."""
 
     report: StepReport
     cfs: StepCFs
@@ -69,10 +70,10 @@ class Controller(saved.Stateful):
     memory_empty: the memory of every rank is empty. numbers: the numbers of local steps that a
     policy may plan. local_steps: the present number of steps between two exchanges. delays: the
     delays that a policy may plan. delay: of the exchange that begins. skipped: backwards since the
-    last exchange. lag: further steps by which decisions lag, beside the usual one: the number of
-    means in flight, because statistics are sent after the means. agreed: the statistics of the last
-    step that the ranks have agreed on. changed: the statistic `changed`, summed over all steps that
-    were observed since the step before began (none, one or several). invalid: some rank has
+    last exchange. lag: number of earlier exchanges whose means are in flight when one begins. Their
+    statistics, which are sent after the means, are not read yet. agreed: the last statistics that
+    the ranks have agreed on. changed: the sum of the statistic `changed` over the steps (none, one
+    or several) whose statistics were read since the previous step began. invalid: some rank has
     received bytes that no rank can have sent. too_small: statistics would cost more than
     compression of this model can save, so every step is dense.
     """
@@ -105,7 +106,7 @@ class Controller(saved.Stateful):
     skipped: int = saved.saved(0)
     agreed: Statistics = field(default_factory=Statistics)
     changed: float = 0.0
-    _changed_next: float = saved.saved(0.0)  # `changed` of the step that begins
+    _changed_next: float = saved.saved(0.0)  # `changed` of the next step that begins
     invalid: bool = False
     _totals: Summary = saved.saved(Summary())
     _pending: deque[_Pending] = field(default_factory=deque)
@@ -114,7 +115,8 @@ class Controller(saved.Stateful):
     _last_switch: tuple[int, str] = saved.saved((0, ""))  # (step, reason)
 
     def begin_step(self) -> None:
-        """Called at the first bucket: observe the last agreed step, and plan this one."""
+        """Called at the first bucket: observe the steps whose statistics are there, and plan this
+        step."""
         now = self.stopwatch.stop(counts=self.step > 1)
         self._observe(now, keep=max(self.lag, int(self.tally.on_device)))
         self.changed, self._changed_next = self._changed_next, 0.0
@@ -147,7 +149,8 @@ class Controller(saved.Stateful):
         self.recorder.event(Event(self.step, self.cf, self.cf, reason))
 
     def _next_plan(self) -> Plan:
-        """The policy's plan; a dense one after `detach()`, or if the memory needs a dense step."""
+        """The policy's plan; a dense plan after `detach()`, or if the memory needs a dense step.
+        TypeError or ValueError if the policy's plan is malformed."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
         plan = self.policy.plan()
@@ -239,8 +242,8 @@ class Controller(saved.Stateful):
     def _is_recorded(self, plan: Plan) -> bool:
         """Whether the gain of this step is measured for the record: in every `RECORDED_EVERY`th
         step, and in the first step at a CF."""
-        of = self._last_gain[0], *self._known_gains
-        first = plan.send not in of and not self.is_dense(plan.send)
+        known = self._last_gain[0], *self._known_gains
+        first = plan.send not in known and not self.is_dense(plan.send)
         return first or self.step % RECORDED_EVERY == 0
 
     @property
@@ -251,7 +254,7 @@ class Controller(saved.Stateful):
     def take_steps(self, local_steps: int) -> None:
         """Exchange after every `local_steps` steps from now on, until the policy plans another
         number."""
-        if self.skipped:  # these steps get no exchange of their own any more
+        if self.skipped:  # steps since the last exchange, which get no exchange of their own
             self._totals.local_steps += self.skipped
             self._totals.dense_bytes += self.skipped * self.sizes.wire_bytes(DENSE)
         self.local_steps, self.skipped = local_steps, 0
@@ -261,7 +264,7 @@ class Controller(saved.Stateful):
 
         found: `changed` and `unscaled` of the step watch, on the gradients' device; None: both are
         0. If a DDP hook of another library has issued collectives, it may issue more until the step
-        is over. Then the all-reduce starts with the next step."""
+        is over. The all-reduce then starts when the next step begins."""
         tally = self.tally
         if found is not None:
             tally.at("changed").add_(found[:1])
@@ -320,13 +323,14 @@ class Controller(saved.Stateful):
     def close(self) -> None:
         """Record the last step, and close the timeline. Later steps are not recorded."""
         if self._pending and self._pending[-1].summed.work is None:
-            self._pending.pop()  # its sum is a collective, and perhaps not all ranks close
+            self._pending.pop()  # a sum not started yet is a collective, and others may not close
         try:
             self.flush()
         finally:
             self.recorder.close()
 
     def summary(self) -> Summary:
+        """Totals so far."""
         base = self.sizes.granularity.compressor
         return replace(
             deepcopy(self._totals),
@@ -394,7 +398,7 @@ class Controller(saved.Stateful):
             self.dense_timer.contrast = Contrast()
 
     def abandon(self) -> None:
-        """Drop the statistics that are not yet agreed, and counts for the next ones."""
+        """Drop the statistics that are not yet agreed, and what was counted for the next ones."""
         self._pending = deque()
         self.exchange.take_traffic()
         self.exchange.invalid.clear()
@@ -439,9 +443,8 @@ class Controller(saved.Stateful):
             self.recorder.step(report, self.policy, now, **recorded)
 
     def _gain(self, report: StepReport) -> float:
-        """The gain of the CF that was sent, by the definition that the policy decides on: the
-        policy's average; without one the gain last measured at this CF; nan if none is known. A
-        rung may have an assumed gain."""
+        """The gain of the CF that was sent, by the policy's definition of gain: the assumed gain of
+        a rung; else the policy's average; else the gain last measured at this CF; else nan."""
         if report.cf == DENSE:
             return 1.0
         if report.cf in self._known_gains:

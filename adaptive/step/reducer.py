@@ -65,6 +65,7 @@ OnGradient = Callable[[ModelParameter, Tensor, Flag], None]
 since some gradient of the bucket is not finite."""
 
 Send = Callable[[Tensor], Future[Tensor]]
+"""Called with a flat tensor of this rank. Returns a future of the ranks' mean of it."""
 
 
 @runtime_checkable
@@ -105,6 +106,7 @@ class Reducer:
     rebuilds its buckets. clip_norm: the largest norm of a parameter's local gradient: the script's
     limit divided by sqrt(ranks). layouts: the layout of each settled bucket, by its parameters. A
     layout holds flat tensors of the memory, so it is dropped when these are freed or replaced.
+    _sent_updates: the last compressed bucket was a chunk of updates.
     """
 
     granularity: Granularity
@@ -134,10 +136,11 @@ class Reducer:
     ) -> Future[Tensor]:
         """Exchange the gradients of bucket `index`, compressed at `step.cfs`: a future of the mean.
 
-        strategy: how payloads become the mean. to: where the mean is added; None: to `buffer`, in
-        place of the gradients. energy: the bucket's squared norm, if the caller knows it. The
-        caller calls `Pipeline.finish` after the last bucket."""
-        if step.updates is not self._sent_updates:  # other buckets: the memory moves to new layouts
+        strategy: how payloads become the mean. to: where the mean is added; None: the mean replaces
+        the gradients in `buffer`. energy: the bucket's squared norm, if the caller knows it.
+
+        The caller calls `Pipeline.finish` after the last bucket."""
+        if step.updates is not self._sent_updates:  # chunks and buckets have different layouts
             self._sent_updates = step.updates
             self.layouts.clear()
         bucket = self._open(step, buffer, parameters, energy)  # 1
@@ -154,7 +157,8 @@ class Reducer:
         for unit in itertools.chain(*by_shard):
             memory.accumulate(unit)
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
-        # The energies of this bucket's payloads, of which compressing the mean loses a share.
+        # The energies that this bucket's payloads have added to the tally. The compression of the
+        # mean loses a share of them.
         added = None if before is None else step.tally.copy_of_levels() - before
         # `report` must not refer to `payloads`: a gathered payload is freed once it is packed.
         error_fed = [payload.parts[0] for payload in payloads] if strategy.takes_error_fed else []
@@ -174,7 +178,7 @@ class Reducer:
         def finish(received: Received) -> Tensor:
             if received.nonfinite is not True:  # 5
                 _decode(bucket, units, received, memory, self.exchange, to)  # 6
-                if to is None:  # else `_decode` has moved the parameters by the mean update
+                if to is None:  # otherwise `_decode` has moved the parameters by the mean update
                     memory.received(received.nonfinite)
                 _call_for_each(step.on_mean, parameters, bucket.work, received.nonfinite)
             fill_if(received.nonfinite, bucket.work if to is None else to.out, nan)
@@ -203,8 +207,8 @@ class Reducer:
         needed = tally.cfs or tally.measures or step.on_local or send
         untouched = not needed and self.clip_norm is None
         if untouched and all(memory.is_empty(parameter) for parameter in parameters):
-            known = squared_norm(buffer) if tally.energies else nan
-            tally.at("grad").add_(known)
+            energy = squared_norm(buffer) if tally.energies else nan
+            tally.at("grad").add_(energy)
             if "velocity" in memory.keeps:  # SGD has its momentum back: free the velocities
                 self.layouts.clear()
         else:
@@ -255,11 +259,12 @@ class Reducer:
         parameters: Sequence[ModelParameter],
         energy: Scalar | None = None,
     ) -> Bucket:
+        """The bucket of these parameters, opened (`Bucket.open`)."""
         wide = buffer.dtype in (torch.float32, torch.float64)
         work = buffer if wide else buffer.float()
         key = Key("", step.number, rank=self.exchange.rank)
-        # The step number must reach `settling`, too: a state of an early step may be loaded after
-        # more backwards, and the run must then repeat its first steps with unsettled buckets.
+        # The step number must reach `settling`, too. If a state of step 0 is loaded after a few
+        # backwards, the run must repeat its first steps as they were, with unsettled buckets.
         settled = step.updates or min(step.number, self._backwards) >= self.settling
         whole = self.granularity.whole_buckets and settled
         layout = self.layouts.get(of := tuple(parameters)) or BucketLayout(of)
@@ -272,7 +277,7 @@ class Reducer:
         return bucket
 
     def _flush(self, step: Step, bucket: Bucket) -> None:
-        """Add residuals to the gradients, and measure the CFs of the tally on the tensor that a
+        """Add residuals to the gradients. The CFs of the tally are measured on the tensor that a
         compressed step would compress: on this sum, or in parameter space on the updates."""
         cut = self.granularity.cut(bucket, step.cfs) if step.tally.cfs else []
         units, measured = [unit.at(step.number) for unit in cut], bucket.work
@@ -296,7 +301,7 @@ def _payload(
     step: Step, bucket: Bucket, unit: Unit, memory: BucketMemory, strategy: Strategy
 ) -> Payload:
     """The payload of a unit for the strategy; with `takes_error_fed` the error-fed gradient itself.
-    Then the residual holds the error-fed gradient, until `_decode` subtracts the sent payload.
+    Afterwards the residual holds the error-fed gradient, until `_decode` subtracts what was sent.
 
     The payload of a nonfinite bucket is NaN, so that the mean is non-finite on all ranks."""
     compressor, nonfinite = unit.compressor, bucket.nonfinite
@@ -324,12 +329,13 @@ def _end_dense(memory: NoMemory, bucket: Bucket, mean: Tensor, nonfinite: Flag) 
         parameter.end_dense(either(nonfinite, bucket.skipped.get(parameter, False)))
         if nonfinite is not True:
             memory.received(parameter, mean[start:stop], DENSE, nonfinite)
-    # The residuals stay, and the mean contains them, too: the optimizer must not step by the mean.
+    # A nonfinite step keeps the residuals, and its mean contains them, too. So the optimizer must
+    # not step by this mean.
     fill_if(nonfinite, mean, nan)
 
 
 def _measures(step: Step, unit: Unit) -> bool:
-    """Whether this step measures the gain of a unit's compression."""
+    """Whether this step measures the energies of a unit's payloads."""
     sent_only = unit.levels == (unit.cf,)
     return not sent_only or step.tally.energies or bool(step.tally.by_layer)
 

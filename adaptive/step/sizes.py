@@ -27,20 +27,22 @@ from policies import DENSE, Context, Fixed, Policy
 from policies.base import DeclaredPolicy
 
 FASTER = 2.0
-"""A link may be this many times as fast as it was measured."""
+"""A link may be up to this many times as fast as it was measured."""
 
 
 @dataclass(eq=False)
 class Sizes:
     """The bytes that a step sends at each CF. If whole buckets are compressed, the model counts as
-    a single bucket: the bytes are nearly the same, and never change. If parameters are sharded, the
-    bytes are those of the largest shard, the same number on all ranks."""
+    a single bucket: this is nearly right, and holds also when DDP rebuilds its buckets. If
+    parameters are sharded, the bytes are those of the largest shard, the same number on all ranks.
+    """
 
     parameters: ModelParameters
     granularity: Granularity
     choice: ExchangeChoice
     world_size: int
-    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)  # this and the next: caches
+    # Caches.
+    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)
     _payload_nbytes: dict[float, float] = field(default_factory=dict)
     _wire_bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
@@ -52,10 +54,10 @@ class Sizes:
         return sum(parameter.largest.numel() for parameter in self.parameters.values())
 
     def dense_nbytes(self) -> int:
-        """Bytes of these gradients in the precision in which they arrive: DDP and dense steps send
-        them so (with local steps in fp32 at least)."""
-        kept = self.parameters.values()
-        return sum(each.largest.numel() * each.sent_nbytes for each in kept)
+        """Bytes of these gradients in the precision in which they arrive. DDP and dense steps send
+        them in this precision (with local steps in fp32 at least)."""
+        parameters = self.parameters.values()
+        return sum(each.largest.numel() * each.sent_nbytes for each in parameters)
 
     def element_nbytes(self) -> float:
         """Mean bytes of an element of these gradients."""
@@ -81,7 +83,7 @@ class Sizes:
         return self._payload_nbytes[cf]
 
     def bucket_nbytes(self, cfs: StepCFs) -> float:
-        """Approximate bytes of a bucket's payloads in a step."""
+        """Approximate bytes of one bucket's payloads in a step."""
         nbytes = self.payload_nbytes(cfs.send)
         for layer, cf in cfs.layers.items():
             nbytes += self.layer_nbytes(layer, cf) - self.layer_nbytes(layer, cfs.send)

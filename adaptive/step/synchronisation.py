@@ -60,7 +60,7 @@ class Synchronisation:
     default_policy: ClassVar[str] = ""
     """The default policy; "": the compressor's default."""
     overlap: int | None = None
-    """Local steps that pass while an exchange is under way; None: half of them."""
+    """Local steps that pass while an exchange is under way; None: half of a round's steps."""
 
     def memory_of(self, memory: Memory) -> Memory:
         """The memory to use when the script asks for `memory`. ValueError if it is not accepted."""
@@ -86,12 +86,12 @@ class Synchronisation:
         parameters."""
 
     def for_base(self, base: Compressor) -> Synchronisation:
-        """This way, with each "auto" that depends on the compressor replaced. ValueError if it does
-        not work with the compressor."""
+        """This way, with each "auto" that depends on the compressor replaced. ValueError if this
+        way does not work with the compressor."""
         return self
 
     def check_policy(self, policy: Policy, compresses: bool) -> None:
-        """ValueError if this way does not work with this policy. compresses: the base does."""
+        """ValueError if this way does not work with this policy. compresses: the base compresses."""
 
     def messages(self, ranks: int) -> float | None:
         """Number of messages that a rank sends to its neighbours in an exchange; None: all ranks
@@ -122,10 +122,10 @@ class LocalSteps(Synchronisation):
     optimizer of torch's. A round is `steps` steps and their exchange. The policy and the
     timeline count each round as one step.
 
-    steps: a whole number >= 2, or "auto": the policy ("goodput") chooses it, from 1 to 32, as it
-        chooses the CF. "auto" needs memory "updates" and the optimizers of all parameters.
-    outer_lr, outer_momentum: settings of the outer step, SGD with Nesterov momentum. It moves all
-        ranks by the mean of their moves. "auto" accepts only 1 and 0.
+    steps: a whole number >= 2, or "auto": the policy ("goodput") chooses the number, from 1 to 32,
+        as it chooses the CF. "auto" needs memory "updates" and the optimizers of all parameters.
+    outer_lr, outer_momentum: settings of the outer step, SGD with Nesterov momentum. The outer step
+        moves all ranks by the mean of their moves. "auto" accepts only 1 and 0.
     overlap: local steps that may pass during an exchange, fewer than `steps`. The ranks then
         compute while the link is busy (Streaming DiLoCo: Douillard and others 2025). None: half of
         `steps`. 0: the next step waits for the exchange.
@@ -143,7 +143,7 @@ class LocalSteps(Synchronisation):
             raise ValueError(f"steps={self.steps!r}: must be a whole number >= 2 or 'auto'")
         steps = self.steps if self.steps == "auto" else checks.whole("steps", self.steps, least=2)
         auto = steps == "auto"
-        settled = {
+        checked = {
             "memories": ("auto", "updates") if auto else ("auto", "residual", "none"),
             "takes_optimizer": auto,
             "keeps_unsent": not auto,
@@ -151,7 +151,7 @@ class LocalSteps(Synchronisation):
             "outer_lr": checks.real("outer_lr", self.outer_lr, above=0),
             "outer_momentum": checks.real("outer_momentum", self.outer_momentum, least=0),
         }
-        for name, value in settled.items():
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
@@ -214,7 +214,8 @@ class Delayed(Synchronisation):
 def check_all_moved(
     what: str, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> None:
-    """ValueError unless the optimizers together have all parameters. what: named in the error."""
+    """ValueError unless the optimizers together have all parameters. what: the way that needs them,
+    as the error names it."""
     moved = {p for each in optimizers for p in parameters_of(each)}
     left = [name for tensor, name in names.items() if tensor not in moved]
     if left:
