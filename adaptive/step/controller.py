@@ -388,7 +388,7 @@ class Controller(saved.Stateful):
         message = f"'delay' must be one of {self.delays}, got {self.delay}"
         saved.require(self.delay in self.delays, message)
         self._pending, self.agreed, self.invalid = deque(), Statistics(), False
-        self.changed = 0.0
+        self.changed, self._compressed_last = 0.0, -1  # saving has observed all compressed steps
         pause = self.stopwatch.load_state_dict(state, same_clock)
         self.recorder.load_state_dict(state, pause)
         if not same_clock:

@@ -127,6 +127,27 @@ def test_a_resumed_run_is_one_that_was_never_stopped(at: int, rests: bool) -> No
     assert run_ranks(2, _resumed, at) == [(True, rests)] * 2
 
 
+def _gone_back(rank: int) -> tuple[Tensor, Tensor, bool, bool]:
+    with device_path():
+        cfs = [*CFS, *[10.0] * 6]
+        run = Run(cfs, {})
+        run.train(rank, 0, 6)
+        state = run.state()
+        run.train(rank, 6, 20)
+        straight, rested = flat_parameters(run.model), run.rests
+        run.train(rank, 20, len(cfs))
+        run.load(state)
+        run.train(rank, 6, 20)
+        return straight, flat_parameters(run.model), rested, run.rests
+
+
+def test_a_run_that_goes_back_on_a_device_is_the_same_again() -> None:
+    """It had compressed later steps, and took residuals for nonempty until these came again."""
+    for straight, again, *rested in run_ranks(2, _gone_back):
+        assert torch.equal(straight, again)
+        assert rested == [True, True]
+
+
 def _spoiled(rank: int, cfs: list[float], bad: int) -> tuple[Tensor, bool, bool]:
     """In step `bad` rank 0 alone has gradients that are not finite, and no rank steps."""
     run = Run(cfs, {})
