@@ -91,7 +91,8 @@ class Synchronisation:
         return self
 
     def check_policy(self, policy: Policy, compresses: bool) -> None:
-        """ValueError if this way does not work with this policy. compresses: the base compresses."""
+        """ValueError if this way does not work with this policy. compresses: whether the base
+        compresses."""
 
     def messages(self, ranks: int) -> float | None:
         """Number of messages that a rank sends to its neighbours in an exchange; None: all ranks

@@ -23,9 +23,9 @@ The part of an update that compression does not send stays in the rank's paramet
 CSER: Xie and others 2020, algorithm 2). So no residual is needed, and nothing is lost, not even by
 rounding. With the identity as outer step a landing keeps the mean of the ranks' parameters.
 
-If some rank sent a value that is not finite, the flight moves nothing. That rank goes on from the
-anchor. The other ranks send their updates again with the next flight, from their parameters or,
-with a user's memory rule, from their residuals.
+If some rank sent a value that is not finite, the flight is nonfinite, and moves nothing. That rank
+goes on from the anchor. The other ranks send their updates again with the next flight, from their
+parameters or, with a user's memory rule, from their residuals.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from policies.state import require
 class Flight:
     """One exchange under way.
 
-    due: number of the backward after which the flight lands, counted by the synchroniser.
-    compressed: not all elements were exchanged. summed: the plan asks for the sum of means. sent:
+    due: the flight lands once the synchroniser has counted this number of backwards. compressed:
+    not all elements were exchanged. summed: the policy's plan asks for the sum of means. sent:
     for each chunk, the c that this rank has sent (numel,). means: for each chunk, a future of the
     ranks' mean of c."""
 
@@ -88,7 +88,7 @@ class Anchor:
     outer_momentum: float = 0.0
     most: int = 1
     flights: list[Flight] = field(default_factory=list)
-    _begun: int = 0  # flights since the start: tells which buffers a flight uses
+    _begun: int = 0  # number of flights begun so far: a flight's buffers follow from its number
 
     def __post_init__(self) -> None:
         self._at = {chunk: chunk.here("anchor") for chunk in self.chunks}
@@ -98,12 +98,13 @@ class Anchor:
 
     @property
     def moves_mean(self) -> bool:
-        """A landing changes the mean of the ranks' parameters (the outer step is no identity)."""
+        """Whether a landing changes the mean of the ranks' parameters: the outer step is not the
+        identity."""
         return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
     def start_here(self) -> None:
-        """Set the anchor to this rank's parameters, which all ranks have. Drop all flights, once
-        their means are there: later flights use the same buffers."""
+        """Set the anchor to this rank's parameters, which are the same on all ranks, and drop all
+        flights. Waits for their means first, because later flights use the same buffers."""
         if self.averager.whole:
             self.wait()
         self.flights = []
@@ -118,8 +119,8 @@ class Anchor:
     @torch.no_grad()
     def restart_from_mean(self) -> None:
         """Land all flights, and set the parameters of all ranks and the anchor to the ranks' mean
-        (collectives). Called if some rank has started over, since other ranks may not have. Values
-        that are not finite count as the anchor's, as in a landing."""
+        (collectives). Called if some rank has started over, since other ranks may not have. The
+        anchor's values replace values that are not finite, as in a landing."""
         self.land()
         exchange = self.averager.exchange
         for chunk in self.chunks:
@@ -137,9 +138,9 @@ class Anchor:
     # -- a flight --
 
     def begin(self, due: int, reducer: Reducer, updates: bool = False) -> None:
-        """Begin a flight at the CF of this step; `send` then sends it, chunk by chunk. due: see
-        `Flight`; flights land in order, so it is raised to that of the flight before. reducer:
-        exchanges the chunks. updates: see `Step`."""
+        """Begin a flight at the CF of this step. `send` then sends the flight, chunk by chunk. due:
+        see `Flight`. Flights land in order, so a smaller `due` than that of the flight before is
+        raised to it. reducer: exchanges the chunks. updates: see `Step`."""
         averager, controller = self.averager, self.averager.controller
         on_mean, on_local = averager.listeners()
         step = controller.step, controller.cfs, controller.tally
@@ -233,14 +234,14 @@ class Anchor:
             mean = future.wait()
             nonfinite = all_finite(mean) ^ True
             any_nonfinite = either(any_nonfinite, nonfinite)
-            # What a bad flight has not brought waits in the residuals of a user's memory rule.
-            waits = not self.feeds_back and any(p.has_residual for p in chunk.parameters)
-            for each in (mean,) if waits else (mean, sent):
+            # A nonfinite flight leaves `sent` in the residuals of a user's memory rule.
+            in_residual = not self.feeds_back and any(p.has_residual for p in chunk.parameters)
+            for each in (mean,) if in_residual else (mean, sent):
                 fill_if(nonfinite, each, 0.0)
             if flight.summed:
                 for p, piece in chunk.pieces(mean):
                     self.averager.requested.sums.add(p, piece, nonfinite)
-            # Exactly 0 where all was sent, so that all ranks get parameters of the same bits.
+            # `rest` is exactly 0 where all was sent: there all ranks get the same bits.
             rest = self._unsent(chunk, "here", ()).sub_(sent)
             if nonfinite is not False:
                 rest.masked_fill_(~(rest.abs() < LARGEST[rest.dtype]) & nonfinite, 0.0)
@@ -334,14 +335,14 @@ def check_anchor(
     kept = {"anchors": flat, "moving": flat}
     check_like("sync", state, {**kept, "flights": Mapping}, complete=True)
     like = {"due": int, "compressed": bool, "summed": bool, "mean": flat, "sent": flat}
-    for saved in state["flights"].values():  # the mean of a bad flight is not finite
+    for saved in state["flights"].values():  # the mean of a nonfinite flight is not finite
         check_like("sync: flights", saved, like, finite=False, complete=True)
         whole = saved["mean"].keys() == saved["sent"].keys() == state["anchors"].keys()
-        require(whole, "what is under way has lost something")
+        require(whole, "'sync: flights' has lost parameters")
     named = {p.name for p in parameters if p.numel}
     whole = state["anchors"].keys() in ((set(), named) if empty else (named,))
     whole = whole and state["moving"].keys() in (set(), named)
-    require(whole, "'sync' has lost something")
+    require(whole, "'sync' has lost parameters")
     require(len(state["flights"]) <= most, f"'sync: flights' must be {most} at most")
 
 
@@ -361,7 +362,8 @@ class _Remembering(Wrapped):
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         units, sent = outgoing.units, self._sent.zero_()
-        # Payloads that are known now are decoded now: the next flight must not send them again.
+        # Payloads that are known already are decoded at once: the next flight, which may begin
+        # before the mean arrives, must not send them again.
         known = not (self.takes_error_fed or self.sharded or self.votes or self.node_shards > 1)
         if known:
             for unit, payload in zip(units, outgoing.payloads, strict=True):
@@ -370,7 +372,7 @@ class _Remembering(Wrapped):
         received = yield from inner
         if known:
             return received
-        # This rank sends N times the compression error of a mean again, as `_decode` explains.
+        # N times the compression error of a mean counts as not sent (see `_decode`).
         for unit, lost in received.lost:
             sent[unit.start : unit.stop].sub_(lost, alpha=exchange.world_size)
         return replace(received, payloads=self._watched(received, units, exchange.rank))

@@ -1,19 +1,21 @@
-"""Rounds of local steps, one step or several between two exchanges, as the policy plans.
+"""Rounds of local steps: the policy plans the number of steps between two exchanges, one or more.
 
 After a round of one step the ranks exchange the update of this step (own_step.py). After a round of
-several steps they exchange the sum of the round's updates (anchor.py). In both, the part that was
-not sent is the residual. The place of the residual differs:
+several steps they exchange the sum of the round's updates (anchor.py). In both kinds of round the
+residual is the part that was not sent. The place of the residual differs:
 
 - In a round of one step it is a tensor, in units of updates. All ranks have the same parameters.
 - In a round of several steps it is in the rank's own parameters, as their distance from the anchor.
-  (In a tensor it would be delayed by the whole round; docs/research/defaults.md has the
+  (A tensor would delay the residual by the whole round; docs/research/defaults.md has the
   measurements.)
 
-So the number of steps may change at any round: a round begins by moving the residual to its place.
+The number of steps may change at any round, because the residual is moved to its place between the
+two kinds of round.
 
-An exchange of several steps begins after the last of them, while the ranks train on. It lands
-before a step that is fixed beforehand: the next one, or with an *overlap* a later one (Streaming
-DiLoCo: Douillard and others 2025, section 2.2). Before a round of one step it lands at once.
+The exchange of a round of several steps, a flight, begins after the last of them, while the ranks
+train on. The flight lands before a step that is fixed beforehand: the next one, or with an
+*overlap* a later one (Streaming DiLoCo: Douillard and others 2025, section 2.2). If the next round
+has one step, the flight lands at once.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ class AutoStepsSync(OwnStepSync):
     """The synchroniser of rounds whose number of local steps the policy plans.
 
     _steps: number of steps of this round. _backwards: number of backwards so far in this round;
-    0 in a round of one step. _open: the last backward of a round of several steps has ended, and
-    its exchange has not begun. _anchor: exists from the first step of a round of several steps on.
+    0 in a round of one step. _ended: the last backward of a round of several steps has ended, and
+    the round's exchange has not begun. _anchor: made in the first step of a round of several steps,
+    and kept until a round of one step.
     """
 
     def __init__(self, averager: Averager, choice: LocalSteps) -> None:
@@ -57,7 +60,7 @@ class AutoStepsSync(OwnStepSync):
         self.handover.always_updates = True  # a residual of gradients cannot move parameters
         self._overlap = choice.overlap
         self._steps, self._backwards = 1, 0
-        self._open = False
+        self._ended = False
         self._to_step: set[Optimizer] = set()  # optimizers that must step before the exchange
         self._chunks = chunked(averager.parameters.values())
         self._anchor: Anchor | None = None
@@ -80,12 +83,13 @@ class AutoStepsSync(OwnStepSync):
             last = super().end_backward(last)
         else:
             self._backwards += 1
-            self._open = self._backwards == self._steps
+            self._ended = self._backwards == self._steps
             self._to_step = set(self.handover.optimizers)
-            controller.skipped += not self._open
-        if controller.changed > 0 and (self._steps == 1 or self._open):
-            one_step = self._steps == 1
-            anchor = Anchor(self.averager, self._chunks) if one_step else self._open_anchor()
+            controller.skipped += not self._ended
+        if controller.changed > 0 and (self._steps == 1 or self._ended):
+            anchor = (
+                Anchor(self.averager, self._chunks) if self._steps == 1 else self._open_anchor()
+            )
             anchor.restart_from_mean()
         return last
 
@@ -95,8 +99,8 @@ class AutoStepsSync(OwnStepSync):
     # -- a step --
 
     def forward_begins(self) -> None:
-        """Before the last backward of a round: land the flights that are due, if the steps before
-        which they were due were left out. `debug` compares the ranks' anchors in this backward."""
+        """Before the last backward of a round, land the flights whose optimizer step was left out.
+        (`debug` compares the ranks' anchors in this backward.)"""
         super().forward_begins()
         if self._anchor is not None and 0 < self._backwards == self._steps - 1:
             with self.averager.noting_failure():
@@ -111,17 +115,17 @@ class AutoStepsSync(OwnStepSync):
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
         self._to_step.discard(optimizer)
-        if self._open and not self._to_step:
+        if self._ended and not self._to_step:
             self.make_up()
 
     def make_up(self) -> None:
-        if not self._open:
+        if not self._ended:
             super().make_up()
             return
         averager, controller = self.averager, self.averager.controller
         averager.check_whole()
         with averager.noting_failure():
-            self._open, self._backwards = False, 0
+            self._ended, self._backwards = False, 0
             anchor = self._open_anchor()
             anchor.land()
         entered = controller.stopwatch.timestamps()
@@ -135,7 +139,7 @@ class AutoStepsSync(OwnStepSync):
                 self._close_anchor(anchor)
 
     def _send(self, anchor: Anchor) -> None:
-        """Begin to exchange each rank's unsent distance from the anchor."""
+        """Begin a flight: each rank sends the unsent part of its distance from the anchor."""
         memory = NoMemory(self.averager.parameters.maybe_unused)  # the residual is in parameters
         reducer = replace(self.averager.reducer, memory=memory)
         due = max(1, overlapped(self._overlap, self.averager.controller.local_steps))
@@ -181,7 +185,7 @@ class AutoStepsSync(OwnStepSync):
 
     @property
     def owes(self) -> bool:
-        return self._open or super().owes
+        return self._ended or super().owes
 
     def start_over(self) -> bool:
         waits = super().start_over()
@@ -196,7 +200,7 @@ class AutoStepsSync(OwnStepSync):
 
     def abandon(self) -> None:
         super().abandon()
-        self._open = False
+        self._ended = False
         if self._anchor is not None:
             self._anchor.flights = []
 
@@ -250,7 +254,7 @@ class AutoStepsSync(OwnStepSync):
         require(not state["moving"], "'sync: moving' must be empty")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._open, self._backwards, self._anchor = False, state["backwards"], None
+        self._ended, self._backwards, self._anchor = False, state["backwards"], None
         if state["anchors"]:
             self._anchor = Anchor(self.averager, self._chunks)
             self._anchor.load_state_dict(state, self._backwards)

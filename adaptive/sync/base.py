@@ -36,15 +36,16 @@ class Synchroniser:
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """Called after the last `reduce` of a backward. last: a future of some gradients of this
-        backward, as autograd gets them. Returns the future that takes its place. If some rank's
-        gradients are not finite, these gradients become NaN on all ranks."""
+        backward, as autograd gets them. Returns the future that takes the place of `last`. That
+        future may make the gradients NaN on all ranks, to show that some rank's were not finite.
+        """
         raise NotImplementedError
 
     # -- a step --
 
     def forward_begins(self) -> None:
-        """Called before each forward with gradients. If the last backward has had no optimizer
-        step until now, the script has left the step out."""
+        """Called before each forward with gradients. If no optimizer step has followed the last
+        backward until now, the script has left the step out."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Called when `optimizer.step(closure)` begins, before the closure runs."""
@@ -66,8 +67,8 @@ class Synchroniser:
         return False
 
     def make_up(self) -> None:
-        """Do the exchange that this rank owes, if any (`owes`). Other ranks may have done theirs
-        before, so this is a collective."""
+        """Do the exchange that this rank owes, if any (`owes`). A collective: other ranks may have
+        issued their part of the exchange before."""
 
     def wait(self) -> None:
         """Wait for all exchanges under way. No parameter changes."""
@@ -86,19 +87,20 @@ class Synchroniser:
 
     def unite(self) -> Sequence[Optimizer] | None:
         """Make parameters and optimizer states the same on all ranks (a collective). Returns the
-        optimizers; None if all ranks had the same before."""
+        optimizers; None if parameters and states were the same before."""
         return None
 
     def stop(self) -> None:
-        """End the synchronisation for good: all ranks go on from one model (a collective)."""
+        """End the synchronisation for good, before `detach`: all ranks go on from one model (a
+        collective)."""
 
     def discard(self) -> None:
         """The script throws the gradients of the last backward away."""
 
     def start_over(self) -> bool:
         """Drop all unsent updates and all exchanges under way, because the script has moved the
-        parameters far (by loading a checkpoint, say). No collective: each rank notices this by
-        itself. If ranks have parameters of their own, a later exchange sets all to the ranks' mean.
+        parameters far (by loading a checkpoint, say). No collective: each rank notices the move by
+        itself. If ranks have different parameters, a later exchange sets all to the ranks' mean.
         Returns whether there was anything to drop."""
         return False
 

@@ -22,8 +22,8 @@ from compressors.kernels import kernels_for
 
 
 class AsDDP(Synchroniser):
-    """The exchange that DDP makes without a hook, with its bytes counted and no statistics: for
-    models that are too small for statistics."""
+    """The synchroniser of models that are too small for statistics. It exchanges gradients as DDP
+    does without a hook, and counts the bytes."""
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         exchange, buffer = self.averager.exchange, bucket.buffer()
@@ -40,20 +40,21 @@ class AsDDP(Synchroniser):
 
 
 class EveryStepSync(Synchroniser):
-    """Replaces the gradients by the ranks' mean gradient.
+    """The synchroniser that replaces the gradients by the ranks' mean gradient.
 
-    On a device several of DDP's buckets are joined to one piece, which is compressed and exchanged
-    as a whole: the number of launches of an exchange does not depend on its size. Dense steps
-    exchange each of DDP's buckets by itself."""
+    In a compressed step on a device, several of DDP's buckets are joined to one piece, which is
+    compressed and exchanged as a whole: the number of launches of an exchange does not depend on
+    its size. Dense steps exchange each of DDP's buckets by itself."""
 
-    _stood: tuple[Tensor, int, Tensor] | None = None
-    """A parameter, its number of writes and a sample of its values, as the last backward left them;
+    _at_backward: tuple[Tensor, int, Tensor] | None = None
+    """A parameter, its number of writes and a sample of its values at the end of the last backward;
     None once an optimizer has stepped. Set after the first backward if no optimizer was handed
     over, and after every backward while `p.grad` holds velocities."""
 
     def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
-        # Pieces of this backward whose mean DDP does not write to the `p.grad` of some parameters.
+        # Exchanges of this backward whose mean DDP may not write to every `p.grad`: (parameters,
+        # future of their mean).
         self._withheld: list[tuple[list[ModelParameter], Future[Tensor]]] = []
         # Buckets that will be exchanged as one piece, and the futures that DDP got for them.
         self._piece: list[dist.GradBucket] = []
@@ -102,8 +103,8 @@ class EveryStepSync(Synchroniser):
         return done
 
     def _exchange(self) -> Future[Tensor]:
-        """Exchange the piece: a future of the ranks' mean, in units of the scaled loss, as the
-        gradients are. The memory is in units of the unscaled loss."""
+        """Exchange the piece: a future of the ranks' mean. Gradients and mean are in units of the
+        scaled loss, the memory is in units of the unscaled loss."""
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         buckets, self._piece = self._piece, []
         promised, self._promised = self._promised, []
@@ -137,15 +138,15 @@ class EveryStepSync(Synchroniser):
             return mean
 
         finished = done.then(finish)
-        moves = "velocity" in averager.memory.now.keeps
-        if moves and averager.parameters.maybe_unused():
+        if "velocity" in averager.memory.now.keeps and averager.parameters.maybe_unused():
             self._withheld.append((of, finished))
         return finished
 
     @torch.no_grad()
     def _hand_over_withheld(self) -> None:
-        """Write the means to every `p.grad` that exists. DDP has done so except for parameters that
-        no rank has used. SGD moves an unused parameter, too, if its gradient is zero, not None."""
+        """Write the means to every `p.grad` that exists. DDP writes them, too, except those of
+        parameters that no rank has used. But SGD moves an unused parameter whose gradient is zero,
+        not None."""
         for parameters, finished in self._withheld:
             # DDP has waited for the buckets' futures. The piece's future may be set a moment later.
             pieces = finished.wait().split([parameter.numel for parameter in parameters])
@@ -162,10 +163,10 @@ class EveryStepSync(Synchroniser):
     def _notice_moves(self) -> None:
         """Called before a backward: notice parameters that have moved since the last backward
         although no known optimizer has stepped. Either the optimizer was not handed over, or the
-        script has moved them along `p.grad` itself, as SAM does."""
-        if self._stood is None:
+        script itself has moved the parameters along `p.grad`, as SAM does."""
+        if self._at_backward is None:
             return
-        (p, writes, before), self._stood = self._stood, None
+        (p, writes, before), self._at_backward = self._at_backward, None
         now, averager = sample(local(p).detach()), self.averager
         same = kernels_for(now).look(lambda: torch.equal(before, now), True)
         if p._version == writes and same:
@@ -183,13 +184,13 @@ class EveryStepSync(Synchroniser):
             loss_scale(averager.scaler, averager.parameters.device),
         )
         averager.end()
-        # Gradients of a last backward before `detach` could no longer be compared.
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
+        # After `detach` nothing is compared: the watch's hooks around optimizer steps are removed.
         compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
         if first or (compare and "velocity" in memory.keeps):
             for p in itertools.islice(averager.parameters, 1):  # a model may have none
-                self._stood = p, p._version, sample(local(p).detach()).clone()
+                self._at_backward = p, p._version, sample(local(p).detach()).clone()
 
         def waited() -> None:
             averager.pipeline.stream.backward_waited()
@@ -203,32 +204,32 @@ class EveryStepSync(Synchroniser):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager, memory = self.averager, self.averager.memory
-        self._stood = None
+        self._at_backward = None
         if not averager.optimizers:
             averager.warn_once(memory.not_handed_over(optimizer))
         if not averager.watch.ours:
-            return None  # gradients that no memory has changed (of another DDP, say)
+            return None  # no memory has changed these gradients (those of another DDP, say)
         changed = memory.now.handover.before_step(optimizer, groups)
         if memory.now.handover.other_optimizer:
             averager.watch.note_change()
         return changed
 
     def discard(self) -> None:
-        self._stood = None
+        self._at_backward = None
         self.averager.memory.discard()
 
     def abandon(self) -> None:
-        self._stood = None
+        self._at_backward = None
         self._forget()
 
     def _forget(self) -> None:
-        """Drop all that a backward that has raised has left behind."""
+        """Drop what an earlier backward has left behind when it raised."""
         self._withheld.clear()
         self._piece.clear()
         self._promised.clear()
 
     def start_over(self) -> bool:
-        self._stood = None
+        self._at_backward = None
         kept = self.averager.parameters.values()
         waits = any(each.has_residual or each.velocity is not None for each in kept)
         self.averager.memory.discard()

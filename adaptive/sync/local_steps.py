@@ -2,12 +2,13 @@
 their updates.
 
 After every H local steps a rank sends, with the next backward, the unsent part of its distance from
-the anchor (`adaptive/sync/anchor.py`). The exchange overlaps with that backward. It lands before
-the next optimizer step, or before a later step that is fixed beforehand, so that runs are
-reproducible. The other backwards send nothing. Autograd always gets the local gradient.
+the anchor (`adaptive/sync/anchor.py`). This exchange, a flight, overlaps with that backward. The
+flight lands before the next optimizer step, or before a later one. The step is fixed beforehand, so
+that runs are reproducible. The other backwards send nothing. Autograd always gets the local
+gradient.
 
-`LocalSteps(H)` makes H steps, and its exchange lands before the next exchange starts. `Delayed(D)`
-makes one step, and D exchanges are in flight. If a script gives several D, the policy plans a D for
+With `LocalSteps(H)` a flight lands before the next flight begins. With `Delayed(D)` a flight begins
+after every step, and D flights are under way. If a script gives several D, the policy plans a D for
 each new flight. Flights under way keep the step before which they land.
 """
 
@@ -41,7 +42,7 @@ NO_STEP = (
     "copies of them, it overwrites what the ranks exchange"
 )
 
-PATIENCE = 50
+BACKWARDS_WITHOUT_STEP = 50
 """Backwards without any optimizer step before `NO_STEP` is said. A `GradScaler` leaves out the
 first steps of a run, and gradients may be accumulated."""
 
@@ -49,8 +50,9 @@ first steps of a run, and gradients may be accumulated."""
 class LocalStepsSync(Synchroniser):
     """The synchroniser that begins a flight after every few local steps.
 
-    every: local steps between two flights. delay: further steps until a flight lands (the largest
-    number, if the policy plans it). outer_lr, outer_momentum: see `Anchor`.
+    every: local steps between two flights. delay: number of optimizer steps between the backward
+    that begins a flight and the landing (the largest number, if the policy plans it). outer_lr,
+    outer_momentum: see `Anchor`.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class LocalStepsSync(Synchroniser):
 
     @property
     def _due(self) -> bool:
-        """The backward under way begins a flight."""
+        """Whether the backward under way, or the next one, begins a flight."""
         return self._count == self._next
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -90,7 +92,7 @@ class LocalStepsSync(Synchroniser):
             averager, stopwatch = self.averager, self.averager.controller.stopwatch
             if bucket.index() == 0:
                 self._moved.look(averager.exchange)
-                self._anchor.land(self._count)  # unless `forward_begins` has done so
+                self._anchor.land(self._count)  # flights that `forward_begins` has not landed
                 averager.begin(self.alike, of_gradients=False)
                 planned = averager.controller.delay
                 delay = planned - 1 if planned else self._delay
@@ -134,11 +136,11 @@ class LocalStepsSync(Synchroniser):
     # -- a step --
 
     def forward_begins(self) -> None:
-        """Before a flight begins: land the flights that are due and whose optimizer step did not
-        come. In the backward it is too late: a backward needs the parameters of its forward."""
-        late = self._due and any(flight.due <= self._count for flight in self._anchor.flights)
-        if late and self.averager.whole:
-            if not self._optimizers and self._count > PATIENCE:
+        """Before a flight begins, land the flights whose optimizer step was left out. They land
+        before the forward, because a backward needs the parameters of its forward."""
+        overdue = self._due and any(flight.due <= self._count for flight in self._anchor.flights)
+        if overdue and self.averager.whole:
+            if not self._optimizers and self._count > BACKWARDS_WITHOUT_STEP:
                 self.averager.warn_once(NO_STEP)
             self._land_due()
 
@@ -173,9 +175,9 @@ class LocalStepsSync(Synchroniser):
         return self._unite(of_means=False)
 
     def _unite(self, of_means: bool) -> Sequence[Optimizer]:
-        """of_means: see `unite_moments`. Returns the optimizers that were handed over (some may not
-        have stepped since a state was loaded) and all others that have stepped. If several have
-        stepped a parameter, the last one counts, on all ranks."""
+        """See `unite`. of_means: see `unite_moments`. Returns the optimizers that were handed over,
+        and all others that have stepped. (Since a state was loaded, some of the former may not have
+        stepped.) If several have stepped a parameter, the last one counts, on all ranks."""
         self._anchor.land()
         parameters, exchange = [*self.averager.parameters.values()], self.averager.exchange
         unite(parameters, exchange)

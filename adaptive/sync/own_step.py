@@ -1,5 +1,6 @@
 """The synchroniser of parameter space: each rank's optimizer steps with local gradients, and the
-ranks exchange the updates (see `adaptive/memory/updates.py`). A dense step is DDP's own."""
+ranks exchange the updates (see `adaptive/memory/updates.py`). In a dense step the ranks exchange
+gradients, as DDP does."""
 
 from __future__ import annotations
 
@@ -28,21 +29,22 @@ from compressors.kernels import all_finite, kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, either, fill_if
 
 UNDER_WAY = 4
-"""Once more chunks than this are under way, and more than one exchange has collectives, the oldest
-mean is waited for. A chunk's buffers are freed once its mean has moved the parameters."""
+"""The number of chunks that are exchanged at a time. If one more is under way, the oldest mean is
+waited for. (A strategy of more collectives than this has more chunks under way.) A chunk's buffers
+are freed once its mean has moved the parameters."""
 
 BY_GRADIENTS = (
     "From now on gradients are exchanged, with plain error feedback. With an optimizer that "
     "divides by a second moment this costs quality at large CFs: compare with a dense run"
 )
-TAKES_ITS_PLACE = (
+REPLACED = (
     "{new} steps parameters of {old}, which was handed over: the steps of {new} are compressed "
     "with all of their momentum, uncorrected. To have the momentum corrected, call detach() before "
     "this step, and attach a new AdaptiveCompressor with the new optimizer"
 )
 UNSERVED = -1e9
 """The number that a rank adds to the statistic `changed` if its inspection of an optimizer has
-found something. The ranks' mean of `changed` is then negative."""
+found something. The ranks' mean of `changed` is negative in that step."""
 
 
 class OwnStepSync(EveryStepSync):
@@ -110,8 +112,8 @@ class OwnStepSync(EveryStepSync):
             self.handover.begin_step(averager.exchange, controller.plan.send)
 
     def _own_gradient(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """A future of the local gradients of a bucket. Their norm is added to the statistics. The
-        future has the ranks' mean of gradients that only DDP can average, and of gradients of
+        """A future of the local gradients of a bucket, whose norm is added to the statistics. Some
+        gradients are replaced by the ranks' mean: those that only DDP can average, and those of
         parameters that no optimizer passed to `attach` steps."""
         buffer, of = bucket.buffer(), bucket.parameters()
         if is_left_to_ddp(buffer, of):
@@ -157,8 +159,9 @@ class OwnStepSync(EveryStepSync):
         return exchange.total(flat).then(finish)
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        """The ranks agree whether some gradient is not finite. If so, all ranks get NaN in the last
-        bucket, and a script or a `GradScaler` acts in the same way on all ranks."""
+        """In a step that exchanges updates the ranks agree whether some gradient is not finite. If
+        so, all ranks get NaN in the last bucket, and a script or a `GradScaler` acts in the same
+        way on all ranks."""
         averager, controller = self.averager, self.averager.controller
         if not self.by_updates:
             return super().end_backward(last)
@@ -183,8 +186,9 @@ class OwnStepSync(EveryStepSync):
 
         def finish(future: Future[Tensor]) -> Tensor:
             nonlocal any_nonfinite
-            # On a device the current stream has waited for the flags' collective. `last.wait()`
-            # makes it wait for the last bucket's. (`collect_all` would wait for neither.)
+            # On a device the current stream has waited for the collective of the flags. By
+            # `last.wait()` the stream also waits for the last bucket. (After `collect_all` it would
+            # have waited for neither.)
             sum_of_flags, gradients = future.value(), last.wait()
             flag = any_nonfinite = kernels_for(sum_of_flags).flag(sum_of_flags[0] > 0)
             fill_if(flag, gradients._values() if gradients.is_sparse else gradients, nan)
@@ -207,7 +211,7 @@ class OwnStepSync(EveryStepSync):
             self.handover.steps.was_exchanged = False
         if old := self.handover.replaced_by(optimizer):
             new = type(optimizer).__name__
-            self.averager.warn_once(TAKES_ITS_PLACE.format(new=new, old=old))
+            self.averager.warn_once(REPLACED.format(new=new, old=old))
         return self.handover.before_step(optimizer, groups)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -222,19 +226,21 @@ class OwnStepSync(EveryStepSync):
         nothing if no exchange is pending.
 
         Every rank makes one such exchange for each compressed backward. A rank whose script leaves
-        the step out makes it before its next forward, because other ranks may have stepped."""
-        updates, averager, controller = self.handover, self.averager, self.averager.controller
-        updates.steps.forget_raised()
-        if not updates.steps.pending:
+        the step out makes the exchange before its next forward, because other ranks may have
+        stepped."""
+        handover, averager, controller = self.handover, self.averager, self.averager.controller
+        steps = handover.steps
+        steps.forget_raised()
+        if not steps.pending:
             return
         averager.check_whole()
-        updates.steps.release()
+        steps.release()
         stopwatch, tally, cfs = controller.stopwatch, controller.tally, controller.cfs
         entered, stream = stopwatch.timestamps(), averager.pipeline.stream
         on_stream = stream.hook_call(last=True)
         with stopwatch.held_up(), on_stream, averager.noting_failure():
-            grad = tally.at("grad").clone()  # the reducer adds the norms of updates, undone below
-            tally.at("stepped").fill_(float(updates.steps.all_stepped))
+            energy_of_gradients = tally.at("grad").clone()
+            tally.at("stepped").fill_(float(steps.all_stepped))
             on_mean = None if controller.plan.local_sum else averager.listeners()[0]
             step = Step(controller.step, cfs, tally, on_mean, updates=True)
             strategy = averager.strategy
@@ -243,22 +249,22 @@ class OwnStepSync(EveryStepSync):
             arrivals: list[Span] = []
             # With more than `most` chunks under way, the oldest has issued all its collectives.
             most = max(UNDER_WAY, strategy.collectives(averager.exchange.world_size))
-            for i, chunk in enumerate(updates.chunks):
-                work, energy = updates.outgoing(chunk)
-                to = updates.destination(chunk) if sparse and on_mean is None else None
+            for i, chunk in enumerate(handover.chunks):
+                work, energy = handover.outgoing(chunk)
+                to = handover.destination(chunk) if sparse and on_mean is None else None
                 args = chunk.parameters, strategy, i, to, energy
                 under_way.append((chunk, to, averager.reducer.compressed(step, work, *args)))
-                # A rank that has not stepped learns from the statistics, which `end_step` sends,
-                # whether another rank has.
-                if len(under_way) > most and updates.steps.any_stepped:
+                # A rank that has not stepped applies means after `end_step` only: it learns from
+                # the statistics whether another rank has stepped.
+                if len(under_way) > most and steps.any_stepped:
                     arrivals.append(self._apply_mean(*under_way.popleft()))
             averager.pipeline.finish()
-            tally.at("grad").copy_(grad)
+            tally.at("grad").copy_(energy_of_gradients)  # the reducer has added those of updates
             controller.end_step(averager.watch.take_found())
             arrivals += [self._apply_mean(*each) for each in under_way]
         # Backward's stream has waited for the hook's stream, which has waited for all callbacks.
         stream.backward_waited()
-        updates.exchanged()
+        handover.exchanged()
         stopwatch.decoded(drain(averager.pipeline.decoded))
         stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
 
