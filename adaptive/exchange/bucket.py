@@ -35,7 +35,8 @@ WHOLE = 4096
 """The sample of a tensor of at most this many elements is the whole tensor."""
 
 SAMPLED = 256
-"""The sample of a larger tensor has at least WHOLE elements, plus 1 for SAMPLED of the tensor's."""
+"""The sample of a larger tensor has at least WHOLE elements, plus one for each SAMPLED elements of
+the tensor."""
 
 MOST_CUTS = 16
 """The largest number of sets of CFs for which a layout keeps its units."""
@@ -84,12 +85,11 @@ class Part(NamedTuple):
 class Unit:
     """A slice of a bucket that becomes one payload: elements [start, stop).
 
-    compressor, cf: how the unit is sent. A compressor that works in rounds also sends units of CF
-    1. base: the compressor of all CFs, by which the unit is measured. levels: the CFs at which it
-    is measured, one for each CF that the step measures. parts: the parts that the unit covers, in
-    order. dtype: of the bucket. segments: lengths of the tensors with quantization scales of their
-    own; (): one tensor. shards: number of shards, each compressed separately; above 1 the unit is
-    a whole bucket.
+    compressor, cf: how the unit is sent. (A compressor that works in rounds sends units of CF 1,
+    too.) base: the compressor for all CFs. levels: the CFs at which the unit is measured, one for
+    each CF that the step measures. parts: the parts that the unit covers, in order. dtype: of the
+    bucket. segments: lengths of the tensors with quantization scales of their own; (): one tensor.
+    shards: number of shards, each compressed separately; above 1 the unit is a whole bucket.
     """
 
     start: int
@@ -168,9 +168,9 @@ class BucketLayout:
         self._flats: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # with their views
 
     def flat(self, name: str) -> Tensor:
-        """A flat tensor of the parameters' tensors of this name, which become views of it. It is
-        made at the first call, and again once a parameter has another tensor. The elements of a
-        parameter without such a tensor are zero."""
+        """One flat tensor in place of the parameters' tensors of this name, which become its views.
+        The flat tensor is made at the first call, and again once a parameter has another tensor of
+        this name. The elements of a parameter that had no such tensor are zero."""
         flat, views = self._flats.get(name, (None, ()))
         held = [getattr(parameter, name, None) for parameter in self.parameters]
         if flat is None or not all(map(is_, held, views)):
@@ -232,8 +232,8 @@ class Bucket:
         if energy is None or one_by_one:
             energies = squared_norms(pieces)
         else:
-            there = self.work.device
-            energies = torch.as_tensor(energy, dtype=torch.float64, device=there).reshape(1)
+            device = self.work.device
+            energies = torch.as_tensor(energy, dtype=torch.float64, device=device).reshape(1)
         kernels, largest = kernels_for(self.work), LARGEST[self.work.dtype]
         most = torch.finfo(self.work.dtype).max
         overflows = kernels.look(lambda: not sum(energies.tolist()) <= most, None)
@@ -342,11 +342,11 @@ class Granularity:
         parameter, start, stop = parts[0].parameter, parts[0].start, parts[-1].stop
         layer, shape = parameter.name, tuple(parameter.local.shape)
         key = bucket.key._replace(name=layer, shape=shape)
-        whole = bucket.layout.parts[parameter]
-        if (start, stop) != (whole.start, whole.stop):
-            begin = start - whole.start
+        first = bucket.layout.parts[parameter]  # all elements of the first parameter
+        if (start, stop) != (first.start, first.stop):
+            begin = start - first.start
             key = key._replace(name=f"{layer}[{begin}:{begin + stop - start}]", shape=())
-        small = whole.stop - whole.start < self.dense_below
+        small = first.stop - first.start < self.dense_below
         cf, base = cfs.sent(layer), EXACT if small else self.compressor
         compressor = base.at(cf)
         if base is EXACT or cf == DENSE:
@@ -366,8 +366,9 @@ def by_shards(units: Sequence[Unit], numel: int, shards: int) -> list[list[Unit]
 
 def strided_sample(grad: Tensor) -> Tensor:
     """Elements of `grad` (flat) at equal distances, copied to a contiguous tensor; a small `grad`
-    itself. Every CF keeps some elements of the sample. The gain before error feedback is measured
-    on it, because a second selection from all elements would cost as much as the compression."""
+    itself. The gain before error feedback is measured on the sample, because a second selection
+    from all elements would cost as much as the compression. The sample is so large that every CF
+    keeps some of its elements."""
     stride = _sample_stride(grad.numel())
     return grad if stride == 1 else grad[::stride].contiguous()
 
@@ -383,8 +384,9 @@ def compress_levels(
     """target += addend in place, then a payload of `target` for each of the unit's levels.
 
     Multi-level compression (GraVAC section 3.2): the payload at the smallest CF is made from the
-    full tensor, each further one from the payload before it, if the compressor can. CF 1 is the
-    tensor itself. sent: the payload at the unit's own CF, if it has been made already."""
+    full tensor. Each further payload is made from the payload before it, if the compressor can do
+    so. The payload at CF 1 is the tensor itself. sent: the payload at the unit's own CF, if it has
+    been made already (and `target` has its addend)."""
     payloads = {} if sent is None else {unit.cf: sent}
     before: tuple[Compressor, Payload] | None = None
     for cf in sorted(set(unit.levels)):
@@ -402,7 +404,7 @@ def compress_levels(
 
 
 def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
-    """The payload of `a` (flat) with its energies, computed here if the payload has none."""
+    """The payload of `a` (flat) with energies, which are computed here if the payload has none."""
     if payload.energies is not None:
         return payload
     kept = torch.zeros_like(a)
@@ -428,8 +430,8 @@ def record_levels(
 ) -> None:
     """Add to the tally the energies of `levels`, the payloads of a unit at its levels. If the tally
     asks for samples, also add the energies of a sample of gradients, compressed at the same levels.
-    For a compressor that cannot be judged by samples (not `Compressor.sampled`) the energies of
-    `levels` stand in for those of a sample.
+    A compressor that cannot be judged by samples (not `Compressor.sampled`) is judged by the
+    energies of `levels` instead.
 
     flat: the bucket's gradients, from which the sample is taken. sample: a sample that the caller
     has taken; None: it is taken here. times: see `Tally.add_levels`."""

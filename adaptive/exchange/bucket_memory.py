@@ -1,4 +1,4 @@
-"""The memory's part of one bucket in one step: makes the error-fed gradients of the units, and
+"""The memory's work on one bucket in one step: it makes the error-fed gradients of the units, and
 subtracts sent payloads from the residuals.
 
 A residual in bfloat16 has 8 significant bits. After a hundred steps without being sent, an element
@@ -28,10 +28,11 @@ from compressors.wire.values import generator
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Neighbouring parameters of a bucket whose memory is updated by one rule, as one parameter:
-    elements [start, stop) of the bucket.
+    """A run: neighbouring parameters of a bucket whose memory is updated as that of one parameter.
+    They are elements [start, stop) of the bucket.
 
-    joint: one parameter in place of all, with their joined residual and velocity. cf: of all."""
+    joint: one parameter in place of all, with their joined residual and velocity. cf: the CF at
+    which all of them are sent."""
 
     joint: ModelParameter
     parameters: Sequence[ModelParameter]
@@ -40,8 +41,8 @@ class _Run:
     stop: int
 
     def copy_state_to_parameters(self) -> bool:
-        """Copy the state of `joint`, except tensors, to each parameter, if it has changed. Returns
-        whether it has changed."""
+        """Copy the state of `joint`, except tensors, to each parameter, if the state has changed.
+        Returns whether it has changed."""
         joint, first = self.joint, self.parameters[0]
         state = joint.has_residual, joint.started, joint.momentum_share
         changed = state != (first.has_residual, first.started, first.momentum_share)
@@ -53,10 +54,10 @@ class _Run:
 class BucketMemory:
     """Applies a memory to the units of one bucket in one step.
 
-    units: without a step number, the same list in each step with the same CFs. In a settled bucket
-    the residuals of all parameters are in one flat tensor, in the order of the bucket. In other
-    buckets each unit covers a single part. Runs are made again only if something that they depend
-    on has changed since the last step."""
+    units: units without a step number. Steps with the same CFs pass the same list. In a settled
+    bucket the residuals of all parameters are in one flat tensor, in the order of the bucket. In
+    other buckets each unit covers a single part. Runs are kept from step to step, and made again
+    only if something that they depend on has changed."""
 
     def __init__(self, memory: NoMemory, bucket: Bucket, units: Sequence[Unit]) -> None:
         self._memory = memory
@@ -73,9 +74,10 @@ class BucketMemory:
             self._runs = layout.runs[1]
 
     def open(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
-        """(target, addend): the unit's error-fed gradient is target + addend; None: the target
-        alone. The compressor adds the addend in place. The memory of a skipped part does not
-        change, and its elements are 0. The same holds for all parts of a nonfinite bucket."""
+        """(target, addend): the unit's error-fed gradient is target + addend, or the target alone
+        if the addend is None. The compressor adds the addend in place. The memory of a skipped part
+        does not change, and its error-fed gradient is 0. The same holds for all parts of a
+        nonfinite bucket."""
         grads, skips = self._bucket.slice_of(unit), self._bucket.skips_all(unit)
         if self._bucket.nonfinite is True or skips or not self._memory.keeps:
             return grads, None
@@ -97,7 +99,7 @@ class BucketMemory:
         return self._fill_skipped(unit, a), None
 
     def accumulate(self, unit: Unit) -> None:
-        """Add the gradient of a unit that another rank compresses to the residual."""
+        """Add the gradient to the residual, for a unit that another rank of the node compresses."""
         target, addend = self.open(unit)
         if addend is not None:
             target.add_(addend)
@@ -118,7 +120,7 @@ class BucketMemory:
 
     def clear_velocity(self, unit: Unit, payload: Payload, nonfinite: Flag) -> None:
         """Momentum factor masking (DGC): set the velocity of the sent elements of a unit to zero.
-        Only if the memory masks at the unit's CF, and if the step is not nonfinite."""
+        Does nothing if the memory does not mask at the unit's CF, or if the step is nonfinite."""
         indices = payload.positions() if unit.cf >= self._memory.masking else None
         if indices is None or unit.parts[0].parameter.velocity is None:
             return
@@ -132,8 +134,8 @@ class BucketMemory:
         self._slice("velocity", unit).masked_fill_(sent[: unit.numel], 0.0)
 
     def received(self, nonfinite: Flag) -> None:
-        """Turn the mean, which has replaced the gradients in the bucket, into the gradient that the
-        optimizer gets."""
+        """Turn the mean in the bucket into the gradient that the optimizer gets. (The mean has
+        replaced the gradients.)"""
         for run in dict.fromkeys(self._runs.values()):
             mean = self._bucket.work[run.start : run.stop]
             self._memory.received(run.joint, mean, run.cf, nonfinite)
@@ -144,7 +146,7 @@ class BucketMemory:
             return
         for unit, values in lost:
             for run in self._runs_of(unit):
-                run.joint.open_residual()  # of a skipped parameter; others are open
+                run.joint.open_residual()  # `open` has opened it, unless the parameter is skipped
             name = f"{unit.key.name}, lost"
             self._add_to(self._slice("residual", unit), values, name, times)
 
@@ -180,15 +182,15 @@ class BucketMemory:
         return [*dict.fromkeys(self._runs[part.parameter] for part in unit.parts)]
 
     def _open_run(self, run: _Run) -> Tensor | None:
-        """`NoMemory.open` for a run, once a step, however many units the run has. Returns the
-        tensor that must still be added to the residual (flat); None: nothing."""
+        """Call `NoMemory.open` for a run, once a step, however many units the run has. Returns the
+        tensor that must still be added to the residual (flat); None if there is none."""
         skipped = self._bucket.skipped.get(run.parameters[0], False)
         if run in self._addends or skipped is True:
             return self._addends.get(run)
         grads = self._bucket.work[run.start : run.stop]
         unchanged = either(self._bucket.nonfinite, skipped)
         addend = self._memory.open(run.joint, grads, run.cf, unchanged)
-        if run.copy_state_to_parameters():  # the next step must find the runs again
+        if run.copy_state_to_parameters():  # the runs may be others now: the next step makes them
             self._bucket.layout.runs = None, None
         if addend is not None:
             residual = run.joint.open_residual()

@@ -38,26 +38,30 @@ WORTH = 0.9
 takes less than this share of the all-gather's time."""
 
 CALL = 1e-5
-"""Seconds of host time for one torch operation or kernel launch (measured: 5 to 15 microseconds). A
-constant, so that all ranks make the same choice."""
+"""Seconds of host time for one torch operation or kernel launch (measured: 5 to 15 microseconds).
+It is a constant, so that all ranks make the same choice."""
 
 PROBE_NUMEL, LARGER = 1 << 16, 4
-"""Elements of the first all-reduce that measures a link, and the factor to the next larger one."""
+"""Elements of the first all-reduce that measures a link's rate, and the factor from each all-reduce
+to the next larger one."""
 
 LARGEST_NUMEL = 1 << 20
-"""Elements of the largest all-reduce that measures a link."""
+"""Elements of the largest all-reduce that measures a link's rate."""
 
 SHORT = 0.01
-"""Seconds. A shorter transfer fits the link's buffers, which makes the link look too fast."""
+"""Seconds. An all-reduce that is shorter may fit the link's buffers, and the link would look too
+fast. An empty all-reduce that takes longer shows a high latency."""
 
-EMPTY = 10.0
-"""Where an empty message takes longer than SHORT, one that shows the link's rate takes this many
-times as long. Less is latency, and the start of TCP's windows."""
+TIMES_EMPTY = 10.0
+"""On a link of high latency an all-reduce shows the link's rate if it takes this many times as long
+as an empty one. A shorter time is mostly latency, and the start of TCP's windows."""
 
-SHOWS = 1.5
-"""Beside such latency LARGER times the bytes show the rate if they take this many times as long."""
+TIMES_BEFORE = 1.5
+"""On a link of high latency an all-reduce of LARGER times the elements of the one before shows the
+link's rate if it takes this many times as long."""
 
-PROBES = 5
+REPEATED = 5
+"""Number of all-reduces of one size. The shortest time counts."""
 
 GATHERED, SUMMED, SHARDED = Gathered(), Summed(), ShardedMeans(Means())
 
@@ -109,8 +113,8 @@ class ParameterServer:
             raise ValueError("own_memory=True: needs means that are compressed, got down_cf=1")
 
 
-SAME = ParameterServer()
-"""The default: means are sent back at the CF of the gradients."""
+AT_SAME_CF = ParameterServer()
+"""The default server: means are sent back at the CF of the gradients."""
 
 
 def strategies(base: Compressor) -> list[Strategy]:
@@ -177,10 +181,11 @@ class ExchangeChoice:
     host time included.
 
     An all-gather is faster with few ranks or small payloads, the sharded exchange with many ranks.
-    Few ranks gather a sparsifier's payloads of gradients. Of updates they take voted indices in
-    place of the sharded exchange, because these send fewer bytes and keep about the same quality.
-    Among more than `FEW_RANKS` voted indices cost quality (docs/research/defaults.md). There a
-    sparsifier takes the sharded exchange with means at a smaller CF (`means_cf`).
+    For a sparsifier two rules hold, too (docs/research/defaults.md). Up to `FEW_RANKS` ranks take
+    an all-gather for gradients; for updates they take voted indices in place of the sharded
+    exchange, because voted indices send fewer bytes and keep about the same quality. Among more
+    ranks voted indices cost quality: there the sharded exchange sends means back at a smaller CF
+    (`means_cf`).
 
     means: how the sharded exchange sends means back. adapt: see `Exchange.adapt`. of_updates:
     updates of optimizers are exchanged, not gradients. messages: number of messages that a rank
@@ -191,37 +196,40 @@ class ExchangeChoice:
         base: Compressor,
         exchange: str | Strategy,
         world_size: int,
-        server: ParameterServer = SAME,
+        server: ParameterServer = AT_SAME_CF,
         adapt: Callable[[Strategy, bool], Strategy] = lambda strategy, _: strategy,
     ) -> None:
         allowed = strategies(base)
         divisible = SHARDED in allowed
         self._base, self._adapt = base, lambda strategy: adapt(strategy, divisible)
         self._fixed = next((each for each in allowed if each.name == exchange), None)
-        # One rank alone exchanges nothing: a user's strategy may need two ranks.
-        self._users = exchange if isinstance(exchange, Strategy) and world_size > 1 else None
+        # A single rank exchanges nothing, and a user's strategy may need two ranks.
+        self._users_strategy: Strategy | None = None
         if isinstance(exchange, Strategy):
-            self._fixed = self._users or allowed[0]
+            self._users_strategy = exchange if world_size > 1 else None
+            self._fixed = self._users_strategy or allowed[0]
         self.messages: float | None = None
         self.of_updates = False
         self._chooses_down_cf = server.down_cf == "auto" and base.name != "none"
         down_cf = None if server.down_cf == "auto" else server.down_cf
         self.means = Means(down_cf, memory={} if server.own_memory else None)
-        if server != SAME:
+        if server != AT_SAME_CF:
             self._fixed = ShardedMeans(self.means)
-        self._for_many_ranks = next((each for each in allowed if each.votes), SHARDED)
+        # The alternative to an all-gather: its bytes do not grow with the number of ranks.
+        self._alternative = next((each for each in allowed if each.votes), SHARDED)
         if self._fixed is None and (allowed[0] is not GATHERED or SHARDED not in allowed):
             self._fixed = allowed[0]
         self._world_size = world_size
         self.link = LinkCost()
 
     def check_users_strategy(self, cf: float, rank: int, one_collective: bool) -> None:
-        """ValueError or TypeError if a user's strategy breaks the contract of `Strategy` with this
-        number of ranks and payloads at `cf`. one_collective: it must take a single collective."""
-        if self._users is not None:
-            rehearse(self._users, self._base, cf, rank, self._world_size)
+        """ValueError or TypeError if a user's strategy breaks the contract of `Strategy` among the
+        ranks, with payloads at `cf`. one_collective: it must take a single collective."""
+        strategy = self._users_strategy
+        if strategy is not None:
+            rehearse(strategy, self._base, cf, rank, self._world_size)
             if one_collective:
-                in_one_collective(self._users, self._base, self._world_size)
+                in_one_collective(strategy, self._base, self._world_size)
 
     def parts(self, device: torch.device, resharded: bool) -> dict[str, SavedPart]:
         """The saved state: the cost of the link, and the server's memory. device: of that memory.
@@ -278,8 +286,9 @@ class ExchangeChoice:
 
     @property
     def tried(self) -> bool:
-        """Whether CFs of sparsifiers were tried with this exchange among many ranks: with "auto"
-        and with an all-gather. By votes, and with means at the same CF, they cost quality."""
+        """Whether CFs of sparsifiers were tried among many ranks with this exchange. They were
+        tried with "auto" and with an all-gather. Voted indices, and means at the CF of gradients,
+        cost quality there."""
         return self._fixed is None or self._fixed is GATHERED
 
     @property
@@ -292,34 +301,35 @@ class ExchangeChoice:
         if self._world_size <= FEW_RANKS or not isinstance(self._base.at(cf), Sparsifier):
             return cf
         least = MEANS_OF_UPDATES if self.of_updates else MEANS_OF_GRADIENTS
-        down_cf = min(cf, max(least, cf / self._world_size))  # a mean has no more elements
-        # A rung at just this CF would take the place of the sparsifier.
+        # The mean of N payloads has at most N times as many elements as one payload.
+        down_cf = min(cf, max(least, cf / self._world_size))
+        # A rung at exactly this CF would take the place of the sparsifier.
         return down_cf if down_cf not in self._base.rungs else 0.99 * down_cf
 
     def pick(self, nbytes: Callable[[float], float], cf: float) -> Strategy:
-        """The strategy for a step at `cf`. nbytes: bytes of a bucket's payloads, by their CF."""
+        """The strategy for a step at `cf`. nbytes(cf): bytes of a bucket's payloads at a CF."""
         return self._adapt(self._pick(nbytes, cf))
 
     def _pick(self, nbytes: Callable[[float], float], cf: float) -> Strategy:
         if self._base.at(cf).sent_as_dense:
             return SUMMED
         sparse = isinstance(self._base.at(cf), Sparsifier)
-        many = self._for_many_ranks if sparse else SHARDED
+        alternative = self._alternative if sparse else SHARDED
         if not self.measures:
             fixed = self._fixed or GATHERED
-            return many if fixed.votes else fixed
+            return alternative if fixed.votes else fixed  # a rung has no indices to vote on
         n, link, down_cf = self._world_size, self.link, self.means_cf(cf)
         if sparse and n > FEW_RANKS:
-            many = _sharded(down_cf)
+            alternative = _sharded(down_cf)
         elif sparse and not self.of_updates:
             return GATHERED
         if not isfinite(link.beta):  # an injected clock has not timed the link: compare the bytes
             link = LinkCost(0.0, 1.0)
         call = CALL if isfinite(self.link.beta) else 0.0
-        both = (nbytes(cf) + nbytes(down_cf)) / 2  # of a rank's own payloads, and of means
+        both = (nbytes(cf) + nbytes(down_cf)) / 2  # gradients one way, means the other way
         gathered = link.seconds(n - 1, gather_wire_bytes(nbytes(cf), n)) + call * GATHERED.calls
-        sharded = link.seconds(2 * (n - 1), reduce_wire_bytes(both, n)) + call * many.calls
-        return many if sharded < WORTH * gathered else GATHERED
+        in_shards = link.seconds(2 * (n - 1), reduce_wire_bytes(both, n)) + call * alternative.calls
+        return alternative if in_shards < WORTH * gathered else GATHERED
 
     def wire_bytes(
         self,
@@ -330,7 +340,7 @@ class ExchangeChoice:
     ) -> float:
         """Bytes that a rank puts on the wire in a step at `cf`.
 
-        pieces: the tensors that a step sends, by their CF. nbytes: see `pick`. down_cf: the CF of
+        pieces(cf): the tensors that a step at a CF sends. nbytes: see `pick`. down_cf: the CF of
         the means that a sharded exchange sends back; None: the strategy's."""
         if self.messages is not None:
             return self.messages * sum(piece.nbytes for piece in pieces(cf))
@@ -351,8 +361,8 @@ def _sharded(down_cf: float) -> ShardedMeans:
 
 
 def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> LinkCost:
-    """The cost of the link, from the times of small and larger all-reduces. A collective: all ranks
-    get the same result.
+    """The cost of the link, from the times of an empty and of larger all-reduces. A collective: all
+    ranks get the same result.
 
     The shortest time of each size counts, to measure the network and not a busy machine. So the
     modelled time of a dense step is too short rather than too long."""
@@ -363,8 +373,8 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
     if time < SHORT:
         numel *= LARGER
         time = seconds(numel)
-    elif at_base > SHORT and time < EMPTY * at_base:
-        while numel < LARGEST_NUMEL and (base == 1 or time < SHOWS * at_base):
+    elif at_base > SHORT and time < TIMES_EMPTY * at_base:
+        while numel < LARGEST_NUMEL and (base == 1 or time < TIMES_BEFORE * at_base):
             base, at_base = numel, time
             numel *= LARGER
             time = seconds(numel)
@@ -374,7 +384,7 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
 
 
 def measure_latency(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> float:
-    """Seconds of a message of a few bytes, agreed by all ranks (a collective)."""
+    """Seconds that a message of a few bytes takes. A collective: all ranks get the same result."""
     _shortest_all_reduce(exchange, clock, device, 1)  # the first one sets up connections
     empty = _shortest_all_reduce(exchange, clock, device, 1)
     exchange.take_traffic()
@@ -389,10 +399,10 @@ def _messages(exchange: Exchange) -> int:
 def _shortest_all_reduce(
     exchange: Exchange, clock: Callable[[], float], device: torch.device, numel: int
 ) -> float:
-    """Seconds of the fastest of some all-reduces of this size: the mean over the ranks."""
+    """Seconds of the shortest of REPEATED all-reduces of this size: the mean over the ranks."""
     payload = torch.zeros(numel, device=device)
     times = []
-    for _ in range(PROBES):
+    for _ in range(REPEATED):
         began = clock()
         exchange.all_reduce(payload).wait()
         payload[0].item()  # lets the host wait: after `wait` only the device's stream waits

@@ -1,10 +1,10 @@
 """A policy for the CF of means in the sharded exchange: a second instance of the run's policy.
 
 GraVAC's authors name this as future work. In the sharded exchange the rank that owns a shard
-compresses the mean of the ranks' payloads a second time, at a CF of its own. The two directions
-(gradients to the owners, means back) have separate policies. Each policy sees the gains of its
-direction, and its direction's share of the time that a step waits for the network. So if one
-direction switches its CF, the other policy does not take this for a change of the network.
+compresses the mean of the ranks' payloads, at a CF of its own. The two directions (gradients to the
+owners, means back) have separate policies. Each policy sees the gains of its direction, and its
+direction's share of the time that a step waits for the network. So if one direction switches its
+CF, the other policy does not take the switch for a change of the network.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class MeansPolicy(Stateful, Policy):
 
 
 def _with_wait(report: StepReport, share: float) -> StepReport:
-    """The report with this share of its wait for the network. The rest counts as work."""
+    """The report with this share of its wait for the network. The rest of the wait counts as
+    work."""
     return replace(
         report,
         exchange_seconds=share * report.exchange_seconds,

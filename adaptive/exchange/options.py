@@ -1,4 +1,4 @@
-"""The argument `exchange`: how the script wants payloads to become the mean."""
+"""The argument `exchange`: how payloads become the mean, as the script wants it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptive.exchange.choice import (
-    SAME,
+    AT_SAME_CF,
     ParameterServer,
     check_exchange,
     in_one_collective,
@@ -30,7 +30,7 @@ class ExchangeOptions:
     """
 
     way: str | Strategy
-    server: ParameterServer = SAME
+    server: ParameterServer = AT_SAME_CF
     levels: TwoLevel | None = None
     may_have_levels: bool = field(default=True, repr=False)
     one_collective: bool = field(default=False, repr=False)
@@ -41,7 +41,7 @@ class ExchangeOptions:
         not go with the base."""
         levels = given if isinstance(given, TwoLevel) else None
         between = given.between if isinstance(given, TwoLevel) else given
-        server = between if isinstance(between, ParameterServer) else SAME
+        server = between if isinstance(between, ParameterServer) else AT_SAME_CF
         return cls(check_exchange(between, base), server, levels)
 
     def beside(
@@ -72,7 +72,7 @@ class ExchangeOptions:
         base: the base's name. compresses: whether the base compresses. changing: the value of
         `sync` if its number of local steps changes, else "". not_by_gains: the policy's name if it
         does not decide by gains, or chooses a CF for each layer; else ""."""
-        if not compresses and self.server != SAME:
+        if not compresses and self.server != AT_SAME_CF:
             raise ValueError(
                 f"exchange={self.server!r}: needs a base that compresses, got base={base!r}"
             )

@@ -23,15 +23,16 @@ from compressors import Compressor
 from compressors.base import Key, Payload
 
 NUMEL = 1 << 14
-"""The smallest number of elements of the bucket. With many ranks there are UNIT for each."""
+"""The smallest number of elements of the bucket."""
 
-UNIT = 256
+RANK_NUMEL = 256
+"""The smallest number of elements of the bucket for each rank."""
 
-NEAR = 0.1
-"""The largest difference between the bytes sent and `nbytes`, relative to `nbytes`."""
+NBYTES_TOLERANCE = 0.1
+"""The largest accepted difference between the bytes sent and `nbytes`, relative to `nbytes`."""
 
-EXACT = 1e-2
-"""The largest relative error of the mean of equal payloads (a sum in bf16 is 0.2% off)."""
+MEAN_TOLERANCE = 1e-2
+"""The largest accepted relative error of the mean of equal payloads (a sum in bf16 has 0.2%)."""
 
 
 class _Alike(Exchange):
@@ -86,7 +87,7 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
     sent = exchange.take_traffic().wire
     said = strategy.nbytes([Piece(u.compressor, (u.numel,), cf) for u in units], n)
     number = isinstance(said, (int, float)) and isfinite(said)
-    if not number or abs(said - sent) > NEAR * abs(said):
+    if not number or abs(said - sent) > NBYTES_TOLERANCE * abs(said):
         raise ValueError(
             f"nbytes must say what rounds put on the wire, {sent:.0f} bytes among {n} ranks for "
             f"{len(units)} payloads of {sum(p.nbytes for p in payloads)} bytes together; got "
@@ -106,8 +107,8 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
 
 
 def _outgoing(strategy: Strategy, base: Compressor, cf: float, ranks: int) -> Outgoing:
-    """A bucket with one unit for each rank."""
-    numel = max(NUMEL, UNIT * ranks)
+    """A bucket to send, with one unit for each rank."""
+    numel = max(NUMEL, RANK_NUMEL * ranks)
     gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0), device="cpu")
     bucket = Bucket(gradients, Key("rehearsal"), True)
     units, payloads = [], []
@@ -174,7 +175,7 @@ def _check_mean(units: Sequence[Unit], received: Received, rank: int) -> None:
         by.mean_of(mean, payloads, received.scale)
         unit.compressor.add_to(sent, own)
         off, norm = float((mean - sent).norm()), float(sent.norm())
-        if not off <= EXACT * norm:  # both are 0 where all elements are below a fixed threshold
+        if not off <= MEAN_TOLERANCE * norm:  # both are 0 if all elements are below a threshold
             raise ValueError(
                 f"the mean of equal payloads must be that payload; it is {off / (norm or 1):.2g} "
                 f"of its norm off (Received.scale, {received.scale:g}, times the sum of the "

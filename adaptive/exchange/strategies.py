@@ -291,9 +291,9 @@ class ShardedMeans(Summed):
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
         work, back = outgoing.bucket.work, replace(self.back)  # a policy may change `self.back`
         n, rank = exchange.world_size, exchange.rank
-        # Unit names of an unsettled bucket do not come again, so no error is kept by these names.
+        # An unsettled bucket does not come again, and no errors are kept by the names of its units.
         memory = back.memory if outgoing.bucket.settled else None
-        wire = pack(outgoing, outgoing.units, outgoing.payloads)
+        wire = outgoing.pack()
         rows = yield exchange.all_to_all(wire, shard_sizes(outgoing.units, work.numel(), n))
 
         if _all_in_one(outgoing.units):
@@ -318,7 +318,7 @@ class ShardedMeans(Summed):
             nonfinite = either(nonfinite, flag)
             if kept is not None and kept.numel() == mean.numel():
                 mean.add_(kept)
-            # The seed must differ from that of this rank's own payload: random rounding.
+            # Random rounding needs another seed here than for this rank's own payload.
             key = unit.key._replace(rank=unit.key.rank + len(payloads))
             payload, levels = _compress_mean(replace(mean_unit, key=key), mean, back.measured)
             mean_payloads.append(payload)
@@ -353,7 +353,8 @@ class ShardedMeans(Summed):
 def as_received(payloads: Iterator[Sequence[Payload]], ranks: int) -> Received:
     """`Received` for the payloads of all ranks, unit by unit. `payloads` is read one unit at a
     time, so that only one unit's payloads are in memory."""
-    first = next(payloads, [])  # enough: a rank makes all payloads of a bucket NaN, or none
+    # The first unit tells for all: a rank makes all payloads of a bucket NaN, or none.
+    first = next(payloads, [])
     nonfinite = any_nonfinite(first) if first else False
     return Received(chain([first] if first else [], payloads), nonfinite, 1 / ranks)
 

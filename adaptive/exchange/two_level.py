@@ -7,7 +7,8 @@ the same residuals and parameters, and each rank sends one shard of the node's p
 2. With an all-gather each rank of the node compresses one shard of the bucket, if units may be cut
    anywhere. Else each rank compresses the whole bucket, and sends one shard of each payload.
 3. Each rank exchanges its shard with one rank on each other node: the rank at the same place.
-4. The ranks of a node gather the shards that arrived: a second collective for each of a strategy.
+4. The ranks of a node gather the shards that arrived: a second collective after each collective
+   between nodes.
 
 All ranks of a node together send the bytes of one rank to other nodes. Steps 1 and 4 stay inside.
 """
@@ -103,11 +104,11 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
     asked: the script has asked for two levels. Then ValueError on every rank if two levels are
     impossible."""
     label = "" if levels is None else _label(levels, group)
-    everyone = gather_objects((repr(levels), label, groups_joined()), group)
-    settings = {setting for setting, *_ in everyone}
+    by_rank = gather_objects((repr(levels), label, groups_joined()), group)
+    settings = {setting for setting, *_ in by_rank}
     if levels is None or len(settings) > 1:  # `agree` raises later if settings differ
         return None
-    labels = [label for _, label, _ in everyone]
+    labels = [label for _, label, _ in by_rank]
     nodes = [[i for i, each in enumerate(labels) if each == label] for label in Counter(labels)]
     problem = _problem(levels, labels, nodes, dist.get_process_group_ranks(group))
     if problem and asked:
@@ -116,7 +117,7 @@ def find_nodes(levels: TwoLevel | None, asked: bool, group: dist.ProcessGroup) -
         return None
     own = next(node for node in nodes if dist.get_rank(group) in node)
     place = own.index(dist.get_rank(group))
-    join_groups(max(joined for *_, joined in everyone))
+    join_groups(max(joined for *_, joined in by_rank))
     return Nodes(_subgroup(group, own), _subgroup(group, [node[place] for node in nodes]))
 
 
@@ -232,7 +233,7 @@ class NodeExchange(Exchange):
     def in_two_levels(
         self, rounds: Generator[Future[Tensor], Any, R]
     ) -> Generator[Future[Tensor], Any, R]:
-        """The rounds, with a second collective after each of their own."""
+        """The rounds of an exchange, with a second collective after each of their own."""
         issued = next(rounds)
         while True:
             gather_shards = self._gather_shards
@@ -363,9 +364,9 @@ def _padded(shard: Tensor, size: int) -> Tensor:
 
 @dataclass(eq=False)
 class NodeMeans:
-    """A receiver of buckets between DDP and the session: it replaces the gradients of a rank by the
-    mean over the rank's node. The session gets a bucket in the body of the next hook call, once the
-    node's mean is there. The last bucket follows at the end of backward.
+    """A receiver of buckets between DDP and the session. It replaces the gradients of a rank by the
+    mean over the rank's node. Once that mean is there, the session gets the bucket, in the body of
+    the next hook call. The session gets the last bucket at the end of backward.
 
     calls: the context of a hook call, see `Averager.replica_calls`.
     """
@@ -389,17 +390,18 @@ class NodeMeans:
             mean = done_with(buffer) if left else self.exchange.node_mean(buffer)
         done = new_future(buffer.device)
         self._waiting.append((bucket, mean, done))
-        self._hand_on(but_for=1)
+        self._hand_on(keep=1)
         return done
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """See `Exchanging`."""
-        self._hand_on(but_for=0)
+        self._hand_on(keep=0)
         assert self._last is not None
         return self.session.end_backward(self._last)
 
-    def _hand_on(self, but_for: int) -> None:
-        while len(self._waiting) > but_for:
+    def _hand_on(self, keep: int) -> None:
+        """Hand buckets on to the session, except the last `keep` buckets."""
+        while len(self._waiting) > keep:
             bucket, mean, done = self._waiting.popleft()
             with self.calls(False):
                 mean.wait()

@@ -25,10 +25,10 @@ from policies import DENSE
 
 class Voted(Strategy):
     """The voted exchange. Each rank proposes 1/N of the indices: those of its own largest elements.
-    Then all ranks send their values at all proposed indices to the owner of each shard of the
-    values, which sends the mean to all ranks. Values and means are coded as `values` says. The
-    coding error of a mean goes to its owner's residual. A rank sends (N-1)/N index lists and
-    2(N-1)/N value lists."""
+    All ranks then have values at the same indices, the proposals of all. Each rank owns one shard
+    of these values: it gets the shard's values of all ranks, and sends their mean to all. Values
+    and means are coded as `values` says. The coding error of a mean goes to its owner's residual. A
+    rank sends (N-1)/N index lists and 2(N-1)/N value lists."""
 
     name = "voted_indices"
     takes_error_fed = True
@@ -64,7 +64,7 @@ class Voted(Strategy):
         outgoing.report([_rounded(*each) for each in zip(own, lists.put(own, sent), strict=True)])
         rows = yield exchange.all_to_all(wire, lists.sizes)
 
-        mean = torch.zeros_like(sent)  # this rank's shards are filled now, the others at the end
+        mean = torch.zeros_like(sent)  # this rank's pieces are filled now, the others at the end
         lists.mean_of(lists.of(mean, rank), rows, rank)
         nonfinite = all_finite(mean) ^ True
         fill_if(nonfinite, mean, 0.0)
@@ -73,8 +73,8 @@ class Voted(Strategy):
         wire = uninitialized(max(lists.sizes), torch.uint8, mean.device).zero_()
         key = key._replace(rank=key.rank + n)
         wire[: lists.sizes[rank]] = lists.encode_own(lists.of(mean, rank), key, nonfinite, rank)
-        # This rank alone keeps the coding error of the mean, and the next mean divides it by N. So
-        # it counts as N times the error that was not sent.
+        # This rank alone keeps the coding error of the mean, and the next mean divides what it
+        # keeps by N. So N times the error counts as not sent.
         sent.sub_(exact.sub_(mean), alpha=n)
         rows = yield exchange.all_gather(wire, means=True)
 
@@ -101,8 +101,8 @@ class Voted(Strategy):
 
 
 class _ValueLists:
-    """The values of a bucket's payloads, joined: first the coded payloads, then the uncoded ones.
-    Both parts are cut into one piece for each rank, so a rank owns two pieces.
+    """The values of a bucket's payloads, joined: first those of the coded payloads, then those of
+    the uncoded payloads. Both runs are cut into one piece for each rank, so a rank owns two pieces.
 
     flat: the values. coded: indices of the payloads whose values are coded by `form`. sizes: bytes
     of each rank's pieces."""
@@ -128,7 +128,7 @@ class _ValueLists:
         self.sizes = [sum(each) for each in zip(*both, strict=True)]
 
     def of(self, x: Tensor, rank: int) -> list[Tensor]:
-        """The rank's pieces of `x`, which has the layout of `flat`."""
+        """A rank's two pieces of `x`, which has the layout of `flat`."""
         pieces = []
         for run, by in zip(self._runs(x), self._by, strict=True):
             start, stop = shard_borders(run.numel(), by.shards)[rank : rank + 2]
@@ -136,7 +136,7 @@ class _ValueLists:
         return pieces
 
     def encode(self, x: Tensor, key: Key, nonfinite: Flag) -> Tensor:
-        """The bytes of all ranks' pieces of `x`. Sets `x` to the values that they decode to."""
+        """The bytes of all ranks' pieces of `x`. Sets `x` to the values that these bytes decode to."""
         wires = []
         for run, by, spec in zip(self._runs(x), self._by, self._specs, strict=True):
             wires.append(_written(by.compress(run, spec._replace(key=key)), nonfinite, x))
@@ -188,7 +188,8 @@ class _ValueLists:
 
 
 def _rounded(payload: Payload, sent: Payload) -> Payload:
-    """`sent` with its energies. payload: the same payload before coding has changed its values."""
+    """The payload `sent`, with energies. payload: the same payload before coding has changed its
+    values."""
     exact, values = payload.parts[-1], sent.parts[-1]
     norms = squared_norms([values, exact - values])
     kept, lost = kernels_for(norms).numbers(norms)
