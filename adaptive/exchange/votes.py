@@ -136,7 +136,7 @@ class _ValueLists:
         return pieces
 
     def encode(self, x: Tensor, key: Key, nonfinite: Flag) -> Tensor:
-        """The bytes of all ranks' pieces of `x`. Sets `x` to the values that these bytes decode to."""
+        """The bytes of all ranks' pieces of `x`. Sets `x` to the values that they decode to."""
         wires = []
         for run, by, spec in zip(self._runs(x), self._by, self._specs, strict=True):
             wires.append(_written(by.compress(run, spec._replace(key=key)), nonfinite, x))

@@ -24,7 +24,6 @@ cache."""
 BLOCK = 2 * CACHE_BLOCK
 """Elements of a `Block` on a host."""
 
-
 FEW_VIEWS = 8
 """The largest number of views of a block that are subtracted one by one, without a copy."""
 
@@ -37,8 +36,8 @@ class Destination(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Elements [start, stop) of a chunk. values: these elements, as flat views of the
-    parameters."""
+    """Elements [start, stop) of a chunk. values: flat views of the parameters, which hold these
+    elements."""
 
     start: int
     stop: int
@@ -49,7 +48,7 @@ class Block(NamedTuple):
         return _join(self.values, out)
 
     def subtract(self, start: Tensor, out: Tensor) -> None:
-        """out = start - values. A few large values are not copied to one tensor first."""
+        """out = start - values. A few views are subtracted one by one, without a copy of them."""
         if len(self.values) > FEW_VIEWS or self.values[0].dtype != out.dtype:
             torch.sub(start, self.joined(out), out=out)
             return
@@ -60,12 +59,12 @@ class Block(NamedTuple):
 
 @dataclass(eq=False)
 class Chunk:
-    """Parameters of one dtype and device, one after the other as a flat tensor.
+    """A chunk: parameters of one dtype and device, one after the other as a flat tensor.
 
     The elements of a parameter have the order of its memory; if that memory has gaps, the order of
     rows.
-    scratch: flat tensors that each step overwrites, by their use. On a device there are none, since
-    its allocator keeps freed memory."""
+    scratch: flat tensors that each step overwrites, by their use. On a device there are none,
+    because a device's allocator keeps freed memory."""
 
     parameters: Sequence[ModelParameter]
     scratch: dict[str, Tensor] = field(default_factory=dict)
@@ -83,7 +82,7 @@ class Chunk:
 
     @property
     def narrow(self) -> bool:
-        """The parameters have fewer bits than the state that is kept for them."""
+        """Whether the parameters have fewer bits than the state that is kept for them."""
         return self.parameters[0].tensor.dtype != self.parameters[0].dtype
 
     def buffer(self, use: str) -> Tensor:
@@ -128,7 +127,8 @@ class Chunk:
         return {p.name: piece.clone() for p, piece in self.pieces(flat)}
 
     def fill(self, flat: Tensor, by_name: Mapping[str, Tensor]) -> Tensor:
-        """Fill `flat` (numel,) with these elements of each parameter; returns it."""
+        """Fill `flat` (numel,) with the elements that `by_name` has for each parameter. Returns
+        `flat`."""
         for p, piece in self.pieces(flat):
             piece.copy_(by_name[p.name])
         return flat
@@ -142,8 +142,8 @@ class Chunk:
         return out
 
     def within(self, flat: Tensor, start: int) -> Iterator[tuple[ModelParameter, Tensor]]:
-        """The parameters inside `flat`, which is the chunk's elements from `start` on, each with a
-        view of its elements."""
+        """The parameters that begin inside `flat`, each with a view of its elements. flat: the
+        chunk's elements from `start` on."""
         at = 0
         for parameter, size in zip(self.parameters, self.sizes, strict=True):
             if start <= at < start + len(flat) and size:
@@ -152,8 +152,8 @@ class Chunk:
 
     @torch.no_grad()
     def _read(self) -> list[Tensor]:
-        """Flat views of all parameters, made again if a script has given some of them other memory.
-        A parameter with gaps is copied."""
+        """Flat views of all parameters, made again if a script has given some parameters other
+        memory. A parameter whose memory has gaps is copied."""
         places = [*map(self._place, self._tensors)]
         if places != self._places:
             self._places, self._gaps, self._blocks = places, [], []
@@ -195,8 +195,8 @@ def _blocks(values: Sequence[Tensor], size: int) -> Iterator[Block]:
 
 
 def joined_nbytes(device: torch.device) -> int:
-    """DDP's buckets are joined until they have this many bytes, and exchanged as one tensor; 0:
-    each bucket is exchanged separately."""
+    """The number of bytes from which joined DDP buckets are exchanged as one tensor; 0: each bucket
+    is exchanged separately."""
     return 0 if is_host(device) else DEVICE_CHUNK
 
 

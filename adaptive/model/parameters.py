@@ -27,12 +27,12 @@ class ModelParameter:
 
     tensor: the parameter, as the optimizer has it. A sharded parameter is a DTensor, and its state
     is that of the shard on this rank.
-    residual: has any values unless `has_residual`. residual_dtype: bfloat16 keeps residuals in
-    bfloat16 that would be in float32. velocity: with momentum correction only. started: the
-    velocity has moved on this rank. momentum_share: the share with which it moves
+    residual: its values mean nothing unless `has_residual`. residual_dtype: bfloat16 keeps a
+    residual in bfloat16 that would be in float32. velocity: with momentum correction only. started:
+    the velocity has moved on this rank. momentum_share: the share with which the velocity moves
     (`MomentumRule.with_share`). stepped: the optimizer has stepped with a mean gradient of the
     parameter; the same on all ranks. sent_dtype: the dtype in which the gradient arrives, and in
-    which a dense step sends it; None: that of the parameter.
+    which a dense step sends the gradient; None: that of the parameter.
     """
 
     name: str
@@ -82,8 +82,8 @@ class ModelParameter:
         return torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
 
     def zeros(self, name: str = "", numel: int | None = None) -> Tensor:
-        """A new flat tensor for the state of this name. numel: None: as many elements as the
-        parameter has."""
+        """A new flat tensor for the state of this name. numel: number of elements; None: that of
+        the parameter."""
         may_be_narrow = name == "residual" and self.dtype == torch.float32
         dtype = self.residual_dtype if may_be_narrow else self.dtype
         numel = self.numel if numel is None else numel
@@ -95,8 +95,8 @@ class ModelParameter:
         return self.residual if self.has_residual else None
 
     def open_residual(self) -> Tensor:
-        """The residual, to be written to; zero if it was empty. It counts as not empty
-        afterwards."""
+        """The residual, to be written to; zero if it was empty. Afterwards the residual counts as
+        nonempty."""
         if self.residual is None:
             self.residual = self.zeros("residual")
         elif not self.has_residual:
@@ -105,7 +105,8 @@ class ModelParameter:
         return self.residual
 
     def end_dense(self, nonfinite: Flag) -> None:
-        """A dense step has sent the residual, unless some rank's gradient was nonfinite."""
+        """Empty the residual, which a dense step has sent, unless some rank's gradient was
+        nonfinite."""
         if nonfinite is False:
             self.has_residual = False
         elif self.unsent is not None:
@@ -115,7 +116,7 @@ class ModelParameter:
 class ModelParameters(dict[Tensor, ModelParameter]):
     """The state of each parameter of a model whose gradients are exchanged, by the parameter.
 
-    replica: this object does not keep it alive. residual_dtype: see `ModelParameter`.
+    replica: the replica of the model, by a weak reference. residual_dtype: see `ModelParameter`.
     left_to_ddp: by name, the parameters whose gradients are exchanged as by DDP without a hook (see
     `is_left_to_ddp`). They have no state.
     """
@@ -166,7 +167,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         return replica is None or replica.maybe_unused
 
     def moved(self) -> None:
-        """The parameters have been moved between a step and the next forward."""
+        """Called after this library has moved the parameters between a step and the next forward."""
         replica = self._replica()
         if replica is not None:
             replica.moved()
@@ -182,10 +183,10 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def is_left_to_ddp(buffer: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether the gradients of this bucket are exchanged as by DDP without a hook: sparse and
-    complex ones. In DDP a parameter with a sparse gradient has its own bucket. Complex gradients,
-    as pairs of real numbers, are in buckets without real gradients: the first parameter of a bucket
-    tells whether all are complex."""
+    """Whether the gradients of this bucket are exchanged as by DDP without a hook: sparse gradients
+    and complex gradients. DDP gives a parameter with a sparse gradient a bucket of its own. It puts
+    complex gradients (as pairs of real numbers) and real gradients into different buckets, so the
+    first parameter shows the kind of all."""
     return buffer.is_sparse or any(p.is_complex() for p in parameters[:1])
 
 
@@ -200,7 +201,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def storage_of(p: Tensor) -> tuple[Any, ...]:
-    """Identifies the memory of the elements on this rank: it changes if they get other memory."""
+    """A key of the memory of the elements on this rank. Elements in other memory have another key."""
     here: Tensor = getattr(p, "_local_tensor", p)
     return here.untyped_storage()._cdata, here.storage_offset()
 
@@ -226,9 +227,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def shaped(flat: Tensor, p: Tensor) -> Tensor:
-    """The parameter's elements in a bucket (flat), as a view of the parameter's shape. In a bucket
-    they have the order of the parameter's memory if that is dense, else that of `Tensor.reshape`.
-    """
+    """A view of a parameter's elements in a bucket (flat) in the parameter's shape. In a bucket the
+    elements have the order of the parameter's memory if this memory is dense, else the order of
+    `Tensor.reshape`."""
     if not is_dense(p):
         return flat.view(p.shape)
     return flat.as_strided(p.shape, p.stride(), flat.storage_offset())

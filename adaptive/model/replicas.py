@@ -1,8 +1,8 @@
 """A replica: a model that hands over its gradients in buckets, and gets other gradients back.
 
 `DDPReplica` is a model under `DistributedDataParallel`. `ShardedReplica` (adaptive/fsdp.py) is a
-model that FSDP2 shards. Both hand their buckets to a session. Its synchroniser decides which
-gradients the replica gets back: the ranks' mean, or this rank's own.
+model that FSDP2 shards. Both hand their buckets to a session. The session's synchroniser decides
+which gradients the replica gets back: the ranks' mean, or this rank's own.
 
 No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
 classes themselves, and rejects strings.
@@ -44,21 +44,21 @@ PYTHON_REDUCER = (
 
 class Exchanging(Protocol):
     """The receiver of a replica's buckets. In each backward every rank hands over the same buckets
-    in the same order, and calls `end_backward` after the last one."""
+    in the same order, and calls `end_backward` after the last bucket."""
 
     def reduce(self, bucket: dist.GradBucket, at_once: bool = False) -> Future[Tensor]:
         """A future of the gradients that replace a bucket's gradients. at_once: the current stream
-        may use them when this call returns."""
+        may use the new gradients when this call returns."""
         ...
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         """Called after the last bucket. last: a future that `reduce` has returned in this backward.
-        Returns the future that takes its place: these gradients may become NaN."""
+        Returns the future that takes the place of `last`: its gradients may become NaN."""
         ...
 
 
 class Replica(ABC):
-    """A model on this rank, by a weak reference.
+    """A model on this rank, to which the replica has only a weak reference.
 
     group: the ranks that exchange. everyone: the ranks that make the same decisions; more than
     `group` if the model is sharded. settling: number of backwards after which buckets no longer
@@ -111,7 +111,7 @@ class Replica(ABC):
         return p.dtype
 
     def moved(self) -> None:  # noqa: B027 - only FSDP keeps copies of parameters
-        """The parameters have been moved between a step and the next forward."""
+        """Called after this library has moved the parameters between a step and the next forward."""
 
     @abstractmethod
     def check_free(self) -> None:
@@ -129,8 +129,8 @@ class Replica(ABC):
         """Register the hooks by which torch hands over buckets. They are never removed."""
 
 
-class _Numbered:
-    """A bucket that knows its place, where DDP tells another."""
+class _Indexed:
+    """A bucket of DDP's with the right `index()` and `is_last()`, where DDP returns wrong ones."""
 
     def __init__(self, bucket: dist.GradBucket, index: int, last: bool) -> None:
         self._bucket, self._index, self._last = bucket, index, last
@@ -151,7 +151,8 @@ class DDPReplica(Replica):
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__(model)
-        # The buckets of the first backward of a static graph, by their parameters, while it comes.
+        # With a static graph, until its first backward has ended: the parameters of each bucket of
+        # that backward so far. Later, and without a static graph: None.
         self._first: list[list[Tensor]] | None = None
         if model is not None:
             self._first = [] if model.static_graph else None
@@ -227,22 +228,22 @@ class DDPReplica(Replica):
         if self.model is not None and self.model._join_config.enable:
             raise RuntimeError(JOIN)
         if self._first is not None:
-            bucket = self._numbered(bucket, self._first)
+            bucket = self._with_index(bucket, self._first)
         done = self.exchanging.reduce(bucket)
         return self.exchanging.end_backward(done) if bucket.is_last() else done
 
-    def _numbered(self, bucket: Any, before: list[list[Tensor]]) -> Any:
-        """The bucket with its place. Of the first backward of a static graph, which begins with a
-        bucket for each dtype, DDP says of each that it is number 0, and of several that none is the
-        last."""
+    def _with_index(self, bucket: Any, before: list[list[Tensor]]) -> Any:
+        """The bucket with the right index. In the first backward of a static graph each dtype has
+        one bucket. DDP gives each of them index 0, and calls none of several the last one. before:
+        the parameters of each bucket so far."""
         parameters = bucket.parameters()
-        if any(each[0] is parameters[0] for each in before):  # of a backward that has raised
+        if any(each[0] is parameters[0] for each in before):  # an earlier backward has raised
             before.clear()
         before.append(parameters)
         last = sum(map(len, before)) >= sum(1 for _ in self.parameters())
         if last or bucket.is_last():
             self._first = None
-        return _Numbered(bucket, len(before) - 1, last or bucket.is_last())
+        return _Indexed(bucket, len(before) - 1, last or bucket.is_last())
 
 
 def adaptive_hook(state: DDPReplica, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

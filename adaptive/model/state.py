@@ -17,7 +17,15 @@ from policies.state import read, require, twin
 
 State = Mapping[str, Any]
 
-ALIKE = ("version", "world_size", "base", "policy", "memory_kind", "synchronisation", "parameters")
+EQUAL_ENTRIES = (
+    "version",
+    "world_size",
+    "base",
+    "policy",
+    "memory_kind",
+    "synchronisation",
+    "parameters",
+)
 """Entries that are equal in the states of all ranks, saved at the same step."""
 
 HINTS = {
@@ -84,17 +92,18 @@ def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -
 
 
 def flat_tensors(parameters: Iterable[ModelParameter]) -> dict[str, Tensor]:
-    """A flat tensor without values for each parameter, by name, as `check_like` needs it: of the
-    size and dtype of the state that is kept for the parameter."""
+    """By name, a flat tensor without values for each parameter, to compare with in `check_like`. It
+    has the size and dtype of the state that is kept for the parameter."""
     return {p.name: torch.empty(p.local.numel(), dtype=p.dtype, device="meta") for p in parameters}
 
 
 def check_like(
     what: str, value: Any, like: Any, finite: bool = True, complete: bool = False
 ) -> None:
-    """ValueError unless `value` fits `like`: a mapping has no other keys than `like` (complete: and
-    all of them), a tensor has the shape and dtype of `like`, another value the type `like`. finite:
-    tensors must be finite. what: the name of `value` in errors."""
+    """ValueError unless `value` fits `like`. A mapping must have no other keys than `like`. A
+    tensor must have the shape and dtype of `like`. Another value must have the type `like`. finite:
+    tensors must be finite. complete: a mapping must have all keys of `like`. what: the name of
+    `value` in errors."""
     if isinstance(like, Mapping):
         require(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r:.80}")
         unknown = sorted(map(str, value.keys() - like.keys()))
@@ -117,8 +126,8 @@ def _check_parameters(state: State, expected: Mapping[str, list[int]]) -> None:
     given = {str(name): read(state, name, list[int]) for name in state}
     problems = {
         "it has parameters that the model has not": [n for n in given if n not in expected],
-        "it knows nothing of the parameters": [n for n in expected if n not in given],
-        "parameters had other shapes": [
+        "it lacks the parameters": [n for n in expected if n not in given],
+        "its parameters have other shapes": [
             f"{name} {tuple(given[name])}, here {tuple(shape)}"
             for name, shape in expected.items()
             if given.get(name, shape) != shape
@@ -136,8 +145,8 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
 
     Unsent parts keep their size: a rank's payload has weight 1 / world_size in the mean, so the sum
     of the new ranks' residuals (and velocities) is new / old times the old sum. Every new rank gets
-    a weighted mean of the residuals of neighbouring old ranks. With the mean of all old ranks, all
-    new ranks would select the same elements, and deliver the rest more slowly. Step times, the
+    a weighted mean of the residuals of neighbouring old ranks. If every rank got the mean of all
+    old ranks, all would select the same elements, and deliver the rest more slowly. Step times, the
     network's cost and sums of gradients are dropped and measured again, and the policy drops what
     it has learned from them (`Policy.rescale`).
     """
@@ -159,8 +168,9 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
 
 
 def shares(old: int, rank: int, new: int) -> dict[int, float]:
-    """The weights above 0 of old ranks in one new rank's memory, by old rank. If old and new ranks
-    cut one line into equal parts, a weight is the overlap of two parts."""
+    """The weights above 0 of old ranks in one new rank's memory, by old rank. The old ranks cut a
+    line into equal parts, and so do the new ranks. A weight is the overlap of an old rank's part
+    and the new rank's part."""
     overlaps = {
         i: min((rank + 1) * old, (i + 1) * new) - max(rank * old, i * new) for i in range(old)
     }
@@ -176,7 +186,7 @@ def _by_rank(states: Sequence[State]) -> list[State]:
     if ranks != list(range(whole)):
         raise ValueError(f"states: must be those of all {whole} ranks, got those of {ranks}")
     for rank, state in enumerate(ordered):
-        for what in (*ALIKE, "step"):
+        for what in (*EQUAL_ENTRIES, "step"):
             first, here = (
                 read(read(each, "controller", Mapping) if what == "step" else each, what, object)
                 for each in (ordered[0], state)
@@ -191,7 +201,7 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
     """The state of one new rank, from the states of all old ranks."""
     old = len(states)
     weights = shares(old, rank, new)
-    nearest = states[rank * old // new]  # for entries without a mean; for rank 0 it is rank 0's
+    nearest = states[rank * old // new]  # for entries without a mean; rank 0's for rank 0
     return {
         **nearest,
         "world_size": new,

@@ -1,5 +1,5 @@
-"""Wrappers that frameworks put around a model and an optimizer. They are looked through by their
-attributes alone, so no framework needs to be installed."""
+"""Wrappers that frameworks put around a model and an optimizer. This module looks through them by
+their attributes alone, so no framework needs to be installed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 AROUND_MODELS = ("_forward_module", "_orig_mod")
-"""Attributes in which the wrappers of Fabric and torch.compile hold the wrapped module. Fabric's is
-first, because Fabric's wrapper also passes on the attributes of the module inside."""
+"""Attributes in which the wrappers of Fabric and torch.compile hold the wrapped module. Fabric's
+attribute is first, because Fabric's wrapper also has the attributes of the module inside."""
 
 PREPARED = "_is_accelerate_prepared"
-"""An attribute that Accelerate gives to the models that it has prepared. Its DDP is torch's own."""
+"""An attribute that Accelerate gives to the models that it has prepared. Accelerate uses torch's
+own DDP, without a wrapper."""
 
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose checkpoints hold rank 0's state, and are read by all ranks."""
+"""Packages whose checkpoints hold rank 0's state only, and are loaded by all ranks."""
 
 
 class Unwrapped(NamedTuple):
@@ -36,7 +37,8 @@ class Unwrapped(NamedTuple):
 
 def unwrap(model: Any, optimizer: Any) -> Unwrapped:
     """The DDP model inside the wrappers of `torch.compile`, Accelerate or Fabric, and the innermost
-    optimizers. Unwrapped ones are returned unchanged. optimizer: one, several, or None."""
+    optimizers. A model or an optimizer without wrappers is returned unchanged. optimizer: one
+    optimizer, several, or None."""
     scaler, by_framework = None, False
     while not isinstance(model, DistributedDataParallel):
         inside = (getattr(model, name, None) for name in AROUND_MODELS)
@@ -68,7 +70,8 @@ def steps_a_part(optimizer: Optimizer) -> bool:
 
 
 def advice(optimizer: Optimizer) -> str:
-    """Advice what to hand over instead of an optimizer that no memory can serve; "" if unknown."""
+    """Advice on what to hand over in place of an optimizer that no memory can serve; "" if there is
+    none."""
     name = type(optimizer).__name__
     if steps_a_part(optimizer):
         return (

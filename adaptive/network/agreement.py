@@ -2,9 +2,9 @@
 parameters during training.
 
 Ranks with different settings would issue different collectives, and hang, or train different
-models. Every rank learns of every problem, so all ranks raise. A later difference is a bug: of a
-policy that reads a clock or random numbers, of a script that changes one rank's model, or of this
-library.
+models. Every rank learns of every problem, so all ranks raise. A difference that arises during
+training is a bug: of a policy that reads a clock or random numbers, of a script that changes one
+rank's model, or of this library.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SAY = 20.0
 
 
 def wait_for_all(group: dist.ProcessGroup, wanted: str) -> None:
-    """RuntimeError, quoting `wanted`, unless all ranks make this call in time. Only with gloo: if a
-    rank goes on training instead, and so issues another collective, gloo aborts, or waits until the
-    group's timeout."""
+    """RuntimeError, quoting `wanted`, unless all ranks make this call in time. Does nothing unless
+    the group's backend is gloo. If a rank goes on training instead, and so issues another
+    collective, gloo aborts, or waits until the group's timeout."""
     if dist.get_backend(group) != "gloo":
         return
     since = time.monotonic()
-    waits = f"{wanted}: rank {dist.get_rank()} has waited {SAY:g} s for others that have not yet"
-    saying = Timer(SAY, log.warning, (waits,))
+    message = f"{wanted}: rank {dist.get_rank()} has waited {SAY:g} s for others that have not yet"
+    saying = Timer(SAY, log.warning, (message,))
     saying.daemon = True
     saying.start()
     try:
@@ -65,26 +65,26 @@ def gather_objects(own: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
-    """Run `prepare` on every rank, and compare its results: descriptions, in readable lines, of all
-    that must be the same on all ranks. A collective.
+    """Run `prepare` on every rank, and compare the results. A result is a description, in readable
+    lines, of all that must be the same on all ranks. A collective.
 
-    An error of `prepare` is raised on the rank that has it, and a RuntimeError that quotes it on
-    the others. RuntimeError on all ranks if the descriptions are not equal."""
+    If `prepare` raises an error on some rank, that rank raises the error, and the other ranks raise
+    a RuntimeError that quotes it. RuntimeError on all ranks if the descriptions are not equal."""
     error: Exception | None = None
     description = problem = ""
     try:
         description = prepare()
     except Exception as caught:  # the other ranks must learn of every error
         error, problem = caught, f"{type(caught).__name__}: {caught}"
-    everyone = gather_objects((problem, description), group)
+    by_rank = gather_objects((problem, description), group)
     if error is not None:
         raise error
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs:
-            raise RuntimeError(f"rank {rank} failed to set up: {theirs}")
-    first = everyone[0][1].splitlines()
-    for rank, (_, theirs) in enumerate(everyone):
-        for expected, other in zip(first, theirs.splitlines(), strict=False):
+    for rank, (problem, _) in enumerate(by_rank):
+        if problem:
+            raise RuntimeError(f"rank {rank} failed to set up: {problem}")
+    first = by_rank[0][1].splitlines()
+    for rank, (_, description) in enumerate(by_rank):
+        for expected, other in zip(first, description.splitlines(), strict=False):
             if expected != other:
                 raise RuntimeError(
                     f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
@@ -94,8 +94,8 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """A context that raises on every rank if its body raises on one. It ends with a collective, so
-    its body must not issue one.
+    """A context that raises on every rank if its body raises on one rank. The context ends with a
+    collective, so its body must not issue one.
 
     The rank that has an error raises this error. The other ranks raise a ValueError with `what`,
     the number of that rank, and the error's text."""
@@ -105,12 +105,12 @@ def all_or_none(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     except Exception as caught:  # the other ranks must learn of every error
         error = caught
     problem = "" if error is None else f"{type(error).__name__}: {error}"
-    everyone = gather_objects(problem, group)
+    by_rank = gather_objects(problem, group)
     if error is not None:
         raise error
-    for rank, theirs in enumerate(everyone):
-        if theirs:
-            raise ValueError(f"{what} rank {rank}: {theirs}")
+    for rank, problem in enumerate(by_rank):
+        if problem:
+            raise ValueError(f"{what} rank {rank}: {problem}")
 
 
 def compare_replicas(
@@ -122,17 +122,17 @@ def compare_replicas(
     named = list(parameters)
     host = (tensor.detach().cpu().contiguous().flatten() for _, tensor in named)
     own = f"step {step}: {plan}", [crc32(each.view(torch.uint8).numpy().data) for each in host]
-    everyone = gather_objects(own, group)
-    first_plan, first = everyone[0]
-    for rank, (its_plan, _) in enumerate(everyone):
+    by_rank = gather_objects(own, group)
+    first_plan, first = by_rank[0]
+    for rank, (its_plan, _) in enumerate(by_rank):
         if its_plan != first_plan:
             raise RuntimeError(
                 f"debug: rank {rank} plans otherwise than rank 0, and plans must be equal:\n"
                 f"  rank 0: {first_plan}\n  rank {rank}: {its_plan}"
             )
     for i, (name, _) in enumerate(named):
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs[i] != first[i]:
+        for rank, (_, checksums) in enumerate(by_rank):
+            if checksums[i] != first[i]:
                 raise RuntimeError(
                     f"debug: parameter {name!r} of rank {rank} is not that of rank 0 "
                     f"before step {step}; the ranks are replicas no longer"

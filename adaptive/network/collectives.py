@@ -1,7 +1,7 @@
 """The collectives of the gradient exchange. They are asynchronous, and count their bytes.
 
-A collective may only be issued in the body of a hook call, since DDP calls the hook in the same
-order on all ranks. Callbacks of futures run in an order that differs between ranks.
+A collective may only be issued in the body of a hook call, because DDP calls the hook in the same
+order on all ranks. Callbacks of futures run in another order on each rank.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _let_threads_finish() -> None:
 
 @dataclass
 class Traffic:
-    """The traffic of one rank, counted since the last step.
+    """The traffic of one rank in one step.
 
     payload: bytes handed to collectives. wire: bytes that the rank put on the wire, by ring
     algorithms. statistics: the bytes of `wire` that are statistics, which do not grow with the
     model. floats: elements of gradients sent, without indices. down: the bytes of `wire` that bring
     means back, which a parameter server would send. inside: with two levels, bytes sent inside the
-    node, which are no part of `wire`. hops: messages that wait for one another, without those of
-    statistics, added up over buckets. buckets: number of buckets exchanged. by_others: some
+    node, which `wire` leaves out. hops: number of messages that wait for one another, added up over
+    buckets, without those of statistics. buckets: number of buckets exchanged. by_others: some
     collectives were issued by another library."""
 
     payload: int = 0
@@ -69,7 +69,7 @@ def reduce_wire_bytes(payload: float, world_size: int) -> float:
 
 @dataclass
 class PendingSum:
-    """A sum of small tensors over all ranks, under way. There is no callback, because a callback
+    """The sum of a small tensor over all ranks, under way. There is no callback, because a callback
     that still runs when the interpreter exits aborts the process.
 
     copies: see `Exchange`."""
@@ -82,12 +82,12 @@ class PendingSum:
     _copied: torch.Event | None = None
 
     def start(self) -> dist.Work:
-        """Issue the collective, if that has not been done. A collective."""
+        """Issue the collective, unless it was issued before."""
         self.work = self.work or dist.all_reduce(self.tensor, group=self.group, async_op=True)
         return self.work
 
     def wait(self) -> Tensor:
-        """The sum. On a device the stream waits for it, not the host."""
+        """The sum. On a device the stream waits for the sum, and the host does not."""
         self.start().wait()
         if self.copies > 1:
             self.tensor.div_(self.copies)
@@ -95,8 +95,8 @@ class PendingSum:
         return self.tensor
 
     def fetch(self) -> None:
-        """On a device: let the device copy the sum to the host, once the sum has arrived. The host
-        does not wait."""
+        """Let a device copy the sum to the host, once the sum has arrived. The host does not wait.
+        On the host this does nothing."""
         if self.tensor.device.type == "cpu" or self._copied is not None:
             return
         shape, dtype = self.tensor.shape, self.tensor.dtype
@@ -106,7 +106,7 @@ class PendingSum:
         self._copied.record()
 
     def read(self) -> Tensor:
-        """The sum on the host. The host waits for it."""
+        """The sum on the host, which waits for it."""
         self.fetch()
         if self._copy is None or self._copied is None:
             return self.wait()
@@ -120,11 +120,11 @@ class Exchange:
 
     everyone: the ranks that make the same decisions, and sum their statistics; None: those of the
     group. In a sharded model the group has the ranks with the same shard, and `everyone` all ranks.
-    world_size, rank: number of ranks in the group, and this rank among them. ranks, place: the same
-    in `everyone`. first: this rank logs and writes for all ranks. distinct: the ranks whose saved
-    states differ. replicas: the ranks with the same parameters. copies: number of ranks (of a node)
-    that exchange the same tensors, which count once. invalid: flags of `count_invalid` that the
-    controller has not read yet."""
+    world_size, rank: number of ranks in the group, and this rank's number there. ranks, place:
+    number of ranks in `everyone`, and this rank's number there. first: this rank logs and writes
+    for all ranks. distinct: the ranks whose saved states differ. replicas: the ranks with the same
+    parameters. copies: number of ranks (of a node) that sum the same tensors, each of which counts
+    once. invalid: flags of `count_invalid` that the controller has not read yet."""
 
     def __init__(
         self,
@@ -161,19 +161,21 @@ class Exchange:
         return strategy
 
     def sum_by(self, run: Callable[..., Future[Tensor]], tensor: Tensor) -> Future[Tensor]:
-        """The same as `all_reduce`, in as many collectives as needed, which `run` runs (see
-        `Pipeline.run`). Only in the body of a hook call."""
+        """The same as `all_reduce`, in as many collectives as needed. run: `Pipeline.run`, which
+        issues them. Only in the body of a hook call."""
         return self.all_reduce(tensor)
 
     def total(self, tensor: Tensor) -> Future[Tensor]:
-        """The same as `all_reduce`, in one collective of `replicas`. Also outside of hook calls."""
+        """A future of the sum of `tensor` over `replicas`, in place and in one collective. Also
+        outside of hook calls."""
         return self._sum(tensor, tensor, self.replicas, self.copies)
 
     def _sum(
         self, own: Tensor, whole: Tensor, group: dist.ProcessGroup, copies: int = 1
     ) -> Future[Tensor]:
         """A future of the sum of `own` over a group, in place. own: this rank's shard of the node's
-        `whole`, whose bytes are counted. copies: number of ranks with the same tensor."""
+        tensor `whole`; the bytes of `whole` are counted. copies: number of ranks with the same
+        tensor, which counts once."""
         n = dist.get_world_size(group)
         # Empty tensors count, too: the number of hops must be the same for all shards of a model.
         self._traffic.hops += 2 * (n - 1)
@@ -196,21 +198,26 @@ class Exchange:
 
     def mean_as_ddp(self, gradients: Tensor) -> Future[Tensor]:
         """A future of the ranks' mean, made as DDP makes it without a hook. Sparse gradients need a
-        process group that can sum them (gloo gathers their indices and values). Not counted."""
+        process group that can sum them (gloo gathers their indices and values). The bytes are not
+        counted."""
         group = self.replicas
         gradients.div_(dist.get_world_size(group))
         work = dist.all_reduce(gradients, group=group, async_op=True)
         return future_of(work, group, gradients).then(lambda future: future.value()[0])
 
     def sum_later(self, tensor: Tensor) -> PendingSum:
-        """The sum of a small `tensor` over everyone, in place: the caller starts and reads it. It
-        counts as statistics. An emulated link does not delay it."""
+        """The sum of a small `tensor` over everyone, in place: the caller starts and reads the sum.
+        Its bytes count as statistics. An emulated link does not delay it."""
+        self._count_statistics(tensor)
+        return PendingSum(tensor, self.everyone, self.copies)
+
+    def _count_statistics(self, tensor: Tensor) -> None:
+        """Count the bytes of an all-reduce of `tensor` over everyone as statistics."""
         wire = reduce_wire_bytes(tensor.nbytes, self.ranks)
         self._traffic.payload += tensor.nbytes
         self._traffic.wire += wire
         self._traffic.statistics += wire
         self._traffic.down += wire / 2
-        return PendingSum(tensor, self.everyone, self.copies)
 
     def gather_objects(self, own: T) -> list[T]:
         """The object of each rank of the group, in order. Waits for all of them."""
@@ -221,16 +228,16 @@ class Exchange:
         return gather_objects(own, self.everyone)
 
     def any_rank(self, flag: Flag, device: torch.device) -> Future[Tensor]:
-        """A future of one element, above 0 if the flag is set on some rank of everyone. It counts
-        as statistics. An emulated link does not delay it."""
+        """A future of one element, above 0 if the flag is set on some rank of everyone. Its bytes
+        count as statistics. An emulated link does not delay it."""
         tensor = torch.as_tensor(flag, device=device).to(torch.float32).reshape(1)
-        self.sum_later(tensor)
+        self._count_statistics(tensor)
         work = dist.all_reduce(tensor, group=self.everyone, async_op=True)
         return future_of(work, self.everyone, tensor).then(lambda future: after(future, tensor))
 
     def all_gather(self, payload: Tensor, means: bool = False) -> Future[Tensor]:
-        """A future of the payloads of all ranks, (world size, n). payload: uint8 (n,). means: each
-        payload is of a mean, not of the rank's own gradients."""
+        """A future of the payloads of all ranks, (world size, n). payload: uint8 (n,). means: the
+        payloads are of means, not of the ranks' gradients."""
         wire = gather_wire_bytes(payload.numel(), self.world_size)
         self._traffic.down += wire * means
         return self._all_gather(payload, payload.numel(), wire)
@@ -324,8 +331,8 @@ class Exchange:
         self._traffic.buckets += 1
 
     def count_invalid(self, flag: Flag) -> None:
-        """Keep a flag of a device: it is set if bytes have arrived that no compressor can have
-        made. (On the host decoding raises an error at once.)"""
+        """Keep a device's flag for the controller. The flag is set if bytes have arrived that no
+        compressor can have made. (On the host decoding such bytes raises an error at once.)"""
         if isinstance(flag, Tensor):
             self.invalid.append(flag)
 
@@ -360,7 +367,7 @@ class Exchange:
 
 def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Gather every rank's `own` to `out`, one after the other. (New versions of torch call this
-    all_gather_single, and warn of the old name.)"""
+    function all_gather_single, and warn of the old name.)"""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, own, group=group, async_op=True)
 
@@ -369,9 +376,9 @@ def future_of(work: dist.Work, group: dist.ProcessGroup, tensor: Tensor) -> Futu
     """The future of a collective of the group on this tensor. All callers get futures of
     collectives here.
 
-    gloo's futures know no device. On a GPU, gloo copies the result to the device behind one stream,
-    the default stream of a thread of gloo. So the future returned here knows the device, and is
-    completed on that stream. Work that waits for the future then comes after the copy."""
+    gloo's futures know no device. With tensors on a GPU, a thread of gloo copies the result to the
+    device on its default stream. So the future returned here knows the device, and is completed on
+    that stream. Work that waits for the future then comes after the copy."""
     return future_with_device(work.get_future(), group, tensor.device)
 
 
@@ -407,19 +414,21 @@ def after(future: Future[Any], tensor: Tensor) -> Tensor:
 
 
 def groups_joined() -> int:
-    """The number that torch puts into the name of a process group that only its own ranks make: how
-    many groups this rank is in; from torch 2.14 on how many it has made or seen made."""
+    """The number of process groups, as torch counts them: those that this rank is in; from torch
+    2.14 on those that this rank has made or seen made. torch puts the number into the name of a
+    group that only its own ranks make."""
     world = distributed_c10d._world
     counts_all = "group_count" in distributed_c10d._hash_ranks_to_str.__code__.co_names
     return world.group_count if counts_all else len(world.pg_names)
 
 
 def join_groups(count: int) -> None:
-    """Make process groups of this rank alone, until its `groups_joined` is `count`. To be called
-    before `new_group(use_local_synchronization=True)`, with the largest number of its ranks.
+    """Make process groups of this rank alone, until `groups_joined` is `count`. To be called before
+    `new_group(use_local_synchronization=True)`. count: the largest `groups_joined` of the new
+    group's ranks.
 
-    torch names the new group by its ranks and by that number. Ranks with different numbers would
-    wait for each other under different names."""
+    torch names the new group by its ranks and by `groups_joined`. Ranks with different numbers
+    would wait for each other under different names."""
     for _ in range(groups_joined(), count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 

@@ -1,5 +1,5 @@
-"""The network between the ranks: the cost of a message. For experiments on one machine, whose
-loopback is faster than any network: an emulated slow link, and the contract of a modelled clock."""
+"""The network between the ranks: the cost of a message; and, for experiments on one machine, an
+emulated slow link and the contract of a modelled clock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """The speed of a rank's emulated link in each direction. latency: seconds a collective."""
+    """The speed of a rank's emulated link in each direction. latency: seconds that each collective
+    takes in addition to the time of its bytes."""
 
     bits_per_second: float
     latency: float = 0.0
@@ -101,14 +102,14 @@ def done_with(value: Tensor) -> Future[Tensor]:
 
 
 class StepClock(ABC):
-    """A modelled clock, for `Network(clock=...)`. It does not run: each step moves it by a computed
-    time, which depends on the step's CF and on the bytes sent.
+    """A modelled clock, for `Network(clock=...)`. The clock does not run: each step moves it by a
+    computed time, which depends on the step's CF and on the bytes sent.
 
     now: seconds. compute: seconds of forward, backward and optimizer in a step. network: the link
         in words, such as "modelled 10 Mbit/s link"; "" if there is no link. delay: number of steps
         after which the mean of a step replaces it.
-    Arguments of methods, with the bytes of one rank in one step: wire_bytes: all bytes. statistics:
-        the part of them that no CF changes. down: the part that brings means back. hops: number of
+    Arguments of methods: wire_bytes: bytes that one rank sends in one step. statistics: the part of
+        these bytes that no CF changes. down: the part that brings means back. hops: number of
         messages that wait for one another, each of which takes the latency.
     """
 
@@ -205,8 +206,9 @@ def network_from(given: Any) -> Network:
 
 
 class EmulatedLink:
-    """Delays finished collectives until a link of `spec` could have carried their bytes, one after
-    the other. A thread waits for each collective, so that backward goes on."""
+    """A slow link, emulated: it delays finished collectives until a link of `spec` could have
+    carried their bytes, one after the other. A thread waits for each collective, so that backward
+    goes on."""
 
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec

@@ -19,7 +19,7 @@ from adaptive.network.link import LinkCost, LinkSpec, StepClock
 from policies.base import DENSE, StepReport
 from policies.state import Stateful, require, saved
 
-ALIKE = 0.05
+EQUALLY_FAST = 0.05
 """Step times that differ by no more than this share are called the same."""
 
 BACKWARD = 2 / 3
@@ -29,20 +29,22 @@ exchange behind all of backward, so its time is too short rather than too long."
 WINDOW = 64
 """Steps in a row that are one stretch of time."""
 
-LARGEST = 100.0
+LARGEST_LOG = 100.0
 """Largest log of seconds, or of a ratio of seconds, that a saved state may hold."""
 
-OTHER = 1.5
-"""Step times at one CF that differ by more than this factor are not of one network."""
+OTHER_NETWORK = 1.5
+"""If step times at one CF differ by more than this factor, the network or the machine has changed.
+"""
 
-LEAST = 5
+LEAST_STEPS = 5
 """Steps at each of two CFs, in one stretch of time, that a comparison needs."""
 
 
 @dataclass(frozen=True)
 class DenseStep:
-    """Seconds of a dense step; nan if unknown. measured: by dense steps of the same stretch of
-    time; else by a model. doubt: seconds by which this may be wrong, as far as the steps show."""
+    """Seconds of a dense step; nan if unknown. measured: dense steps of the same stretch of time
+    were compared; False: the seconds are modelled. doubt: seconds by which the result may be wrong,
+    as far as the steps show."""
 
     seconds: float = nan
     measured: bool = False
@@ -123,12 +125,12 @@ class Pace(Stateful):
     @property
     def is_faster(self) -> bool:
         """The steps were faster than dense ones, beyond doubt."""
-        return self.dense - self.doubt > (1 + ALIKE) * self.compared
+        return self.dense - self.doubt > (1 + EQUALLY_FAST) * self.compared
 
     @property
     def is_slower(self) -> bool:
         """The steps were slower than dense ones, beyond doubt."""
-        return self.dense + self.doubt < (1 - ALIKE) * self.compared
+        return self.dense + self.doubt < (1 - EQUALLY_FAST) * self.compared
 
     def _check_loaded(self) -> None:
         require(min(vars(self).values()) >= 0, "'pace' must have no negative number")
@@ -144,11 +146,11 @@ class Pace(Stateful):
 class Contrast(Stateful):
     """Seconds of a dense step / seconds of a step at another CF, measured in one stretch of time.
 
-    Of the last `WINDOW` steps, the medians of those at one CF and at another are compared. Doubt is
-    the difference that drift inside each of the two could explain, and the noise of the medians. A
-    CF that was never in one stretch of time with dense steps is compared with a third CF that was.
-    A comparison is dropped once the step time at the CF has changed by more than a factor `OTHER`
-    since, because the network or the machine has changed.
+    Of the last `WINDOW` steps, those at one CF are compared by their median with those at another
+    CF. Doubt is the difference that drift inside each of the two could explain, and the noise of
+    the medians. A CF that was never in one stretch of time with dense steps is compared with a
+    third CF that was. A comparison does not count while steps at the CF are slower or faster, by
+    more than the factor `OTHER_NETWORK`, than they were when it was made.
     """
 
     _last: list[tuple[float, float]] = saved([])  # (CF, log of seconds) of the last steps
@@ -161,12 +163,12 @@ class Contrast(Stateful):
         """Observe the time of a step at `cf`."""
         self._last = [*self._last, (cf, log(seconds))][-WINDOW:]
         self._steps += 1
-        if self._steps % LEAST:
+        if self._steps % LEAST_STEPS:
             return
         times: dict[float, list[tuple[int, float]]] = {}
         for place, (each, value) in enumerate(self._last):
             times.setdefault(each, []).append((place, value))
-        often = sorted(each for each, values in times.items() if len(values) >= LEAST)
+        often = sorted(each for each, values in times.items() if len(values) >= LEAST_STEPS)
         for a, b in combinations(often, 2):  # dense first
             ratio, doubt = _compared(times[a], times[b])
             of_a, of_b = (median(value for _, value in times[each]) for each in (a, b))
@@ -174,11 +176,12 @@ class Contrast(Stateful):
             self._learn(a, b, -ratio, doubt, of_a)
 
     def step(self, cf: float, seconds: float) -> DenseStep:
-        """The dense step in place of a step at `cf` that took `seconds`."""
+        """The dense step in place of a step at `cf` that took `seconds`. Without a comparison that
+        counts, NOT_TIMED."""
         if cf == DENSE:
             return DenseStep(seconds, measured=True)
         ratio, doubt, _, then = self._ratios.get(cf, (nan, nan, 0, inf))
-        if abs(log(seconds) - then) > log(OTHER):
+        if abs(log(seconds) - then) > log(OTHER_NETWORK):
             return NOT_TIMED
         dense = seconds * exp(ratio)
         return DenseStep(dense, measured=True, doubt=dense * (1 - exp(-doubt)))
@@ -190,7 +193,7 @@ class Contrast(Stateful):
     def _check_loaded(self) -> None:
         logs = [value for _, value in self._last]
         logs += [value for ratio, _, _, then in self._ratios.values() for value in (ratio, then)]
-        fits = all(abs(value) < LARGEST for value in logs)
+        fits = all(abs(value) < LARGEST_LOG for value in logs)
         fits = fits and all(doubt >= 0 for _, doubt, _, _ in self._ratios.values())
         require(fits, "'contrast' must be logs of seconds, and doubts that are not negative")
 
@@ -219,7 +222,7 @@ def _compared(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> tuple[f
 
 
 def _slope(values: list[tuple[int, float]]) -> float:
-    """Change of the value for each place, without sign, between the medians of the two halves."""
+    """Size of the change of the value a place, between the medians of the two halves."""
     half = len(values) // 2
     (x, y), (other_x, other_y) = (
         (median(place for place, _ in part), median(value for _, value in part))
@@ -242,8 +245,8 @@ class DenseTimer(Stateful):
     stretch of time (`Contrast`). Else they are modelled: the work of a step, and the link's time
     for the bytes, at the emulated rate or at the rate measured before training.
 
-    nbytes: bytes on the wire at a CF. world_size: ranks that exchange. clock: the compressor's.
-    spec: the emulated link. cost: returns the measured link, if any.
+    nbytes(cf): bytes on the wire at a CF. world_size: number of ranks that exchange. clock: the
+    compressor's. spec: the emulated link. cost: returns the measured cost of the link, if any.
     """
 
     nbytes: Callable[[float], float]
@@ -273,15 +276,15 @@ class DenseTimer(Stateful):
         """The dense step by the model: the work of a step, and the time of a dense exchange that
         backward does not hide."""
         wait, cf = report.wait_seconds, report.timed_cf
-        link, here = self._link_seconds(DENSE), self._link_seconds(cf)
-        if link is None or here is None or not isfinite(wait + report.coding_seconds):
+        of_dense, of_step = self._link_seconds(DENSE), self._link_seconds(cf)
+        if of_dense is None or of_step is None or not isfinite(wait + report.coding_seconds):
             return NOT_TIMED
         round_seconds = report.median_seconds - wait - report.coding_seconds
         work = max(0.0, round_seconds) / report.timed_steps
         hidden = BACKWARD * work
-        if self.spec is None and wait < here - hidden:
+        if self.spec is None and wait < of_step - hidden:
             return NOT_TIMED  # the network is faster than it was measured
-        return DenseStep(work + max(0.0, link - hidden))
+        return DenseStep(work + max(0.0, of_dense - hidden))
 
     def _link_seconds(self, cf: float) -> float | None:
         """Seconds of an exchange at a CF on the link; None if unknown."""

@@ -1,7 +1,7 @@
-"""Runs exchanges of one or several collectives, in the same order on every rank.
+"""The pipeline of exchanges, each of one or several collectives, in the same order on every rank.
 
 A collective may only be issued in the body of a hook call, never in a future's callback: callbacks
-run in an order that differs between ranks. So an exchange waits for its first collective in the
+run in another order on each rank. So an exchange waits for its first collective in the
 body of a later hook call, and issues its second one there. After the last bucket `finish` issues
 all remaining collectives.
 
@@ -34,8 +34,8 @@ R = TypeVar("R")
 
 
 def read_here(tensor: Tensor) -> None:
-    """The current stream reads a tensor that another stream has allocated, and the last reference
-    is about to go: the allocator must keep its memory until this stream has passed."""
+    """Keep the memory of a tensor, which another stream has allocated, until the current stream has
+    read it, also if the last reference to the tensor goes at once."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -54,8 +54,8 @@ class _Running:
 
 
 class HookStream:
-    """The CUDA stream of the hook's work, beside backward's stream. It also keeps tensors alive
-    until the callbacks' kernels that use them have run. On other devices it does nothing."""
+    """The CUDA stream of the hook's work, beside backward's stream. This object also keeps tensors
+    alive until the callbacks' kernels that use them have run. On other devices it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,14 +64,15 @@ class HookStream:
             # Torch takes callbacks' streams in turn from a pool of 32 of normal priority. A stream
             # of that pool would also run callbacks, and the hook would wait for the network.
             self._stream = torch.cuda.Stream(device, priority=-1)
-        # By the future that the callback completes, the oldest first: (event, references).
+        # What callbacks have used, by the future that the callback completes, the oldest first:
+        # (event at the callback's end, references).
         self._kept: dict[object, tuple[torch.cuda.Event, tuple[object, ...]]] = {}
 
     @contextmanager
     def hook_call(self, last: bool) -> Iterator[None]:
-        """Run the work inside on this stream, after backward's work until now. Backward's stream
-        does not wait for it, except after the `last` call, when it waits for all of it. So nothing
-        overwrites memory of backward's stream that the hook still uses."""
+        """A context whose work runs on this stream, after backward's work until now. Backward's
+        stream does not wait for the hook's work, except after the `last` call, when it waits for
+        all of it. So nothing overwrites memory of backward's stream that the hook still uses."""
         if self._stream is None:
             yield
             return
@@ -100,7 +101,8 @@ class HookStream:
 
     def backward_waited(self) -> None:
         """Backward's stream has waited for all callbacks, and the hook's stream will wait for
-        backward's: drop all references, so that the optimizer and the forward get the memory."""
+        backward's stream: drop all references, so that the optimizer and the forward get the
+        memory."""
         self._kept.clear()
 
     def _drop_passed(self) -> None:
@@ -116,7 +118,7 @@ class Pipeline:
 
     timestamps: takes a timestamp. stream: the hook's. waits: spans in which hook calls waited for
     collectives. decoded: spans in which threads of the process group decoded. The caller drains
-    both. life: identifies the exchanges since the last `abandon`; a new object after each.
+    `waits` and `decoded`. life: an object that identifies the exchanges since the last `abandon`.
     """
 
     def __init__(self, timestamps: Callable[[], Timestamp], stream: HookStream) -> None:

@@ -1,9 +1,9 @@
 """The times of the parts of a step. A step lasts from its first hook call to the next step's.
 
 compute: forward and backward, from the first forward after the exchange to the last hook call, all
-micro-batches of gradient accumulation included. compress: hook calls, without their waits.
-exchange: waiting for the network, as far as backward does not hide it. decode: waiting for the
-process group's threads to decode. The rest is the optimizer and waiting for input.
+micro-batches of gradient accumulation included. compress: hook calls, without the waits inside.
+exchange: waiting for the network, as far as backward does not hide the wait. decode: waiting for
+the process group's threads to decode. The rest is the optimizer and waiting for input.
 
 On the host a timestamp is a reading of the clock. On a device, whose stream runs behind the host, a
 timestamp is an event on that stream. Nothing waits for the device: the times of a step are read one
@@ -208,8 +208,8 @@ class Stopwatch:
         self._times: dict[float, deque[float]] = {}
         self._times_of = 1  # `StepTiming.steps` of all times in `_times`
         self._running: StepTiming | None = None
-        # Ended steps, the next one to be read first; None: a step that does not count.
-        self._over: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
+        # Steps that have ended, the next one to be read first; None: a step that does not count.
+        self._ended: deque[StepTiming | None] = deque(maxlen=2 if self._on_device else 1)
         self._now: Timestamp = nan
         self.timed = (nan, nan, 1)
 
@@ -221,11 +221,12 @@ class Stopwatch:
         self._now, forward = self.timestamps(), self.forward.take()
         if self._running is not None:
             self._running.ended, self._running.forward = self._now, forward
-        self._over.append(self._running if counts else None)
+        self._ended.append(self._running if counts else None)
         return self.clock() if self._on_device else float(self._now)
 
     def ends(self) -> float:
-        """When the running step ends: now; by a modelled clock when the step's bytes arrive."""
+        """The time at which the running step ends: now; with a modelled clock the time at which the
+        step's bytes have arrived."""
         clock, running = self.clock, self._running
         if not isinstance(clock, StepClock) or running is None:
             return clock()
@@ -239,7 +240,7 @@ class Stopwatch:
         steps: number of steps until the next exchange. delay: number of further steps until the
         mean of that exchange arrives."""
         self._running = StepTiming(self._now, cf, steps)
-        timed = self._over[0] if len(self._over) == self._over.maxlen else None
+        timed = self._ended[0] if len(self._ended) == self._ended.maxlen else None
         self.timed = (timed.cf, timed.wire, timed.steps) if timed else (nan, nan, 1)
         if timed is None:
             return {}
@@ -271,7 +272,7 @@ class Stopwatch:
 
     def backward_waited(self) -> None:
         """Record that backward, after the last hook call, has waited for the network until now. On
-        a device nothing is recorded: there its stream waits, and the host does not."""
+        a device nothing is recorded, because backward's stream waits, and the host does not."""
         if self._running is not None and not self._on_device:
             span = (self._running.calls[-1][1], self.timestamps())
             self._running.calls.append(span)
@@ -314,8 +315,8 @@ class Stopwatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], same_clock: bool) -> float:
-        """Returns the seconds since the state was saved, which belong to no step; 0 with
-        `same_clock`: the clock then goes on from the saved time."""
+        """Load a `state_dict()`. Returns the seconds since the state was saved, which belong to no
+        step. same_clock: the clock goes on from the saved time, so 0 seconds have passed."""
         saved_at = saved.read(state, "saved_at", float)
         times = saved.read(state, "times", dict[float, list[float]])
         times_of = saved.read(state, "times_of", int)
@@ -326,7 +327,7 @@ class Stopwatch:
         self._times = {cf: deque(of_one, maxlen=LAST) for cf, of_one in times.items()}
         self._times_of = times_of
         self._running = running if same_clock else None
-        self._over = deque(maxlen=self._over.maxlen)
+        self._ended = deque(maxlen=self._ended.maxlen)
         return 0.0 if same_clock else self.clock() - saved_at
 
     def go_on(self, saved_at: float) -> None:

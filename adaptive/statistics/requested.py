@@ -1,4 +1,5 @@
-"""Measurements that only some policies ask for: sums of gradients, and a policy's own statistics.
+"""Measurements that only some policies ask for: sums of gradients, and statistics that the policy
+measures itself.
 
 Accordion asks for the norm of the sum of the decoded mean gradients over an interval, of the whole
 model or of each layer (parameter). Ranks agree on the norms only in the steps whose plan reads
@@ -32,12 +33,13 @@ class RequestedStatistics:
         self._policy = policy
 
     def observe(self, gradients: Tensor, tally: Tally) -> None:
-        """Let the policy measure a bucket's local gradients (flat; nonfinite ones are zero)."""
+        """Let the policy measure a bucket's local gradients (flat; zeros if the bucket is
+        nonfinite)."""
         if tally.measures:
             tally.at("measured").add_(self._policy.measure(gradients))
 
     def part(self, parameters: Collection[ModelParameter]) -> SavedPart:
-        """The part of a saved state, between two steps."""
+        """The sums' part of a saved state, between two steps."""
         by_name, flat = {p.name: p for p in parameters}, flat_tensors(parameters)
         return SavedPart(
             self.sums.state_dict,
@@ -63,7 +65,8 @@ class GradientSum:
         total.add_(zeros_if(nonfinite, mean))
 
     def read(self) -> tuple[Tensor, dict[ModelParameter, Tensor]]:
-        """The norm of the sum, and each parameter's norm (0-dim, float64). Starts a new sum."""
+        """The norm of the sum over the whole model, and of each parameter's sum (0-dim, float64).
+        Starts new sums."""
         total_energy: Scalar = 0.0
         norms = {}
         # By name, because means arrive in another order in every run.

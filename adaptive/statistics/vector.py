@@ -22,10 +22,10 @@ from policies import Measurement
 
 
 def _number(agree: str, host: bool = False, reported: bool = False, only: str = "") -> Any:
-    """Declares one number. agree: whether the ranks agree on their "sum" or "mean". host: the host
-    knows this rank's value, from `Tally.known` (nan if it is missing there); False: measuring code
-    adds to the vector. reported: the `StepReport`, or its `Measurement`s, have it under its name.
-    only: the vector has the number only if this attribute of the `Tally` is set."""
+    """Declares one number. agree: the ranks agree on their "sum" or on their "mean". host: this
+    rank's value is in `Tally.known` (nan if it is missing there); False: measuring code adds to the
+    vector. reported: the `StepReport`, or its `Measurement`s, have the number under its name. only:
+    the vector has the number only if this attribute of the `Tally` is set."""
     metadata = {"agree": agree, "host": host, "reported": reported, "only": only}
     return field(default=nan, metadata=metadata)
 
@@ -44,10 +44,11 @@ class Tally:
 
     cfs: CFs at which gradients are measured. mean_cfs: CFs at which means are measured. layers:
     number of layers whose norms are read. by_layer: by name, the index of each layer whose energies
-    are measured at each of `cfs`. measures: number of statistics of the policy's own. updates:
-    updates of the ranks' optimizers are exchanged. norms: the norms for gain "raw" are measured.
-    samples: the gain before error feedback is measured. energies: what the CF that is sent keeps is
-    measured, and in a dense step the norm of gradients; False: only what the plan probes.
+    are measured at each of `cfs`. measures: number of statistics that the policy measures itself.
+    updates: updates of the ranks' optimizers are exchanged. norms: the norms for gain "raw" are
+    measured. samples: the gain before error feedback is measured. energies: the energies of the
+    sent payloads are measured, and in a dense step the norm of gradients; False: energies are only
+    measured if the plan probes other CFs.
     ranks: number of ranks that sum statistics. rank: this rank. shards: number of shards of each
     replica of the model. known: by name, the numbers that the host knows.
     """
@@ -91,8 +92,8 @@ class Tally:
         return self.vector[self.places[name]]
 
     def add_layer(self, layer: str, levels: Tensor, times: int = 1) -> None:
-        """Add the energies of the payloads of one layer, or of a slice of a layer. See
-        `add_levels`."""
+        """Add the energies of the payloads of one layer, or of a slice of a layer. levels, times:
+        see `add_levels`."""
         of_layer = self.at("layer_levels").view(len(self.by_layer), len(self.cfs), 3)
         of_layer[self.by_layer[layer]].add_(levels, alpha=times)
 
@@ -124,7 +125,7 @@ class Tally:
 
     def lose(self, added: Tensor, share: Scalar) -> None:
         """Count a share of the kept energy as lost, because a second compression has lost it.
-        added: the difference of two `copy_of_levels`, before and after `add_levels`."""
+        added: what `add_levels` has added, the difference of two `copy_of_levels`."""
         n = len(self.cfs)
         kept, sample_error = added[2 : 2 + n], added[2 + 2 * n :]
         self.at("kept").sub_(kept * share)
@@ -137,7 +138,7 @@ class Tally:
         known = [self.known.get(name, nan) for name, each in _DECLARED.items() if each["host"]]
         waits = [0.0] * self.ranks
         waits[self.rank] = self.known.get("exchange_seconds", nan)
-        # The first ones in the vector.
+        # `Statistics` declares these numbers first, so they begin the vector.
         on_host = torch.tensor([*known, *waits], dtype=torch.float64, device="cpu")
         self.vector[: len(on_host)].copy_(on_host, non_blocking=True)
         return self.vector
@@ -166,7 +167,7 @@ class Statistics:
     grad: float = _number("sum", reported=True)
     """||g||^2."""
     nonfinite: float = _number("mean")
-    """Number of buckets with gradients that are not finite."""
+    """Above 0 if some bucket had gradients that are not finite, or whose squares overflow."""
     changed: float = _number("mean")
     """Above 0 if a script has changed gradients between backward and step. Below 0 if the
     inspection of an optimizer has found something on some rank (`UNSERVED` in own_step.py)."""
@@ -200,7 +201,7 @@ class Statistics:
     sent_bytes: float = _number("mean", only="sharded")
     """Bytes that a rank sent in the step, without statistics. Shards have different numbers."""
     timed_bytes: float = _number("mean", only="sharded")
-    """`sent_bytes` of the step whose times are reported."""
+    """Bytes that a rank sent, statistics included, in the step whose times are reported."""
 
     @classmethod
     def agreed(cls, tally: Tally, summed: Tensor) -> Statistics:

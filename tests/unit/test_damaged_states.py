@@ -247,7 +247,7 @@ def test_a_state_of_another_model_names_the_parameters() -> None:
     with pytest.raises(ValueError, match="state: of another model") as caught:
         run.compressor.load_state_dict({**state, "parameters": there})
     assert "that the model has not: stranger" in str(caught.value)
-    assert "knows nothing of the parameters: 0.bias" in str(caught.value)
+    assert "lacks the parameters: 0.bias" in str(caught.value)
     assert "0.weight (41, 12), here (40, 12)" in str(caught.value)
 
 
