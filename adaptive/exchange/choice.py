@@ -368,19 +368,20 @@ def measure_link(exchange: Exchange, clock: Callable[[], float], device: torch.d
     modelled time of a dense step is too short rather than too long."""
     alpha = measure_latency(exchange, clock, device)
     seconds = partial(_shortest_all_reduce, exchange, clock, device)
-    base, at_base = 1, alpha * _messages(exchange)  # an empty all-reduce
+    # The rate follows from a smaller and a larger all-reduce. The first smaller one is empty.
+    smaller, smaller_time = 1, alpha * _messages(exchange)
     numel, time = PROBE_NUMEL, seconds(PROBE_NUMEL)
     if time < SHORT:
         numel *= LARGER
         time = seconds(numel)
-    elif at_base > SHORT and time < TIMES_EMPTY * at_base:
-        while numel < LARGEST_NUMEL and (base == 1 or time < TIMES_BEFORE * at_base):
-            base, at_base = numel, time
+    elif smaller_time > SHORT and time < TIMES_EMPTY * smaller_time:
+        while numel < LARGEST_NUMEL and (smaller == 1 or time < TIMES_BEFORE * smaller_time):
+            smaller, smaller_time = numel, time
             numel *= LARGER
             time = seconds(numel)
     exchange.take_traffic()  # these bytes belong to no step
-    nbytes = reduce_wire_bytes(4 * (numel - base), exchange.world_size)
-    return LinkCost(alpha, nbytes / (time - at_base) if time > at_base else inf)
+    nbytes = reduce_wire_bytes(4 * (numel - smaller), exchange.world_size)
+    return LinkCost(alpha, nbytes / (time - smaller_time) if time > smaller_time else inf)
 
 
 def measure_latency(exchange: Exchange, clock: Callable[[], float], device: torch.device) -> float:

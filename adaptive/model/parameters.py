@@ -167,7 +167,7 @@ class ModelParameters(dict[Tensor, ModelParameter]):
         return replica is None or replica.maybe_unused
 
     def moved(self) -> None:
-        """Called after this library has moved the parameters between a step and the next forward."""
+        """Called after this library has moved parameters between a step and the next forward."""
         replica = self._replica()
         if replica is not None:
             replica.moved()
@@ -201,7 +201,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def storage_of(p: Tensor) -> tuple[Any, ...]:
-    """A key of the memory of the elements on this rank. Elements in other memory have another key."""
+    """A key of the memory of the elements on this rank. Other memory has another key."""
     here: Tensor = getattr(p, "_local_tensor", p)
     return here.untyped_storage()._cdata, here.storage_offset()
 

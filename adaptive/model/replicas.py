@@ -111,7 +111,7 @@ class Replica(ABC):
         return p.dtype
 
     def moved(self) -> None:  # noqa: B027 - only FSDP keeps copies of parameters
-        """Called after this library has moved the parameters between a step and the next forward."""
+        """Called after this library has moved parameters between a step and the next forward."""
 
     @abstractmethod
     def check_free(self) -> None:

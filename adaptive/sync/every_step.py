@@ -179,10 +179,8 @@ class EveryStepSync(Synchroniser):
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
         averager, stopwatch = self.averager, self.averager.controller.stopwatch
         first = averager.controller.step == 0 and not averager.optimizers
-        entered, scale = (
-            stopwatch.timestamps(),
-            loss_scale(averager.scaler, averager.parameters.device),
-        )
+        entered = stopwatch.timestamps()
+        scale = loss_scale(averager.scaler, averager.parameters.device)
         averager.end()
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
