@@ -100,7 +100,7 @@ class UnitedState:
             return
         by_name = self._parameters.by_name()
         here = {name: each.local.detach() for name, each in by_name.items()}
-        check_like("parameters", read(state, "parameters", Mapping), here)
+        check_like("parameters", read(state, "parameters", Mapping), here, complete=True)
         moments = read(state, "moments", Mapping)
         check_like("moments", moments, dict.fromkeys(by_name, Mapping))
         for name, kept in moments.items():

@@ -372,3 +372,14 @@ def test_a_damaged_state_of_local_steps_is_refused(path: Any, damaged: Any, told
         run.compressor.load_state_dict(state)
     assert told in str(caught.value)
     assert same(run.state(), before)
+
+
+def test_a_gathered_state_that_has_lost_a_parameter_is_refused() -> None:
+    run = _Run("gravac", "topk", "AdamW", 3)
+    run.train(12)
+    state = deepcopy(run.compressor.state_dict("gathered"))
+    before = deepcopy(run.state())
+    del state["agreed"][0]["parameters"]["0.weight"]
+    with pytest.raises(ValueError, match=r"state: parameters has lost 0\.weight"):
+        run.compressor.load_state_dict(state)
+    assert same(run.state(), before)
