@@ -162,7 +162,8 @@ def _refused(rank: int) -> dict[str, Any]:
     other_moments = {**gathered[0], "agreed": [{**agreed, "moments": {"x": {}}}]}
     not_finite = deepcopy(gathered[0])
     not_finite["agreed"][0]["moments"]["0.weight"]["exp_avg"][0, 0] = torch.nan
-    other_shape = {**gathered[0], "agreed": [{**agreed, "parameters": {"0.bias": torch.ones(3)}}]}
+    values = {**agreed["parameters"], "0.bias": torch.ones(3)}
+    other_shape = {**gathered[0], "agreed": [{**agreed, "parameters": values}]}
     cases = {
         "one rank's own is bad": bad if rank else own,
         "one rank has rank 0's own": None,
