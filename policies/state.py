@@ -65,7 +65,8 @@ def twin(part: T) -> tuple[T, Callable[[], None]]:
 
     A state is loaded into the copy before `become` is called. So a state that cannot be loaded
     changes nothing. Therefore `load_state_dict` must replace the attributes of its object, and not
-    change them in place. The objects stay the same, so references to them remain valid."""
+    change them in place. The objects stay the same, so references to them remain valid; an object
+    that `load_state_dict` makes anew takes the place of the old one."""
     pairs: dict[int, tuple[Any, Any]] = {}  # object and copy, by the id of the object
 
     def copied(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from sys import float_info
@@ -141,8 +142,13 @@ def check_for_several(folder: Path) -> None:
 
 
 def holds_several(folder: Path) -> bool:
-    """Whether it is the folder of a comparison or of a study."""
-    return any(folder.glob(f"runs/*/{CONFIG_FILE}"))
+    """Whether it is the folder of a comparison or of a study. A file of the same name that another
+    program has written does not count."""
+    for path in folder.glob(f"runs/*/{CONFIG_FILE}"):
+        with suppress(ValueError):
+            load_config(path.parent)
+            return True
+    return False
 
 
 def load_config(folder: Path) -> TrainConfig | None:

@@ -22,8 +22,8 @@ ACCEPTED = (
 HIGHER = ("acc", "auc", "bleu", "f1", "iou", "psnr", "recall", "precision", "reward", "rouge")
 """In the name of a metric of which more is better, unless the command says otherwise."""
 
-_THOUSANDS = r"[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)(?:\.\d*)?"
-"""As f"{value:,.1f}" writes it."""
+_THOUSANDS = r"(?<![\d,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)(?:\.\d*)?"
+"""As f"{value:,.1f}" writes it. After a comma it may be a column of several."""
 
 _PLAIN = r"\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?"
 _NUMBER = rf"([-+]?(?:{_THOUSANDS}|{_PLAIN}))"

@@ -60,8 +60,8 @@ class AdaptiveCompressionCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings, and no model. Lightning adds `log` and `log_dict`, which are the
         module's."""
-        kept = {name: value for name, value in vars(self).items() if not name.startswith("log")}
-        return {**kept, "_model": None}
+        of_module = ("log", "log_dict")
+        return {n: each for n, each in vars(self).items() if n not in of_module} | {"_model": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget a state that was read for a validation. The trainer reads the checkpoint later.

@@ -194,7 +194,8 @@ class OptimizerSteps:
         """`optimizer.step(closure)` has been called, and the closure has not run yet. Another
         library's optimizer may move parameters before the closure, and back after it (SAM)."""
         if self._stepping in (None, optimizer) and not is_adaptive(optimizer):
-            self._of.learn(optimizer)  # a group that is new has a place in `before`, too
+            if optimizer in self._of.known:  # one that is not is learned in `begin`
+                self._of.learn(optimizer)  # a group that is new has a place in `before`, too
             self._stepping, self._has_closure = optimizer, True
             self._remember()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -94,8 +95,14 @@ def load(session: Session, state: Mapping[str, Any], same_clock: bool) -> None:
             elif "elsewhere" in state:
                 raise ValueError(f"state: it is empty on purpose, {ELSEWHERE}")
             _check_version(state)
-            session.united.check(united)
-        session.load_state_dict(state, same_clock, all_or_none(group, REFUSED))
+
+        @contextmanager
+        def checking() -> Iterator[None]:
+            with all_or_none(group, REFUSED):
+                yield  # first: whether the state is of another model
+                session.united.check(united)
+
+        session.load_state_dict(state, same_clock, checking())
     session.load_united(united)
 
 

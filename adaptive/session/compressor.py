@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -143,7 +144,8 @@ class AdaptiveCompressor:
         network: str | LinkSpec | Network | None = None,
         debug: bool | int | None = None,
     ) -> None:
-        self._given = {name: value for name, value in locals().items() if name != "self"}
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._given = {name: _unused(value) for name, value in given.items()}
         named_policy = None if policy is None else make_policy(policy)
         defaults = {**DEFAULTS, **({} if named_policy is None else named_policy.compression)}
         base = defaults["base"] if base is None else base
@@ -466,7 +468,8 @@ class AdaptiveCompressor:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is as if it had been made with the same arguments: it is attached to no model."""
-        return {**vars(self), **vars(AdaptiveCompressor(**self._given))}
+        given = {name: _unused(value) for name, value in self._given.items()}
+        return {**vars(self), **vars(AdaptiveCompressor(**given))}
 
     def running(self) -> Session:
         """The session. RuntimeError before `attach`."""
@@ -479,3 +482,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a CUDA device is the current one: torch gathers objects on the current
     device. In a script that passes `device_ids` to DDP, that may still be the first device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _unused(value: Any) -> Any:
+    """A copy of a policy or compressor that works for no model yet, since one works for one model;
+    anything else, and what cannot be copied, as it is."""
+    try:
+        return deepcopy(value) if isinstance(value, Policy | Compressor) else value
+    except Exception:
+        return value

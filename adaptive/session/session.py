@@ -178,8 +178,9 @@ class Session:
         self._choice.check_users_strategy(
             largest, self.exchange.rank, settings.exchange.one_collective
         )
-        for each in {base.at(cf) for cf in self._compressed_cfs()}:
-            check_own(each, largest, self.device, fed_back=bool(self._memory.now.keeps))
+        used = {id(each): each for each in map(base.at, sorted(self._compressed_cfs()))}
+        for compressor in used.values():
+            check_own(compressor, largest, self.device, fed_back=bool(self._memory.now.keeps))
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         self._requested = RequestedStatistics(settings.policy, parameters.values())
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps

@@ -247,7 +247,7 @@ def make_header(settings: Settings, sizes: Sizes, context: Context, memory: str)
         proven=context.proven if isfinite(context.proven) else None,
         network=network_in_words(settings.network.clock, settings.network.spec),
         # A class of a user's own, or a policy in it, may have no `__repr__` that is a call.
-        expression="" if " object at 0x" in made else made,
+        expression="" if " at 0x" in made else made,
         gain=policy.gain,
         caveat=settings.sync.caveat,
         promise=policy.promise,

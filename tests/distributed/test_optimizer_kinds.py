@@ -355,6 +355,26 @@ def test_what_waits_of_an_optimizer_is_not_scaled_by_the_rate_of_another() -> No
         assert told == (rank == 0)
 
 
+def _replaced_and_closed(rank: int) -> int:
+    """How often it is told that SGD, stepped with a closure, has taken AdamW's place."""
+    told = listen()
+    run = Training(lambda m: AdamW(m.parameters(), lr=3e-3), Fixed(20)).train(rank, 0, 3)
+    optimizer = SGD(run.model.parameters(), lr=0.06, momentum=0.9)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(run.model, 3, rank)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return sum("SGD steps parameters of AdamW" in t for t in told)
+
+
+def test_an_optimizer_that_is_new_in_a_step_with_a_closure_is_told_of() -> None:
+    assert run_ranks(2, _replaced_and_closed) == [1, 0]
+
+
 def _warmed_up(rank: int) -> float:
     """The held-out loss where from step 30 on a new AdamW begins at a thousandth of its rate."""
     run = Training(lambda m: AdamW(m.parameters(), lr=1e-2), Fixed(20)).train(rank, 0, 30)

@@ -82,8 +82,11 @@ def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_comparison_takes_no_run(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "dense-seed0").mkdir(parents=True)
-    (tmp_path / "runs" / "dense-seed0" / CONFIG_FILE).touch()
+    folder = tmp_path / "runs" / "dense-seed0"
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text('{"model_type": "bert"}')  # another program's
+    assert make_job({"log_dir": str(tmp_path)}, None)
+    TrainConfig(log_dir=str(folder)).save()
     with pytest.raises(UsageError, match="runs of a comparison or a study"):
         make_job({"log_dir": str(tmp_path)}, None)
 

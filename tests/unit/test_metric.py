@@ -41,6 +41,8 @@ def heard(text: str, do: Callable[[], object]) -> list[float]:
         ("loss {}", "loss 1,2000", [1]),  # two numbers
         ("loss {}", "loss 1,200,30", [1]),
         ("loss {}", "loss 0,123", [0]),
+        ("val,{}", "val,12,100", [12]),  # columns
+        ("{} acc", "1234,567 acc", [567]),
         ("loss {}", "\x1b[1;32mloss:\x1b[0m \x1b[1m2.5\x1b[0m", [2.5]),
         ("loss {}", "a loss of nothing", []),
         ("json:loss", 'INFO {"step": 3, "loss": 0.5}', [0.5]),

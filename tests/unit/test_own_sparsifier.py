@@ -24,6 +24,7 @@ from compressors import (
     register,
 )
 from compressors.base import Spec
+from compressors.contrib.sketch import Sketch
 from examples.demo_rule import FastComponents
 from examples.own_sparsifier import ChunkedTopK
 from examples.sparse_loco import TwoMeans
@@ -232,3 +233,39 @@ def test_a_compressor_that_leaves_the_residual_out_is_refused(base: Compressor) 
             AdaptiveCompressor(base).attach(DDP(torch.nn.Linear(30, 30)))
         AdaptiveCompressor(base, memory="none").attach(DDP(torch.nn.Linear(30, 30)))
         AdaptiveCompressor(type(base).__mro__[1]()).attach(DDP(torch.nn.Linear(30, 30)))
+
+
+class Clipped(Whole):
+    """Changes more of the tensor than the contract asks for. Its class has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
+        payload = super().compress(x, spec, add)
+        x.clamp_(-0.1, 0.1)
+        return payload.with_parts(x.clone())
+
+    def nbytes(self, spec: Spec) -> int:
+        return 4 * spec.numel  # of float32, which is the model's type
+
+
+class OwnSketch(Sketch):
+    """Its bytes are those of all its rounds."""
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [(Clipped(), torch.bfloat16), (OwnSketch(), torch.float32)],
+    ids=["clipped", "rounds"],
+)
+def test_what_keeps_the_contract_is_attached_whatever_the_default_type(
+    base: Compressor, dtype: torch.dtype
+) -> None:
+    model = torch.nn.Linear(300, 300)
+    torch.set_default_dtype(dtype)
+    try:
+        with one_rank():
+            AdaptiveCompressor(base).attach(DDP(model))
+    finally:
+        torch.set_default_dtype(torch.float32)

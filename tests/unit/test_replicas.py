@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from adaptive import AdaptiveCompressor, Fixed
+from adaptive import AdaptiveCompressor, Fixed, Goodput, GraVAC
 from adaptive.model.replicas import DDPReplica, adaptive_hook
 from tests.unit.in_one_process import one_rank
 
@@ -35,18 +36,20 @@ def test_a_copy_leaves_the_compressor_behind_and_takes_one_of_its_own() -> None:
     model = DDP(nn.Linear(30, 30))
     first = _attached(model)
     _step(model)
-    copy = deepcopy(model)
-    second = _attached(copy)
+    other = deepcopy(model)
+    second = _attached(other)
     for _ in range(2):
-        _step(copy)
+        _step(other)
     assert (first.summary().steps, second.summary().steps) == (1, 2)
 
 
-@pytest.mark.parametrize("copied", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("policy", ["goodput", Goodput(), GraVAC()])
+@pytest.mark.parametrize("copied", [copy, deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_of_a_compressor_has_its_settings_and_no_model(
-    copied: Callable[[AdaptiveCompressor], AdaptiveCompressor],
+    copied: Callable[[AdaptiveCompressor], AdaptiveCompressor], policy: Any
 ) -> None:
-    first = AdaptiveCompressor(policy="goodput", cf_range=(20, 80)).attach(DDP(nn.Linear(300, 300)))
+    policy = deepcopy(policy)
+    first = AdaptiveCompressor(policy=policy, cf_range=(20, 80)).attach(DDP(nn.Linear(300, 300)))
     second = copied(first)
     assert second.detached
     assert "cf_range=(20, 80)" in repr(second)
