@@ -222,7 +222,7 @@ def _compared(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> tuple[f
 
 
 def _slope(values: list[tuple[int, float]]) -> float:
-    """Size of the change of the value a place, between the medians of the two halves."""
+    """Absolute slope of the values over their places, from the medians of the two halves."""
     half = len(values) // 2
     (x, y), (other_x, other_y) = (
         (median(place for place, _ in part), median(value for _, value in part))
