@@ -341,7 +341,7 @@ class GossipSync(Synchroniser):
         self.topology = choice.topology_of(averager.exchange.world_size)
         self._every = choice.every
         self._backwards = 0  # number of backwards in this round; 0 again after the last one
-        self._open = False  # the last backward of a round has ended, and its exchange has not begun
+        self._ended = False  # the last backward of a round has ended, and not been exchanged yet
         self._step_at = choice.step_at
         self._granularity, self._exchange = averager.sizes.granularity, averager.exchange
         self._moved = MovedBetweenSteps(averager.parameters, averager.optimizers, choice)
@@ -360,8 +360,8 @@ class GossipSync(Synchroniser):
         return done_with(bucket.buffer())
 
     def end_backward(self, last: Future[Tensor]) -> Future[Tensor]:
-        self._open = self._ends_round
-        self.averager.controller.skipped += not self._open
+        self._ended = self._ends_round
+        self.averager.controller.skipped += not self._ended
         self._backwards = (self._backwards + 1) % self._every
         return last
 
@@ -372,7 +372,7 @@ class GossipSync(Synchroniser):
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         averager = self.averager
-        had_backward = self._open or self._backwards > 0  # since the last exchange
+        had_backward = self._ended or self._backwards > 0  # since the last exchange
         if had_backward and not self._mixed and optimizer in averager.optimizers:
             averager.check_whole()
             stopwatch = averager.controller.stopwatch
@@ -395,10 +395,10 @@ class GossipSync(Synchroniser):
 
     @property
     def owes(self) -> bool:
-        return self._open
+        return self._ended
 
     def make_up(self) -> None:
-        if self._open:
+        if self._ended:
             self.averager.check_whole()
             with self.averager.noting_failure():
                 self._mix()
@@ -407,7 +407,7 @@ class GossipSync(Synchroniser):
     def _tell_neighbours(self) -> None:
         """Send this round's messages, once for each round: after its last step, or later if this
         step was left out."""
-        if not self._open:
+        if not self._ended:
             return
         averager, controller = self.averager, self.averager.controller
         stopwatch = controller.stopwatch
@@ -424,7 +424,7 @@ class GossipSync(Synchroniser):
             arrived = stopwatch.timestamps()
             controller.tally.at("grad").fill_(nan)  # gradients are not measured
             controller.end_step(averager.watch.take_found())
-        self._open = False
+        self._ended = False
         stopwatch.hook_left(entered, [(sent, arrived)])
 
     # -- between steps --
@@ -435,7 +435,7 @@ class GossipSync(Synchroniser):
     def abandon(self) -> None:
         with suppress(Exception):  # neighbours may have failed
             self._receive_all()  # else the next messages would be mistaken for these
-        self._open = False
+        self._ended = False
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         return ()
@@ -602,7 +602,7 @@ class GossipSync(Synchroniser):
         require(0 <= state["backwards"] < self._every, "'sync' is not in a round of so many steps")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._open = False
+        self._ended = False
         self._backwards, self._mixed = state["backwards"], state["mixed"]
         for chunk in self._chunks:
             for what, flat in self._saved(chunk).items():

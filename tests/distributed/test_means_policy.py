@@ -133,7 +133,7 @@ def _measured(rank: int, alike: bool) -> list[dict[float, float]]:
     for step in range(9):
         loss_of(model, step, 0 if alike else rank).backward()
     compressor.flush()
-    (policy,) = seen
+    (policy,) = (each for each in seen if each.reports)
     return [
         {cf: each.gain("error_fed") for cf, each in report.measurements.items()}
         for report in policy.reports
