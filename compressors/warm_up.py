@@ -1,4 +1,5 @@
-"""The compilation of Triton's kernels before the first step that needs them."""
+"""Compressors tried before the first step: Triton's kernels are compiled, and a compressor of a
+user's own is checked."""
 
 from __future__ import annotations
 
@@ -57,14 +58,16 @@ def warm_up(
                 log.debug("%s was not taken through a step beforehand: %r", compressor.name, error)
 
 
-def check_own(compressor: Compressor, cf: float, device: torch.device, fed_back: bool) -> None:
+def check_users_compressor(
+    compressor: Compressor, cf: float, device: torch.device, fed_back: bool
+) -> None:
     """TypeError or ValueError, naming the class, if a compressor of a user's own breaks the
     contract. A copy compresses a small tensor, once. As in `warm_up`, torch's random numbers stay
     as they are, and what it raises itself is left to the first step. fed_back: there is a residual
     to add."""
     kind, fed_back = type(compressor), fed_back and compressor.feeds_back
-    ours = kind.__module__.partition(".")[0] in ("adaptive", "compressors")
-    if ours or isinstance(compressor, RoundsCompressor):  # no payload of rounds is sent
+    of_library = kind.__module__.partition(".")[0] in ("adaptive", "compressors")
+    if of_library or isinstance(compressor, RoundsCompressor):  # no payload of rounds is sent
         return
     x = torch.linspace(-1.0, 1.0, SIZES[0], dtype=torch.float32, device=device)
     add = 0.5 * x.square() + 0.25

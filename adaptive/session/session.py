@@ -41,7 +41,7 @@ from adaptive.sync import gradients_or_steps, start
 from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary
 from compressors.base import Spec
-from compressors.warm_up import check_own, warm_up
+from compressors.warm_up import check_users_compressor, warm_up
 from policies import DENSE
 from policies import state as saved
 
@@ -180,7 +180,8 @@ class Session:
         )
         used = {id(each): each for each in map(base.at, sorted(self._compressed_cfs()))}
         for compressor in used.values():
-            check_own(compressor, largest, self.device, fed_back=bool(self._memory.now.keeps))
+            fed_back = bool(self._memory.now.keeps)
+            check_users_compressor(compressor, largest, self.device, fed_back)
         self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
         self._requested = RequestedStatistics(settings.policy, parameters.values())
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
