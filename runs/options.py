@@ -124,8 +124,7 @@ def of_script(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run of the user's own script. {name} in its words stands for the setting of
     that name. {run} stays: it is filled where the script starts. UsageError for settings that are
     the script's own."""
-    values = dict(given)
-    named = {name for word in given["script"] for name in _PLACE.findall(word) if name in values}
+    named = {name for word in given["script"] for name in _PLACE.findall(word) if name in given}
     kept = {name: value for name, value in given.items() if name in _OF_SCRIPT or name not in named}
     for name in kept:
         if name in CONFIG_OPTIONS and name not in _OF_SCRIPT:
@@ -136,7 +135,7 @@ def of_script(given: Mapping[str, Any]) -> dict[str, Any]:
             )
 
     def filled(word: str) -> str:
-        return _PLACE.sub(lambda at: shown(values[at[1]]) if at[1] in named else at[0], word)
+        return _PLACE.sub(lambda at: shown(given[at[1]]) if at[1] in named else at[0], word)
 
     path, *words = given["script"]
     return {**kept, "script": (path, *map(filled, words))}
