@@ -62,7 +62,7 @@ class AdaptiveCompressionCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings, and no model."""
-        return {**self.__dict__, "_model": None}
+        return {**vars(self), "_model": None}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
