@@ -19,7 +19,7 @@ OTHER := .venv-torch-$(OTHER_TORCH)
 OTHER_TESTS := dense invariant exchanges momentum updates resume local_steps fsdp lifecycle \
 	as_they_are saved_forms compatibility compile wrappers nonfinite two_level
 
-# Tests start some two thousand processes, which compile what they import unless it is kept.
+# The tests start some two thousand processes. Without .pyc files each compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test long-test browser-test gpu-test oldest-test newest-test newest-torch other-torch-test
