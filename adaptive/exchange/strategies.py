@@ -10,7 +10,7 @@ generator, since a collective may only be issued in the body of a hook call
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import nan, prod
@@ -289,62 +289,46 @@ class ShardedMeans(Summed):
         self.back = back
 
     def rounds(self, exchange: Exchange, outgoing: Outgoing) -> Rounds:
-        work, back = outgoing.bucket.work, replace(self.back)  # a policy may change `self.back`
-        n, rank = exchange.world_size, exchange.rank
-        # An unsettled bucket does not come again, and no errors are kept by the names of its units.
-        memory = back.memory if outgoing.bucket.settled else None
+        back = replace(self.back)  # a policy may change `self.back`
+        bucket, units, n = outgoing.bucket, outgoing.units, exchange.world_size
+        numel = bucket.work.numel()
         wire = outgoing.pack()
-        rows = yield exchange.all_to_all(wire, shard_sizes(outgoing.units, work.numel(), n))
+        rows = yield exchange.all_to_all(wire, shard_sizes(units, numel, n))
 
-        if _all_in_one(outgoing.units):
-            own_units = [outgoing.units[0].shard(rank)]
-        else:
-            own_units = by_shards(outgoing.units, work.numel(), n)[rank]
-        received = unpack(own_units, rows)
-        mean_units = [_downward(unit, back) for unit in outgoing.units]
-        mean_sizes = shard_sizes(mean_units, work.numel(), n)
-        own_mean_units = [_downward(unit, back) for unit in own_units]
-        numels = [unit.numel for unit in own_units]
-        shard = outgoing.bucket.buffer("mean of a shard", sum(numels))
-        means = list(zip(own_units, shard.split(numels), strict=True))
-        mean_payloads: list[Payload] = []
-        nonfinite: Flag = False
-        kept_before: list[Tensor | None] = []
-        for (unit, mean), mean_unit, payloads in zip(means, own_mean_units, received, strict=True):
-            kept = None if memory is None else memory.get(unit.key.name)
-            kept_before.append(kept)
-            flag = any_nonfinite(payloads)  # some rank's gradient was not finite
-            unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
-            nonfinite = either(nonfinite, flag)
-            if kept is not None and kept.numel() == mean.numel():
-                mean.add_(kept)
-            # Random rounding needs another seed here than for this rank's own payload.
-            key = unit.key._replace(rank=unit.key.rank + len(payloads))
-            payload, levels = _compress_mean(replace(mean_unit, key=key), mean, back.measured)
-            mean_payloads.append(payload)
+        # This rank owns shard number `rank`: the mean of the shard, added to the server's error.
+        own = _units_of_shard(units, numel, n, exchange.rank)
+        numels = [unit.numel for unit in own]
+        shard = bucket.buffer("mean of a shard", sum(numels))
+        means = list(zip(own, shard.split(numels), strict=True))
+        # An unsettled bucket does not come again, and no errors are kept by the names of its units.
+        memory = back.memory if bucket.settled else None
+        errors, flag = _fill_with_means(means, rows, memory)
+        nonfinite = either(flag, all_finite(shard) ^ True)
+
+        # The mean, compressed. Afterwards `shard` holds what the payloads have lost of the mean.
+        down, payloads = [_downward(unit, back) for unit in own], list[Payload]()
+        for unit, (_, mean) in zip(down, means, strict=True):
+            payload, levels = _compress_mean(unit, mean, back.measured, n)
+            payloads.append(payload.as_nonfinite(nonfinite))
             if levels:
                 outgoing.report_means(energies_of(levels))
-        nonfinite = either(nonfinite, all_finite(shard) ^ True)
-        mean_payloads = [payload.as_nonfinite(nonfinite) for payload in mean_payloads]
-        # An all-gather needs rows of equal size.
-        wire = pack(outgoing, own_mean_units, mean_payloads, max(mean_sizes))
-        for unit, (_, mean), payload in zip(own_mean_units, means, mean_payloads, strict=True):
+        mean_units = [_downward(unit, back) for unit in units]
+        size = max(shard_sizes(mean_units, numel, n))  # an all-gather needs rows of equal size
+        wire = pack(outgoing, down, payloads, size)
+        for unit, (_, mean), payload in zip(down, means, payloads, strict=True):
             unit.compressor.add_to(mean, payload, -1.0)
         if memory is not None:
-            for (unit, mean), kept in zip(means, kept_before, strict=True):
-                unchanged = torch.zeros_like(mean) if kept is None else kept
-                flag = torch.as_tensor(nonfinite, device=mean.device)
-                memory[unit.key.name] = torch.where(flag, unchanged, mean)
-            means = []
+            _keep_errors(memory, means, errors, nonfinite)
         if not back.measured:
-            outgoing.report(mean_payloads)
+            outgoing.report(payloads)
         rows = yield exchange.all_gather(wire, means=True)
 
-        all_means = [[payload] for payload in _means(mean_units, rows, work.numel(), n)]
-        nonfinite = any_nonfinite([*chain(*all_means)])
+        received = [[payload] for payload in _means(mean_units, rows, numel, n)]
+        nonfinite = any_nonfinite([*chain(*received)])
         fill_if(nonfinite, shard, 0.0)
+        lost = means if memory is None else ()
         by = [unit.compressor for unit in mean_units]
-        return Received(all_means, nonfinite, 1.0, outgoing.payloads, means, by)
+        return Received(received, nonfinite, 1.0, outgoing.payloads, lost, by)
 
     def collectives(self, ranks: int) -> int:
         return 2
@@ -388,6 +372,11 @@ def shard_sizes(units: Sequence[Unit], numel: int, shards: int) -> list[int]:
     return [sum(payload_sizes(own)) for own in by_shards(units, numel, shards)]
 
 
+def _units_of_shard(units: Sequence[Unit], numel: int, shards: int, i: int) -> Sequence[Unit]:
+    """The units of shard number i of a bucket of `numel` elements."""
+    return [units[0].shard(i)] if _all_in_one(units) else by_shards(units, numel, shards)[i]
+
+
 def _means(units: Sequence[Unit], rows: Tensor, numel: int, shards: int) -> Iterator[Payload]:
     """The payload of each unit's mean. rows: (shards, bytes; uint8). A row holds the payloads of
     its shard's units, and is padded."""
@@ -410,10 +399,45 @@ def _downward(unit: Unit, back: Means) -> Unit:
     return replace(unit, cf=cf, compressor=by)
 
 
+def _fill_with_means(
+    means: Sequence[tuple[Unit, Tensor]], rows: Tensor, memory: Mapping[str, Tensor] | None
+) -> tuple[list[Tensor | None], Flag]:
+    """Fill each unit's tensor with the mean of the ranks' payloads in `rows`, and add the error in
+    the server's memory. Returns these errors, and whether some payload is not finite."""
+    errors: list[Tensor | None] = []
+    nonfinite: Flag = False
+    received = unpack([unit for unit, _ in means], rows)
+    for (unit, mean), payloads in zip(means, received, strict=True):
+        flag = any_nonfinite(payloads)  # some rank's gradient was not finite
+        unit.compressor.mean_of(mean, payloads, 1 / len(payloads), flag)
+        error = None if memory is None else memory.get(unit.key.name)
+        if error is not None and error.numel() == mean.numel():
+            mean.add_(error)
+        errors.append(error)
+        nonfinite = either(nonfinite, flag)
+    return errors, nonfinite
+
+
+def _keep_errors(
+    memory: dict[str, Tensor],
+    lost: Sequence[tuple[Unit, Tensor]],
+    before: Sequence[Tensor | None],
+    nonfinite: Flag,
+) -> None:
+    """Set the server's memory to what the payloads have lost of each mean; in a nonfinite step to
+    the error of before."""
+    for (unit, error), old in zip(lost, before, strict=True):
+        unchanged = torch.zeros_like(error) if old is None else old
+        flag = torch.as_tensor(nonfinite, device=error.device)
+        memory[unit.key.name] = torch.where(flag, unchanged, error)
+
+
 def _compress_mean(
-    unit: Unit, mean: Tensor, measured: tuple[float, ...]
+    unit: Unit, mean: Tensor, measured: tuple[float, ...], ranks: int
 ) -> tuple[Payload, Sequence[Payload]]:
     """(payload that is sent back, payloads at the CFs measured) for the mean of a unit."""
+    # Random rounding needs another seed here than for this rank's own payload.
+    unit = replace(unit, key=unit.key._replace(rank=unit.key.rank + ranks))
     by, levels = unit.compressor, list[Payload]()
     if measured and unit.base is not EXACT:
         levels = compress_levels(replace(unit, levels=measured), mean)

@@ -157,22 +157,13 @@ class Reducer:
         for unit in itertools.chain(*by_shard):
             memory.accumulate(unit)
         payloads = [_payload(step, bucket, unit, memory, strategy) for unit in own]  # 2, 3
-        # The energies that this bucket's payloads have added to the tally. The compression of the
-        # mean loses a share of them.
-        added = None if before is None else step.tally.copy_of_levels() - before
-        # `report` must not refer to `payloads`: a gathered payload is freed once it is packed.
-        error_fed = [payload.parts[0] for payload in payloads] if strategy.takes_error_fed else []
-
-        def report(made: Sequence[Payload]) -> None:
-            if added is not None:
-                step.tally.lose(added, _lost_share(made))
-                return
-            for unit, a, payload in zip(units, error_fed, made, strict=True):
-                measured = not (unit.compressor is EXACT or bucket.skips_all(unit))
-                if measured and bucket.nonfinite is not True:
-                    levels = compress_levels(unit, a, sent=payload)
-                    record_levels(unit, levels, bucket.work, step.tally)
-
+        # The callback must not refer to `payloads`: a gathered payload is freed once it is packed.
+        report: Callable[[Sequence[Payload]], None]
+        if before is None:
+            error_fed = [each.parts[0] for each in payloads] if strategy.takes_error_fed else []
+            report = partial(_record_sent, step, bucket, units, error_fed)
+        else:
+            report = partial(_record_losses, step.tally, step.tally.copy_of_levels() - before)
         outgoing = Outgoing(index, bucket, units, payloads, report, step.tally.add_means)
 
         def finish(received: Received) -> Tensor:
@@ -340,14 +331,29 @@ def _measures(step: Step, unit: Unit) -> bool:
     return not sent_only or step.tally.energies or bool(step.tally.by_layer)
 
 
-def _lost_share(payloads: Sequence[Payload]) -> Scalar:
-    """The share of the compressed tensors' energy that these payloads lose: sum of ||a - c||^2 over
-    sum of ||a||^2."""
-    known = [payload.energies for payload in payloads if payload.energies is not None]
-    if not known:
-        return 0.0
-    total, _, lost = torch.stack(known).sum(0)
-    return torch.where(total > 0, lost / total, 0.0)
+def _record_sent(
+    step: Step,
+    bucket: Bucket,
+    units: Sequence[Unit],
+    error_fed: Sequence[Tensor],
+    sent: Sequence[Payload],
+) -> None:
+    """Add to the tally the energies of payloads that a strategy itself has made of `error_fed`."""
+    if bucket.nonfinite is True:
+        return
+    for unit, a, payload in zip(units, error_fed, sent, strict=True):
+        if unit.compressor is not EXACT and not bucket.skips_all(unit):
+            levels = compress_levels(unit, a, sent=payload)
+            record_levels(unit, levels, bucket.work, step.tally)
+
+
+def _record_losses(tally: Tally, added: Tensor, means: Sequence[Payload]) -> None:
+    """Take off the tally what the compression of means has lost of `added`, the energies that a
+    bucket's own payloads have added to the tally: a share of sum ||a - c||^2 / sum ||a||^2."""
+    known = [payload.energies for payload in means if payload.energies is not None]
+    if known:
+        total, _, lost = torch.stack(known).sum(0)
+        tally.lose(added, torch.where(total > 0, lost / total, 0.0))
 
 
 def _decode(
