@@ -500,12 +500,13 @@ class Levels(BlockFormat):
 
 
 def add_squares(x: Tensor, cut: Cut, sums: Tensor) -> None:
-    """Add ||x||^2 of each piece to `sums`."""
+    """Add ||x||^2 of each piece to `sums`. On a device each piece is a norm of its own: a
+    difference of two running sums (`Kernels.sum_pieces`) loses a small piece after a large one."""
     kernels = kernels_for(x)
-    if len(cut.counts) == 1:
-        sums[cut.which] += kernels.squared_norm(x)
-    else:
+    if kernels.may_read and len(cut.counts) > 1:
         sums[cut.which] += kernels.sum_pieces(x.double().square(), cut.counts)
+    else:
+        sums[cut.which] += squared_norms(x.split(cut.counts.tolist()))
 
 
 def add_largest(x: Tensor, cut: Cut, largest: Tensor) -> None:

@@ -491,6 +491,21 @@ def test_segments_are_scaled_as_each_is_alone(quantizer, path):
     assert payload.energies == pytest.approx([norm2(x), norm2(sent), lost], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "quantizer", [TwoBit(), TernGrad(), QSGD(norm="l2", bucket=None)], ids=lambda q: q.name
+)
+@pytest.mark.parametrize("path", [nullcontext, device_path], ids=["host", "device"])
+def test_a_small_segment_after_a_large_one_keeps_its_own_scale(quantizer, path):
+    segments = (70_000, 513, 7)
+    sizes = torch.tensor([1.0, 1e-7, 1e-10]).repeat_interleave(torch.tensor(segments))
+    x = normal(sum(segments)) * sizes
+    with path():
+        payload = quantizer.compress(x.clone(), Spec(segments, min(quantizer.forms)))
+        for piece, scale in zip(x.split(segments), payload.parts[0], strict=True):
+            alone = quantizer.compress(piece.clone(), Spec.of(piece, payload.cf))
+            torch.testing.assert_close(scale, alone.parts[0][0], rtol=1e-6, atol=0)
+
+
 @every_scaled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_segment_of_zeros_stays_zeros_and_none_is_changed(quantizer, dtype):
