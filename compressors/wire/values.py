@@ -42,7 +42,8 @@ from compressors.kernels.reference import seeded
 from compressors.wire.packing import codes_nbytes, pack_codes, unpack_codes
 
 STEP = 2.0**-16
-"""The factor that brings the numbers of `fill_random16` into [0, 1)."""
+"""The factor that brings the numbers of `fill_random16`, plus a half, into (0, 1). Without the half
+tiny negative values would be rounded to -1 now and then, and tiny positive ones never to 1."""
 
 WIDER = 1 + 2.0**-20
 """Scales are larger by this factor: rounding errors must not put a value past the last level."""
@@ -492,7 +493,7 @@ class Levels(BlockFormat):
         if self.seed is not None:
             random = torch.empty_like(x)
             fill_random16(random, self.seed, key, 0)
-            random.mul_(STEP)
+            random.add_(0.5).mul_(STEP)
         _, (nbytes, _) = self.layout(x.numel() // rows, x.dtype)
         return fused.encode_levels(
             x, add, self.bits, self.bucket, float(self._steps), nbytes, random, decode, rows
@@ -590,11 +591,11 @@ def check_bucket(bucket: int) -> None:
 
 
 def round_at_random(q: Tensor, seed: int, key: Key, start: int) -> None:
-    """Round a block to whole numbers, up or down at random so that the mean error is zero, in
-    place."""
+    """Round a block to whole numbers, up or down at random so that the mean error is zero (to
+    2**-17, and as often above as below), in place."""
     noise = scratch_like("noise", q)
     fill_random16(noise, seed, key, start)
-    q.add_(noise, alpha=STEP).floor_()
+    q.add_(noise.add_(0.5), alpha=STEP).floor_()
 
 
 def fill_random16(out: Tensor, seed: int, key: Key, start: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from compressors.wire.values import (
     ValueFormat,
     fill_random16,
     make_values,
+    round_at_random,
     value_names,
 )
 from tests.unit.device_path import device_path, meta
@@ -114,6 +118,20 @@ def test_random_numbers_are_uniform_and_follow_the_key():
             assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
     assert not torch.equal(fill(torch.empty(9), 0, KEY, CODE_BLOCK), fill(torch.empty(9), 0, KEY))
     fill(torch.empty(0), 1, KEY)
+
+
+@pytest.mark.parametrize("path", [nullcontext, device_path], ids=["host", "device"])
+def test_rounding_at_random_moves_as_many_values_up_as_down(path):
+    """Also where the chance is as small as a random number of 16 bits can make it."""
+    moved = dict.fromkeys((4e-6, -4e-6, 1.1e-5, -1.1e-5), 0.0)
+    with path():
+        for value, step in product(moved, range(8)):
+            q = torch.full((CODE_BLOCK,), value)
+            round_at_random(q, 0, Key("w", step), 0)
+            moved[value] += float(q.sum())
+    few, none = 8 * CODE_BLOCK / 65536, 0.0  # the chances 2**-16 and 0 are the nearest ones
+    assert list(moved.values()) == pytest.approx([none, none, few, -few], abs=5 * few**0.5)
+    assert moved[4e-6] == moved[-4e-6] == 0
 
 
 def on_device(out: torch.Tensor, seed: int, key: Key, start: int = 0) -> torch.Tensor:

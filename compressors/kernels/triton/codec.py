@@ -320,7 +320,7 @@ def encode_levels(
 ) -> Encoded:
     """x += add, then levels of x with a scale for each bucket (`values.Levels`, norm "max").
 
-    steps: the largest magnitude of a bucket / scale. random: numbers in [0, 1) for rounding, at
+    steps: the largest magnitude of a bucket / scale. random: numbers in (0, 1) for rounding, at
     least one for each element; None: rounding to the nearest. tensors: number of tensors of equal
     length in x, each coded separately. codes_nbytes: of each tensor."""
     count = x.numel() // tensors
