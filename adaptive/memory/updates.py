@@ -195,6 +195,7 @@ class UpdateHandover(Handover):
         The work is done block by block, so that all operations on a block find it in the cache."""
         before, work = self.steps.before.get(chunk), chunk.buffer("work")
         if before is None:
+            self._moments.put_back()  # if the step has raised: old moments are in this buffer
             return work.zero_(), None
         rates = self.steps.rates_of(chunk)
         rate = inverse(rates[0][0]) if len(rates) == 1 else None

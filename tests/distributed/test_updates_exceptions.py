@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from adaptive import AdaptiveCompressor, Fixed
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, small_net
-from tests.distributed.test_updates import MAKE, Training, differs
+from tests.distributed.test_updates import MAKE, Training, differs, moments
 
 CF = 20
 
@@ -118,6 +118,29 @@ def _raising(rank: int, which: int) -> float:
 
 def test_a_step_that_raises_on_one_rank_is_left_out() -> None:
     assert run_ranks(2, _raising, 1) == [0.0, 0.0]
+
+
+def _moments_after_an_error(rank: int) -> list[bool]:
+    """Whether first moments are what they were before a step that has raised, once the ranks have
+    exchanged their updates without it. (From CF 10 on each step overwrites first moments.)"""
+    training = Training(MAKE["adamw"], Fixed(CF)).train(rank, 0, 9)
+    before = [each.clone() for each in moments(training)]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    handle = training.optimizer.register_step_pre_hook(fail)
+    with suppress(MemoryError):
+        training.train(rank, 9, 10)
+    handle.remove()
+    loss_of(training.model, 10, rank)
+    return [torch.equal(a, b) for a, b in zip(moments(training), before, strict=True)]
+
+
+def test_a_step_that_raises_leaves_moments_as_they_were() -> None:
+    for same in run_ranks(2, _moments_after_an_error):
+        assert same
+        assert all(same)
 
 
 def _loaded_after_an_error(rank: int) -> float:
