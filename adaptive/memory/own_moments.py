@@ -68,6 +68,7 @@ class FlatMoments:
         if self._steps is None:
             return []
         groups = {id(group): group for _, group in owners if "betas" in group}
+        grouped = [id(group) for _, group in owners]  # `==` of groups would compare tensors
         settings = {
             each: (*group["betas"], group["eps"], bool(group.get("amsgrad")))
             for each, group in groups.items()
@@ -75,7 +76,7 @@ class FlatMoments:
         # On a device every parameter has its own step count, which the host does not read.
         counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
         ahead = [count - counts[0] for count in counts]
-        runs_for = (owners, settings, ahead)
+        runs_for = (grouped, settings, ahead)
         if runs_for != self._runs_for:
             self._runs, self._runs_for = self._find(owners, settings, counts), runs_for
         return self._runs

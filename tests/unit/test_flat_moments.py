@@ -136,6 +136,19 @@ def test_moments_of_another_precision_are_taken_in_anew() -> None:
     assert moments.left_out(owners)
 
 
+def test_parameters_may_move_to_another_group() -> None:
+    chunk, optimizer, owners = _chunk(4)
+    moments = FlatMoments(chunk)
+    _step(chunk, optimizer)
+    (whole,) = moments.runs(owners)
+    first = optimizer.param_groups[0]
+    moved, first["params"] = first["params"][2:], first["params"][:2]
+    optimizer.add_param_group({"params": moved, "betas": (0.5, 0.9)})
+    runs = moments.runs([(optimizer, group) for group in optimizer.param_groups for _ in range(2)])
+    assert [run.group["betas"] for run in runs] == [(0.9, 0.999), (0.5, 0.9)]
+    assert sum(run.stop - run.start for run in runs) == whole.stop
+
+
 def test_as_many_operations_for_hundreds_of_tensors_as_for_a_few() -> None:
     calls = []
     for count in (4, 300):
