@@ -9,7 +9,8 @@ for mere noise, and 1 without noise. Of a single element m^2 / v is a poor estim
 neighbouring elements share the ratio of their sums (docs/research/defaults.md).
 
 No optimizer's formula is repeated here: the user's own optimizer makes every update. This module
-uses only what all adaptive optimizers share: exponential averages that start from zero.
+uses only what all adaptive optimizers share, exponential averages that start from zero, and how
+much smaller than Adam's the first steps of RAdam are.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
 
+LEAST_LENGTH = 5.0
+"""The length of the average in a second moment from which on RAdam divides by its root."""
+
 Noise = tuple[Any, float]
 """(scale, constant): see `noise_of`."""
 
@@ -62,7 +66,7 @@ class Run(NamedTuple):
     averages: 0-dim; or flat, one for each parameter, where the optimizer counts on a device.
     ends: where each parameter ends in the run, on that device (int64). sizes: elements of each
     parameter. tensors: the moments by their names in the optimizer's state, flat or in the shape of
-    their parameter."""
+    their parameter. rectified: RAdam steps the parameters."""
 
     group: Group
     step: Tensor
@@ -71,6 +75,7 @@ class Run(NamedTuple):
     stop: int = 0
     sizes: Sequence[int] = ()
     ends: Tensor | None = None
+    rectified: bool = False
 
     def by_element(self, numbers: Any) -> Any:
         """Repeat a number for each parameter to a number for each element (flat). A single number
@@ -165,12 +170,14 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
 
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
     """The pending momentum of a run with momentum share 1 (the updates that later steps would still
-    make from it): beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat).
+    make from it): beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat), and with
+    RAdam's `_rectification`.
 
     share: see `noise_of`. share_of_square: v is multiplied by this number (flat, or 1)."""
     beta1 = run.group["betas"][0]
     mean = run.mean / run.by_element(_bias(_decay_of_mean(beta1, share), run.step))
-    return mean.div_(_divisor(run, share_of_square)).mul_(beta1 / (1 - beta1))
+    ahead = beta1 / (1 - beta1) * _rectification(run)
+    return mean.div_(_divisor(run, share_of_square)).mul_(run.by_element(ahead))
 
 
 def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> None:
@@ -178,6 +185,7 @@ def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> No
     momentum share, above 0: the inverse of `undelivered`."""
     beta1 = run.group["betas"][0]
     scale = _bias(_decay_of_mean(beta1, share), run.step) * (1 - beta1) / beta1 / share
+    scale = scale / _rectification(run)
     run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(run.by_element(scale)))
 
 
@@ -186,6 +194,23 @@ def _divisor(run: Run, share_of_square: Any) -> Tensor:
     square = flat(run.tensors["max_exp_avg_sq" if run.group.get("amsgrad") else "exp_avg_sq"])
     square = square / run.by_element(_bias(run.group["betas"][1], run.step))
     return square.mul_(share_of_square).sqrt_().add_(run.group["eps"])
+
+
+def _rectification(run: Run) -> Any:
+    """The factor by which RAdam makes its steps smaller than Adam's (Liu and others 2020, section
+    4.2), as long as few gradients are in the second moment; 1 for other optimizers. It grows from
+    step to step, so it is taken where the steps that use up a first moment are on average: after
+    1 / (1 - beta1) steps. The first steps of RAdam, which do not divide by a second moment, count
+    as its smallest ones that do."""
+    beta1, beta2 = run.group["betas"]
+    most = 2 / (1 - beta2) - 1
+    if not run.rectified or most <= LEAST_LENGTH:
+        return 1.0
+    step = run.step.to(torch.float64) + 1 / (1 - beta1)
+    decayed = beta2**step
+    length = (most - 2 * step * decayed / (1 - decayed)).clamp(min=LEAST_LENGTH)
+    factor = (length - 4) * (length - 2) / length * (most / (most - 4) / (most - 2))
+    return factor.sqrt_().to(run.step.dtype)
 
 
 def normalized(grad: Tensor, group: Group, state: Mapping[str, Any]) -> Tensor:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, RAdam
 
-from adaptive.memory.handover import Groups, with_settings
+from adaptive.memory.handover import Groups, steps_as, with_settings
 from adaptive.memory.moments import (
     SECOND_MOMENTS,
     Run,
@@ -67,11 +67,11 @@ class FlatMoments:
         self._take_in(owners)
         if self._steps is None:
             return []
-        groups = {id(group): group for _, group in owners if "betas" in group}
+        groups = {id(group): (of, group) for of, group in owners if "betas" in group}
         grouped = [id(group) for _, group in owners]  # `==` of groups would compare tensors
         settings = {
-            each: (*group["betas"], group["eps"], bool(group.get("amsgrad")))
-            for each, group in groups.items()
+            each: (*group["betas"], group["eps"], bool(group.get("amsgrad")), steps_as(of, RAdam))
+            for each, (of, group) in groups.items()
         }
         # On a device every parameter has its own step count, which the host does not read.
         counts = self._steps.tolist() if self._counts_on_host else [0.0] * len(owners)
@@ -99,9 +99,9 @@ class FlatMoments:
             start, stop = self._ends[places[0]], self._ends[places[-1] + 1]
             if setting is not None and stop > start:
                 tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
-                group, first, last = owners[places[0]][1], places[0], places[-1] + 1
-                counted = self._counted(first, last)
-                found.append(Run(group, start=start, stop=stop, tensors=tensors, **counted))
+                (of, group), first, last = owners[places[0]], places[0], places[-1] + 1
+                more = {"rectified": steps_as(of, RAdam), **self._counted(first, last)}
+                found.append(Run(group, start=start, stop=stop, tensors=tensors, **more))
         return found
 
     def _counted(self, first: int, last: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from typing import Any
 
 import pytest
@@ -343,6 +343,23 @@ def test_a_dense_step_after_compressed_ones_is_no_jump(name: str) -> None:
     """What waits goes over steps to come, as momentum: at once it would throw a model far back."""
     for *compressed, dense in run_ranks(2, _distances, name):
         assert dense < max(compressed[-5:])
+
+
+def _leaps(rank: int) -> dict[str, float]:
+    """How far the first compressed step moves the parameters, compared to the dense one before."""
+    found = {}
+    for name in ("adamw", "radam"):
+        run = Training(ALL[name], Schedule({0: 1, 8: 20}))
+        places = [run.train(rank, step, step + 1).flat.clone() for step in range(9)]
+        *_, dense, compressed = ((b - a).norm() for a, b in pairwise(places))
+        found[name] = float(compressed / dense)
+    return found
+
+
+def test_what_momentum_hands_over_is_in_proportion_to_the_steps() -> None:
+    """RAdam's first steps are a small part of Adam's, so its pending momentum is, too."""
+    for leaps in run_ranks(2, _leaps):
+        assert leaps["radam"] < 3 * leaps["adamw"]
 
 
 STOPS: list[tuple[str, int, dict[str, Any]]] = [
