@@ -145,7 +145,8 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
     for rank, theirs in enumerate(everyone):
         for name, key in theirs:
             ranks_of[name].setdefault(key, []).append(rank)
-    sums: list[tuple[Tensor, Tensor]] = []  # (addend of this rank, tensor that gets the sum)
+    # (addend of this rank, divisor of the sum, tensor that gets the quotient)
+    sums: list[tuple[Tensor, int, Tensor]] = []
     nbytes = 0  # of the addends
     for p, state in states.items():
         kept = ranks_of[p.name]
@@ -169,11 +170,18 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
                 continue
             exact = torch.promote_types(dtype, p.dtype)
             addend = entry.to(p.tensor.device, exact).reshape(-1).nan_to_num()
-            addend = addend * (exchange.rank == ranks[0]) if coded else addend / len(ranks)
+            divisor = 1
+            if coded:
+                addend = addend * (exchange.rank == ranks[0])
+            elif shape:
+                addend = addend / len(ranks)
+            else:  # a count of steps: 7 * (11 / 7) is not 11
+                divisor, most = len(ranks), torch.finfo(exact).max / len(ranks)
+                addend = addend.clamp(-most, most)
             if sums and (sums[0][0].dtype, sums[0][0].device) != (addend.dtype, addend.device):
                 _sum_up(sums, exchange)
             nbytes = (nbytes if sums else 0) + addend.nbytes
-            sums.append((addend, entry))
+            sums.append((addend, divisor, entry))
             if nbytes > CHUNK:
                 _sum_up(sums, exchange)
     _sum_up(sums, exchange)
@@ -204,12 +212,12 @@ def _agree_on_numbers(
         states[name][key] = each[0] if equal else sum(each) / len(each)
 
 
-def _sum_up(sums: list[tuple[Tensor, Tensor]], exchange: Exchange) -> None:
-    """Sum the first tensor of each pair over the ranks, in one collective for all pairs, and copy
-    the sum to the second tensor. The list is empty afterwards."""
+def _sum_up(sums: list[tuple[Tensor, int, Tensor]], exchange: Exchange) -> None:
+    """Sum the addends over the ranks, in one collective for all, and copy each sum, divided by its
+    divisor, to its tensor. The list is empty afterwards."""
     if sums:
-        total = exchange.total(torch.cat([addend for addend, _ in sums])).wait()
-        sizes = [addend.numel() for addend, _ in sums]
-        for (_, entry), part in zip(sums, total.split(sizes), strict=True):
-            entry.copy_(part.view(entry.shape))
+        total = exchange.total(torch.cat([addend for addend, _, _ in sums])).wait()
+        sizes = [addend.numel() for addend, _, _ in sums]
+        for (_, divisor, entry), part in zip(sums, total.split(sizes), strict=True):
+            entry.copy_((part if divisor == 1 else part / divisor).view(entry.shape))
     sums.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.futures import Future
@@ -30,12 +31,15 @@ class Alike:
 
     rank = 0
 
+    def __init__(self, ranks: int = RANKS) -> None:
+        self.ranks = ranks
+
     def gather_objects(self, own: Any) -> list[Any]:
-        return [own] * RANKS
+        return [own] * self.ranks
 
     def total(self, own: Tensor) -> Future[Tensor]:
         done: Future[Tensor] = Future()
-        done.set_result(own * RANKS)
+        done.set_result(sum((own for _ in range(self.ranks)), torch.zeros_like(own)))
         return done
 
 
@@ -54,3 +58,12 @@ def test_agreeing_takes_no_more_a_parameter_where_there_are_many() -> None:
             assert torch.equal(kept["exp_avg"], torch.full((4,), float(i)))
             assert kept["step"] == 3
     assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 11])
+def test_counts_of_steps_that_are_alike_stay_so(ranks: int) -> None:
+    for count in (1.0, 11.0, 13.0, 1001.0):
+        parameter = ModelParameter("p", torch.ones(4))
+        step = torch.tensor(count)
+        agree_on_states({parameter: {"step": step}}, Alike(ranks))  # type: ignore[arg-type]
+        assert step == count
