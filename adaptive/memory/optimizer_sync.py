@@ -121,11 +121,10 @@ def unite_moments(
 def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: Exchange) -> None:
     """Make the optimizers' states of parameters the same on all ranks, in place (collectives).
 
-    Floats and floating-point tensors become the mean over the ranks that have them. Integers have
-    no mean (the codes of a quantized state, for instance). So integers, and the whole state of a
-    parameter with integer tensors, are copied from the first rank that has them. A rank that has
-    not used a parameter yet gets its state from the others. nan counts as 0, infinity as the
-    largest number.
+    Floats and floating-point tensors become the mean over the ranks that have them. Codes of a
+    quantized state (integers, float8) have no mean. So codes, and the whole state of a parameter
+    with tensors of codes, are copied from the first rank that has them. A rank that has not used a
+    parameter yet gets its state from the others. nan counts as 0, infinity as the largest number.
 
     There is one all-reduce for many tensors of one precision, and one for each tensor of integers.
     A number on the host whose parameter is on a device is gathered as an object instead: copying
@@ -151,7 +150,7 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
     for p, state in states.items():
         kept = ranks_of[p.name]
         kinds = [everyone[ranks[-1]][p.name, key] for key, ranks in kept.items()]
-        coded = any(len(shape) and not dtype.is_floating_point for shape, dtype, _ in kinds)
+        coded = any(len(shape) and _is_code(dtype) for shape, dtype, _ in kinds)
         for key, ranks in sorted(kept.items()):
             shape, dtype, _ = everyone[ranks[0]][p.name, key]
             numbers = [everyone[rank][p.name, key][2] for rank in ranks]
@@ -168,7 +167,7 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
                 first = first if exchange.rank == ranks[0] else torch.zeros_like(first)
                 entry.copy_(exchange.total(first.reshape(-1)).wait().view(shape))
                 continue
-            exact = torch.promote_types(dtype, p.dtype)
+            exact = p.dtype if _is_code(dtype) else torch.promote_types(dtype, p.dtype)
             addend = entry.to(p.tensor.device, exact).reshape(-1).nan_to_num()
             divisor = 1
             if coded:
@@ -185,6 +184,11 @@ def agree_on_states(states: Mapping[ModelParameter, dict[str, Any]], exchange: E
             if nbytes > CHUNK:
                 _sum_up(sums, exchange)
     _sum_up(sums, exchange)
+
+
+def _is_code(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype have no mean: integers, and float8, which has scales beside."""
+    return not dtype.is_floating_point or dtype.itemsize == 1
 
 
 def _number(value: Tensor, of: ModelParameter) -> float | None:

@@ -137,6 +137,39 @@ def test_codes_of_8_bit_moments_and_their_scales_are_those_of_one_rank() -> None
         assert torch.equal(b, c)
 
 
+class Float8(Optimizer):
+    """SGD with a momentum that is kept in float8, and a scale for each tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            momentum = self.momentum(p).mul_(0.9).add_(p.grad) if state else p.grad.clone()
+            state["scale"] = momentum.abs().max() / 400
+            state["momentum"] = (momentum / state["scale"]).to(torch.float8_e4m3fn)
+            p.sub_(momentum, alpha=0.01)
+
+    def momentum(self, p: Tensor) -> Tensor:
+        return self.state[p]["momentum"].to(p.dtype) * self.state[p]["scale"]
+
+
+def _float8(rank: int) -> tuple[float, float]:
+    """How far ranks' momenta differ once they have agreed, and their models at the end."""
+    run = Training(Float8, Schedule({0: 20, 5: 1, 6: 20}), small_net(SINGLE)).train(rank, 0, 5)
+    assert isinstance(run.optimizer, Float8)
+    run.compressor.state_dict(checkpoint="gathered")
+    agreed = [run.optimizer.momentum(p) for p in run.model.parameters()]
+    run.train(rank, 5, 9)
+    return differs(agreed), differs([run.flat])
+
+
+def test_moments_in_float8_and_their_scales_are_those_of_one_rank() -> None:
+    assert run_ranks(2, _float8) == [(0.0, 0.0)] * 2
+
+
 def _told(rank: int) -> dict[str, int]:
     """How often a script is told that an optimizer was not measured."""
     found = {}
