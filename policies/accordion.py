@@ -183,7 +183,7 @@ class Accordion(DeclaredPolicy):
         """By layer, the CF of PowerSGD at a rank: n m / (rank (n + m)), n the first dimension."""
         cfs = {}
         for name, shape in shapes.items():
-            n, m = shape[0], prod(shape[1:])
+            n, m = shape[0] if shape else 1, prod(shape[1:])  # a single number has no dimension
             cfs[name] = max(DENSE, n * m / ((rank or 1) * (n + m))) if n * m else DENSE
         return cfs
 

@@ -270,6 +270,15 @@ def test_ranks_are_powersgds(shapes, ranks):
         policy.observe(StepReport(0, plan.send, layer_norms=norms if plan.read_sum else {}))
 
 
+def test_by_ranks_a_parameter_that_is_a_single_number_is_dense():
+    policy = Accordion.paper(4, 1, as_ranks=True)
+    policy.start(Context((1, 1), 2, layers={"matrix": (100, 100), "scale": ()}))
+    assert policy.plan().layers == {"scale": DENSE, "matrix": 10_000 / (4 * 200)}
+    policy = Accordion(4, 1, as_ranks=True, per_layer=True)  # vectors have regimes, too
+    policy.start(Context((1, 1), 2, layers={"matrix": (100, 100), "scale": ()}))
+    assert policy.plan().layers == {"scale": DENSE, "matrix": 10_000 / (4 * 200)}
+
+
 def test_an_epoch_is_a_tenth_of_the_interval_if_nobody_says():
     policy = Accordion.paper(*RANGE, interval=40)
     policy.start(Context(RANGE, 2, layers=LAYERS))
