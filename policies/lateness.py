@@ -15,7 +15,7 @@ rate falls), used as a bound instead of a switch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, log
 
 from policies.state import Stateful, require, saved
 
@@ -28,6 +28,9 @@ ALIKE = 4.0
 NOTED = 1.05
 """A learning rate is noted when it has changed by this factor since the last one noted."""
 
+MOST = 128
+"""The largest number of noted learning rates. One that rises and falls once notes at most half."""
+
 
 @dataclass(eq=False)
 class Lateness(Stateful):
@@ -35,7 +38,8 @@ class Lateness(Stateful):
 
     steps: int = saved(0)
     _highest: float = saved(0.0)  # the highest learning rate so far
-    # (step, learning rate) of every change by NOTED since the present phase began.
+    # (step, learning rate) of the changes by NOTED since the present phase began: of all, or if
+    # these are more than MOST, of the first, and of the last to each learning rate.
     _rates: list[tuple[int, float]] = saved([])
 
     def observe(self, lr: float, steps: int = 1) -> None:
@@ -46,6 +50,10 @@ class Lateness(Stateful):
             if not last / NOTED < lr < last * NOTED:
                 self._rates.append((self.steps, lr))
                 self._rates = self._rates[self._first :]
+                if len(self._rates) > MOST:  # a rate that goes up and down, perhaps in every step
+                    first, *others = self._rates
+                    latest = {round(log(rate) / log(NOTED)): (step, rate) for step, rate in others}
+                    self._rates = [first, *sorted(latest.values())]
         self.steps += steps
 
     @property

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policies import DENSE, Context, Goodput
 from policies.goodput import HASTE
-from policies.lateness import ALIKE, NOTED, SHARE, Lateness
+from policies.lateness import ALIKE, MOST, NOTED, SHARE, Lateness
 from tests.unit.test_policies_goodput import OPENING, nbytes, report
 
 RATE = 1e4
@@ -47,6 +47,21 @@ def test_steps_count_from_when_the_learning_rate_was_another(rates, falling):
     rates.sort(reverse=falling)
     alike = observed(rates).alike
     assert steps_within(rates, ALIKE / NOTED**2) <= alike <= steps_within(rates, ALIKE * NOTED**2)
+
+
+@pytest.mark.parametrize("noise", [(1.0, 0.9), (1.0, 0.8, 0.6, 0.8), (1.0, 0.5)])
+def test_a_rate_that_changes_in_every_step_is_noted_a_bounded_number_of_times(noise):
+    """The rate of a batch of another size, say. The phase begins about when it would without a
+    bound: up to NOTED of the schedule later."""
+    rates = [0.1 * (1 + cos(pi * step / 4000)) * noise[step % len(noise)] for step in range(3000)]
+    lateness = observed(rates)
+    assert len(lateness.state_dict()["rates"]) <= MOST
+    lowest = min(rates[-len(noise) :])
+    least = steps_within([*rates[:-1], lowest], ALIKE / NOTED**3)
+    assert least <= lateness.alike <= steps_within(rates, ALIKE * NOTED**2)
+    again = Lateness()
+    again.load_state_dict(json.loads(json.dumps(lateness.state_dict())))
+    assert (again.alike, again.largest) == (lateness.alike, lateness.largest)
 
 
 def test_with_a_constant_or_unknown_learning_rate_all_steps_count():
