@@ -291,13 +291,19 @@ class Controller(saved.Stateful):
             dense_wire_bytes=self.sizes.wire_bytes(DENSE),
             timed_bytes=timed_bytes,
         )
+        totals = self._totals
+        totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
+        # The totals of this step: when it is observed, they may be those of later steps.
         recorded = {
             "layer_cfs": self.cfs.layers,
             "read_sum": self.plan.read_sum,
             "local_steps": steps,
+            "sent": totals.bytes_sent,
+            "dense": totals.dense_bytes,
+            "dense_steps": totals.steps_at_cf.get(DENSE, 0),
+            "inside": totals.inside_bytes or nan,
         }
         self._pending.append(_Pending(report, self.cfs, recorded, tally, summed))
-        self._totals.add_step(self.cf, traffic, report.dense_wire_bytes, steps)
         self.step += 1
 
     def ranks_that_stepped(self) -> Tensor:
@@ -437,9 +443,6 @@ class Controller(saved.Stateful):
             gain = self._gain(report)
             totals.add_gain(report.cf, gain)
             recorded |= {"gain": gain, "pace": replace(totals.pace)}
-            recorded |= {"sent": totals.bytes_sent, "dense": totals.dense_bytes}
-            recorded["dense_steps"] = totals.steps_at_cf.get(DENSE, 0)
-            recorded["inside"] = totals.inside_bytes or nan
             self.recorder.step(report, self.policy, now, **recorded)
 
     def _gain(self, report: StepReport) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from adaptive import Accordion, AdaptiveCompressor, Delayed, Fixed, Momentum, Residual
+from adaptive import (
+    Accordion,
+    AdaptiveCompressor,
+    Delayed,
+    Fixed,
+    MemoryTimeline,
+    Momentum,
+    Residual,
+    StepRecord,
+)
 from compressors.kernels import blocks
 from policies import Policy
 from tests.distributed.processes import run_ranks
@@ -328,6 +338,24 @@ def test_a_rank_recovers_from_a_step_that_is_not_finite(delay: int, on_device: b
     assert not torch.equal(good["anchor"], good["sound"])
     assert torch.equal(good["united"], bad["united"])
     assert good["united"].isfinite().all()
+
+
+def _recorded(rank: int) -> list[StepRecord]:
+    timeline = MemoryTimeline()
+    run = Training(rank, "sgd", 4, [1.0, 1.0, 1.0, 8.0], timeline=timeline)
+    run.train(12)
+    run.compressor.close()
+    return timeline.steps
+
+
+def test_the_totals_of_a_record_are_those_of_its_step() -> None:
+    """Although the step is observed some steps later."""
+    records, _ = run_ranks(2, _recorded)
+    dense = accumulate(int(record.report.cf == 1) for record in records)
+    assert [record.dense_steps for record in records] == [*dense]
+    sent = accumulate(record.report.wire_bytes for record in records)
+    assert [record.sent for record in records] == pytest.approx([*sent])
+    assert 0 < records[-1].dense_steps < len(records)
 
 
 def _refused(rank: int) -> list[str]:
