@@ -184,6 +184,15 @@ class Controller(saved.Stateful):
                 f"policy {name!r} plans a delay of {plan.delay!r}: it must be one of "
                 f"{', '.join(map(str, self.delays))}, or None"
             )
+        # Python's own numbers: a state with NumPy's is one that torch.load refuses.
+        plan = replace(
+            plan,
+            send=float(plan.send),
+            probe=tuple(map(float, plan.probe)),
+            layers={layer: float(cf) for layer, cf in plan.layers.items()},
+            local_steps=int(plan.local_steps),
+            delay=None if plan.delay is None else int(plan.delay),
+        )
         if why := self.memory().handover.dense_because:
             dense = replace(plan, send=DENSE, probe=(), layers={}, reason=why)
             return replace(dense, local_steps=0, delay=None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BytesIO
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, Plan, Policy, StepReport
+from adaptive import AdaptiveCompressor, MemoryTimeline, Plan, Policy, StepReport
 from policies import Context
 from tests.unit.in_one_process import Given, one_rank
 
@@ -67,6 +69,33 @@ def _step(planned: Any, kind: type[Planned] = Planned) -> float:
 def test_what_is_no_plan_is_told_by_the_policys_name(planned: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"policy 'planned'.*{told}"):
         _step(planned)
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.int64])
+def test_a_policy_may_compute_with_numpy(number: type) -> None:
+    """The state of the run is one that torch.load reads without being told to trust it."""
+    gradients, kept = [torch.randn(8, 8), torch.randn(8)], MemoryTimeline()
+    plan = Plan(
+        number(4),
+        (number(8),),
+        layers={"all.1": number(2)},
+        local_steps=np.int64(1),
+        delay=np.int64(0),
+    )
+    with one_rank():
+        model = DDP(Given([gradient.shape for gradient in gradients]))
+        compressor = AdaptiveCompressor("topk", (2, 20), policy=Planned(plan), timeline=kept)
+        compressor.attach(model)
+        for _ in range(4):
+            model(gradients).backward()
+        file = BytesIO()
+        torch.save(compressor.state_dict(), file)
+        file.seek(0)
+        compressor.load_state_dict(torch.load(file))
+        model(gradients).backward()
+        compressor.close()
+    assert {record.report.cf for record in kept.steps} == {4}
+    assert {record.layer_cfs["all.1"] for record in kept.steps} == {2}
 
 
 class Nameless(Planned):
