@@ -141,7 +141,8 @@ class ThinnedTimeline(Timeline):
             if self._layer_cfs.get(name) != cf
         }
         self._layer_cfs = layer_cfs
-        due = now >= self._due if self._interval is None else report.step % self._interval == 0
+        passed = time.monotonic() >= self._due  # the time of day may be set back
+        due = passed if self._interval is None else report.step % self._interval == 0
         if switched or changed or due:
             self._write(record, now, changed)
         else:
@@ -156,7 +157,7 @@ class ThinnedTimeline(Timeline):
             self._last = None
 
     def _write(self, record: StepRecord, at: float, layers: Mapping[str, float]) -> None:
-        self._skipped, self._due = None, at + self.shortest
+        self._skipped, self._due = None, time.monotonic() + self.shortest
         self._write_numbers({**scalars(record), **layers}, record.report.step, at)
 
     def _write_skipped(self) -> None:

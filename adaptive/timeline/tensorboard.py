@@ -67,8 +67,8 @@ class TensorBoardTimeline(ThinnedTimeline):
 
     def step(self, record: StepRecord) -> None:
         super().step(record)
-        if time.time() >= self._headline_due:
-            self._headline_due = time.time() + HEADLINE_SECONDS
+        if time.monotonic() >= self._headline_due:
+            self._headline_due = time.monotonic() + HEADLINE_SECONDS
             self._write_headline()
 
     def event(self, event: Event) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from adaptive import LogTimeline, MemoryTimeline, StepRecord, StepReport
 from adaptive.network.pace import Pace
+from adaptive.timeline import sinks
 from adaptive.timeline.sinks import SafeTimeline
 from policies import Measurement
 
@@ -56,6 +57,19 @@ def test_a_function_gets_the_numbers_of_some_steps_and_the_final_ones() -> None:
 
 def test_by_default_steps_keep_their_distance_in_time() -> None:
     assert [step for step, _ in _logged(None)] == [0, 9, 10, 10]
+
+
+def test_a_clock_that_is_set_back_stops_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, day = [1000.0], [2e9]
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(sinks.time, "time", lambda: day[0] + seconds[0])
+    calls: list[int] = []
+    timeline = LogTimeline(lambda numbers, step: calls.append(step))
+    for step in range(10):
+        timeline.step(_record(step, 10.0))
+        seconds[0] += LogTimeline.shortest / 2
+        day[0] -= 3600 * (step == 4)
+    assert calls == [0, 2, 4, 6, 8]
 
 
 def test_a_function_is_a_sink_as_it_is() -> None:

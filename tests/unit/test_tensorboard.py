@@ -115,6 +115,7 @@ def test_by_default_records_keep_their_distance_in_time(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(sinks.time, "time", lambda: now[0])
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: now[0])
     timeline = TensorBoardTimeline(tmp_path)
     for step in range(41):
         timeline.step(_record(step))
