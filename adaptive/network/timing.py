@@ -32,6 +32,10 @@ from adaptive.network.link import StepClock
 from policies import state as saved
 from policies.step_time import LAST
 
+MOST_CFS = 256
+"""The largest number of CFs whose step times are kept. A policy may send another CF in each step.
+"""
+
 Timestamp = Any
 """A number by the host's clock; an event on a device."""
 
@@ -254,7 +258,10 @@ class Stopwatch:
             seconds["exchange_seconds"] = self.clock.exposed(
                 timed.wire, timed.statistics, timed.down, timed.cf, timed.hops
             )
-        times = self._times.setdefault(timed.cf, deque(maxlen=LAST))
+        # The CF in use comes last, so the first one was not in use for the longest time.
+        times = self._times[timed.cf] = self._times.pop(timed.cf, deque(maxlen=LAST))
+        if len(self._times) > MOST_CFS:
+            del self._times[next(iter(self._times))]
         if isfinite(seconds["seconds"]):
             times.append(seconds["seconds"])
         return {**seconds, "median_seconds": median(times) if times else nan}

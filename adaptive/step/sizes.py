@@ -26,6 +26,10 @@ from compressors.base import Spec
 from policies import DENSE, Context, Fixed, Policy
 from policies.base import DeclaredPolicy
 
+MOST_SIZES = 4096
+"""The largest number of sizes in a cache. A policy may send another CF in each of a million steps.
+"""
+
 FASTER = 2.0
 """A link may be up to this many times as fast as it was measured."""
 
@@ -42,7 +46,6 @@ class Sizes:
     choice: ExchangeChoice
     world_size: int
     # Caches.
-    _pieces_at: dict[float, list[Piece]] = field(default_factory=dict)
     _payload_nbytes: dict[float, float] = field(default_factory=dict)
     _wire_bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
@@ -79,6 +82,7 @@ class Sizes:
         if cf not in self._payload_nbytes:
             pieces = self._pieces(cf) if cf != DENSE else ()
             compressed = sum(piece.nbytes for piece in pieces)
+            _make_room(self._payload_nbytes)
             self._payload_nbytes[cf] = compressed if pieces else float(self.dense_nbytes())
         return self._payload_nbytes[cf]
 
@@ -104,6 +108,7 @@ class Sizes:
         choice = self.choice
         key = (cf, down_cf, choice.means.cf, choice.link, choice.messages)
         if key not in self._wire_bytes:
+            _make_room(self._wire_bytes)
             self._wire_bytes[key] = self._count_wire_bytes(cf, down_cf)
         return self._wire_bytes[key]
 
@@ -123,14 +128,12 @@ class Sizes:
 
     def _pieces(self, cf: float) -> list[Piece]:
         """The tensors that a step at `cf` sends, with their compressors."""
-        if cf not in self._pieces_at:
-            pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
-            if self.granularity.as_one:
-                numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
-                pieces = [piece for piece in pieces if piece.cf == DENSE]
-                pieces += [self._compressed((numel,), cf)] if numel else []
-            self._pieces_at[cf] = pieces
-        return self._pieces_at[cf]
+        pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
+        if self.granularity.as_one:
+            numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
+            pieces = [piece for piece in pieces if piece.cf == DENSE]
+            pieces += [self._compressed((numel,), cf)] if numel else []
+        return pieces
 
     def _piece(self, parameter: ModelParameter, cf: float) -> Piece:
         shape = parameter.largest
@@ -139,6 +142,11 @@ class Sizes:
 
     def _compressed(self, shape: tuple[int, ...], cf: float) -> Piece:
         return Piece(self.granularity.compressor.at(cf), shape, cf)
+
+
+def _make_room(cache: dict[Any, float]) -> None:
+    if len(cache) >= MOST_SIZES:
+        cache.clear()
 
 
 def start_policy(settings: Settings, sizes: Sizes, memory: NoMemory) -> tuple[Policy, Context]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from io import BytesIO
 from math import inf, nan
@@ -13,6 +14,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive import AdaptiveCompressor, MemoryTimeline, Plan, Policy, StepReport
+from adaptive.exchange.strategies import Piece
+from adaptive.network import timing
+from adaptive.step import sizes
 from policies import Context
 from tests.unit.in_one_process import Given, one_rank
 
@@ -96,6 +100,39 @@ def test_a_policy_may_compute_with_numpy(number: type) -> None:
         compressor.close()
     assert {record.report.cf for record in kept.steps} == {4}
     assert {record.layer_cfs["all.1"] for record in kept.steps} == {2}
+
+
+class Another(Planned):
+    """Plans another CF in every step."""
+
+    steps = 0
+
+    def plan(self) -> Plan:
+        self.steps += 1
+        return Plan(4 + self.steps / 1024, skip_gains=True)
+
+
+def test_nothing_of_the_models_size_is_kept_for_each_cf_that_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing, "MOST_CFS", 3)
+    monkeypatch.setattr(sizes, "MOST_SIZES", 3)
+    gradients, pieces = [torch.randn(8, 8) for _ in range(4)], []
+    with one_rank():
+        model = DDP(Given([gradient.shape for gradient in gradients]))
+        compressor = AdaptiveCompressor("topk", (2, 20), policy=Another(None)).attach(model)
+        for _ in range(3):
+            for _ in range(8):
+                model(gradients).backward()
+            gc.collect()
+            pieces.append(sum(type(each) is Piece for each in gc.get_objects()))
+        state = compressor.state_dict()["controller"]
+        compressor.close()
+    assert pieces[0] == pieces[2]
+    *_, (last, times) = state["times"]
+    assert len(state["times"]) == 3
+    assert last > 4 + 20 / 1024
+    assert len(times) == 1
 
 
 class Nameless(Planned):
