@@ -401,7 +401,8 @@ def _shortest_all_reduce(
     exchange: Exchange, clock: Callable[[], float], device: torch.device, numel: int
 ) -> float:
     """Seconds of the shortest of REPEATED all-reduces of this size: the mean over the ranks."""
-    payload = torch.zeros(numel, device=device)
+    # One element for each rank of a node: a rank without an element would send nothing, in no time.
+    payload = torch.zeros(max(numel, exchange.copies), device=device)
     times = []
     for _ in range(REPEATED):
         began = clock()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from adaptive.exchange.choice import measure_link
+from adaptive.exchange.choice import measure_latency, measure_link
+from adaptive.exchange.two_level import NodeExchange, Nodes
 
 
 class Network:
     """Two ranks whose all-reduces take a modelled time, which is at once over."""
 
     world_size = ranks = 2
+    copies = 1
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
         self.now, self.sent = 0.0, 0
@@ -73,3 +78,19 @@ def test_latency_and_the_start_of_windows_are_no_bytes(rate: float, latency: flo
     assert alpha == pytest.approx(latency, rel=0.01)
     assert rate / 8 < found < 1.1 * rate
     assert network.now < 40
+
+
+def test_every_rank_of_a_node_times_a_message() -> None:
+    """A rank that sent nothing would count no time, and the mean over ranks would be too short."""
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        world: Any = dist.group.WORLD
+        inside: Any = dist.new_group([2, 3])
+        between: Any = dist.new_group([1, 3])
+        exchange = NodeExchange(Nodes(inside, between), world)
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
+            # A clock that counts messages: no time passes unless this rank sends one.
+            latency = measure_latency(exchange, lambda: sent.call_count, torch.device("cpu"))
+        assert latency > 0
+    finally:
+        dist.destroy_process_group()
