@@ -433,8 +433,9 @@ class GossipSync(Synchroniser):
         self._receive_all()
 
     def abandon(self) -> None:
-        with suppress(Exception):  # neighbours may have failed
-            self._receive_all()  # else the next messages would be mistaken for these
+        for chunk in self._chunks:
+            with suppress(Exception):  # neighbours may have failed
+                self._receive(chunk)  # else the next messages would be mistaken for these
         self._ended = False
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import cos, pi
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from adaptive import AdaptiveCompressor, Fixed, Gossip, Momentum, ParameterServer, Schedule
+from adaptive.contrib.gossip import GossipSync
 from adaptive.contrib.topology import TOPOLOGIES, named
 from adaptive.model.state import reshard_states
 from examples.noloco import NoLoCo
@@ -153,3 +155,21 @@ def test_states_of_gossip_are_not_made_into_those_of_other_ranks() -> None:
     states = [{**alike, "rank": rank, "controller": {"step": 3}} for rank in range(2)]
     with pytest.raises(ValueError, match="cannot be resharded for 3, gossip has other"):
         reshard_states(states, 3)
+
+
+def test_an_abandoned_round_leaves_no_message_of_any_chunk() -> None:
+    """Else a state that is loaded afterwards would be mixed with messages from before."""
+    taken = []
+
+    def arrived(i: int) -> Any:
+        taken.append(i)
+        raise RuntimeError("damaged")
+
+    sync: Any = GossipSync.__new__(GossipSync)
+    sync._chunks = [
+        SimpleNamespace(round=SimpleNamespace(units=(), weights=(), arrived=lambda i=i: arrived(i)))
+        for i in range(3)
+    ]
+    sync.abandon()
+    assert taken == [0, 1, 2]
+    assert all(chunk.round is None for chunk in sync._chunks)
