@@ -131,8 +131,11 @@ class UnitedState:
             if name in self._moments:
                 found[i] = _like(self._moments.pop(name), by_name[name])
         if found:
-            whole = optimizer.state_dict()
+            whole, kept = optimizer.state_dict(), optimizer.state
             optimizer.load_state_dict({**whole, "state": {**whole["state"], **found}})
+            # A stand-in may take the step that begins: it shares `state`, which has been replaced.
+            kept.update(optimizer.state)
+            optimizer.state = kept
 
 
 def _like(kept: Mapping[str, Any], parameter: ModelParameter) -> dict[str, Any]:

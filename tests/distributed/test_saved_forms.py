@@ -24,6 +24,7 @@ from tests.distributed.setting import (
     same,
     small_net,
 )
+from tests.unit.in_one_process import one_rank
 
 STOP, STEPS = 7, 12
 CFS = [5.0, 20.0, 5.0, 5.0, 1.0, 5.0]
@@ -405,6 +406,32 @@ def test_a_rank_that_is_not_finite_takes_no_other_along() -> None:
     for ours, others in zip(*run_ranks(2, _of_one_that_is_not_finite), strict=True):
         assert bool(ours.isfinite().all())
         assert torch.equal(ours, others)
+
+
+def test_a_step_with_a_closure_takes_the_moments_of_a_gathered_state() -> None:
+    """An optimizer that was not handed over gets them as its first step begins. A stand-in takes
+    this step."""
+    with one_rank():
+        first = Run("local steps", handed_over=False)
+        first.train(0, 0, STOP)
+        state = first.compressor.state_dict("gathered")
+        first.compressor.detach()
+        run = Run("local steps", handed_over=False)
+        run.clock.now = first.clock.now
+        run.compressor.load_state_dict(state)
+
+        def closure() -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, STOP, 0)
+            loss.backward()
+            return loss
+
+        run.optimizer.step(closure)
+        first.train(0, STOP, STOP + 1)
+        kept, expected = run.optimizer.state.values(), first.optimizer.state.values()
+        assert {float(each["step"]) for each in kept} == {STOP + 1}
+        for each, other in zip(kept, expected, strict=True):
+            torch.testing.assert_close(each["exp_avg"], other["exp_avg"])
 
 
 def _resharded(rank: int) -> dict[str, Any]:
