@@ -185,8 +185,9 @@ class EveryStepSync(Synchroniser):
         memory = averager.memory.now
         changed = averager.compresses or not memory.handover.leaves_gradients
         # After `detach` nothing is compared: the watch's hooks around optimizer steps are removed.
-        compare = changed and bool(memory.keeps) and not averager.controller.forced_dense
-        if first or (compare and "velocity" in memory.keeps):
+        watched = not averager.controller.forced_dense
+        compare = watched and changed and bool(memory.keeps)
+        if (watched and first) or (compare and "velocity" in memory.keeps):
             for p in itertools.islice(averager.parameters, 1):  # a model may have none
                 self._at_backward = p, p._version, sample(local(p).detach()).clone()
 

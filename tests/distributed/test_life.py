@@ -33,6 +33,7 @@ from tests.distributed.setting import (
     same,
     small_net,
 )
+from tests.unit.in_one_process import one_rank
 
 SHARDED = {"base": "topk", "exchange": "sharded"}
 
@@ -442,3 +443,17 @@ def _moved_as_always(rank: int) -> list[bool]:
 
 def test_what_a_script_does_to_parameters_between_steps_drops_nothing() -> None:
     assert run_ranks(2, _moved_as_always, limit=60, timeout=20) == [[True] * 3] * 2
+
+
+def test_a_run_that_is_detached_before_its_first_step_is_told_nothing() -> None:
+    """Nobody watches its optimizer any more, so nobody may say that no optimizer was seen."""
+    with one_rank():
+        model = DDP(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        AdaptiveCompressor(policy=Fixed(10)).attach(model, optimizer=optimizer).detach()
+        told = listen()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, 0).backward()
+            optimizer.step()
+    assert told == []
