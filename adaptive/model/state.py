@@ -149,6 +149,8 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     old ranks, all would select the same elements, and deliver the rest more slowly. Step times, the
     network's cost and sums of gradients are dropped and measured again, and the policy drops what
     it has learned from them (`Policy.rescale`).
+    With local steps or a delay, new rank k must load model and optimizer of old rank k * old // new
+    (rounded down), whose exchanges under way its state has.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number >= 1, got {world_size!r}")
@@ -210,7 +212,6 @@ def _state(states: Sequence[State], rank: int, new: int) -> dict[str, Any]:
         "link": None,
         "server": {},
         "memory": _memory(states, weights),
-        "sync": states[0]["sync"],
         "sum": {},
         "controller": {**nearest["controller"], "times": [], "timing": None},
     }

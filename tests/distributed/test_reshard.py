@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from adaptive import (
     Accordion,
     AdaptiveCompressor,
+    Delayed,
     Goodput,
     GraVAC,
     LinkSpec,
+    LocalSteps,
     Network,
     reshard_states,
 )
@@ -129,3 +131,44 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         assert result["steps"] == 2 * STEPS
         assert result["compressed"] > STEPS / 2
         assert result["ranks_before"] is None
+
+
+def _under_way(rank: int, sync: Any, folder: str, old: int) -> tuple[Tensor, Tensor]:
+    """The mean of the ranks' parameters while exchanges are under way, and after these have landed.
+    old: the number of ranks before; 0: this is their run."""
+    model = DDP(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    compressor = AdaptiveCompressor("topk", (8, 8), policy="fixed", sync=sync).attach(model)
+
+    def train(start: int, stop: int) -> Tensor:
+        for step in range(start, stop):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        with compressor.averaged():
+            return flat_parameters(model)
+
+    if old:
+        files = [Path(folder, f"rank{i}") for i in range(old)]
+        before = [torch.load(file, weights_only=True) for file in files]
+        model.module.load_state_dict(before[rank * old // dist.get_world_size()]["model"])
+        states = reshard_states([each["compressor"] for each in before], dist.get_world_size())
+        compressor.load_state_dict(states[rank])
+    else:
+        train(0, 7)
+        state = {"model": model.module.state_dict(), "compressor": compressor.state_dict()}
+        torch.save(state, Path(folder, f"rank{rank}"))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return train(7, 7), train(7, 14)
+
+
+@pytest.mark.parametrize("sync", [LocalSteps(3, overlap=2), Delayed(2)], ids=str)
+def test_exchanges_under_way_keep_the_mean_among_another_number_of_ranks(
+    sync: Any, tmp_path: Path
+) -> None:
+    """A rank's own part of an exchange goes with this rank's parameters."""
+    expected, _ = run_ranks(2, _under_way, sync, str(tmp_path), 0)[0]
+    for mean, landed in run_ranks(4, _under_way, sync, str(tmp_path), 2):
+        torch.testing.assert_close(mean, expected)
+        torch.testing.assert_close(landed, expected)
