@@ -102,7 +102,8 @@ class AutoStepsSync(OwnStepSync):
         """Before the last backward of a round, land the flights whose optimizer step was left out.
         (`debug` compares the ranks' anchors in this backward.)"""
         super().forward_begins()
-        if self._anchor is not None and 0 < self._backwards == self._steps - 1:
+        steps = self.averager.controller.local_steps  # saved, unlike `_steps`
+        if self._anchor is not None and 0 < self._backwards == steps - 1:
             with self.averager.noting_failure():
                 self._anchor.land(self._backwards)
 

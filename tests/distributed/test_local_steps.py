@@ -442,14 +442,25 @@ def test_a_step_left_out_while_means_are_due_is_no_alarm() -> None:
     assert told == []
 
 
-def _left_out_of_a_round(rank: int) -> Tensor:
-    """Rank 1 leaves out the first step of a round of two, before which means are due."""
-    model = DDP(small_net())
-    optimizer = OPTIMIZERS["adamw"](model)
-    compressor = AdaptiveCompressor(
-        policy=Scripted([8.0], local_steps=[2]), sync=LocalSteps("auto", overlap=0), debug=1
-    ).attach(model, optimizer=optimizer)
+def _left_out_of_a_round(rank: int, stop: int) -> Tensor:
+    """Rank 1 leaves out the first step of a round of two, before which means are due. stop: the
+    step before which the run is saved, and goes on in another compressor; 0: none."""
+
+    def made() -> tuple[DDP, torch.optim.Optimizer, AdaptiveCompressor]:
+        model = DDP(small_net())
+        optimizer = OPTIMIZERS["adamw"](model)
+        compressor = AdaptiveCompressor(
+            policy=Scripted([8.0], local_steps=[2]), sync=LocalSteps("auto", overlap=0), debug=1
+        )
+        return model, optimizer, compressor.attach(model, optimizer=optimizer)
+
+    model, optimizer, compressor = made()
     for step in range(9):
+        if stop and step == stop:
+            saved = [each.state_dict() for each in (model.module, optimizer, compressor)]
+            model, optimizer, compressor = made()
+            for each, state in zip((model.module, optimizer, compressor), saved, strict=True):
+                each.load_state_dict(state)
         optimizer.zero_grad()
         _loss(model, step, rank).backward()
         if rank == 0 or step != 3:  # the first round is of one step
@@ -459,7 +470,13 @@ def _left_out_of_a_round(rank: int) -> Tensor:
 
 
 def test_anchors_are_compared_once_all_ranks_have_landed() -> None:
-    first, second = run_ranks(2, _left_out_of_a_round)
+    first, second = run_ranks(2, _left_out_of_a_round, 0)
+    assert torch.equal(first, second)
+
+
+def test_anchors_are_compared_once_all_ranks_have_landed_after_a_load() -> None:
+    """The step that was left out comes before the save, and the comparison after the load."""
+    first, second = run_ranks(2, _left_out_of_a_round, 4)
     assert torch.equal(first, second)
 
 
