@@ -32,6 +32,8 @@ HINTS = {
     "world_size": "; adaptive.reshard_states makes states for another number of ranks",
     "rank": "; each rank loads its own state. Where a checkpoint is rank 0's for all, save it with "
     "state_dict(checkpoint='gathered')",
+    "synchronisation": "; sync='auto' chooses by the latency that attach() measures: to go on from "
+    "this state give the saved run's own way, sync=LocalSteps('auto') or sync=None (EveryStep)",
 }
 """Advice for a state with another value of these entries."""
 

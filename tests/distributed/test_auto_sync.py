@@ -12,6 +12,7 @@ from adaptive import AdaptiveCompressor, LinkSpec, LocalSteps, MemoryTimeline, N
 from runs.modelled_clock import ModelledClock
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, loss_of, same, small_net
+from tests.unit.in_one_process import one_rank
 
 STEPS = 60
 PROMPT = ("10mbit", "100mbit", "1gbit", "1gbit,20ms")
@@ -81,3 +82,21 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=told):
             AdaptiveCompressor(**{"sync": "auto", **options})
+
+
+def test_a_state_of_the_other_choice_is_refused_with_what_to_give() -> None:
+    """Near 40 ms a resumed run may measure another latency, and choose otherwise."""
+    with one_rank():
+        way: dict[str, Any] = {"policy": "goodput", "network": "100mbit,100ms"}
+        state = _attached(sync="auto", **way).state_dict()
+        other = _attached(sync="auto", **{**way, "network": "100mbit,1ms"})
+        with pytest.raises(ValueError, match=r"synchronisation is .* sync=LocalSteps\('auto'\) or"):
+            other.load_state_dict(state)
+        other.detach()
+        _attached(sync=LocalSteps("auto"), **way).load_state_dict(state)
+
+
+def _attached(**options: Any) -> AdaptiveCompressor:
+    model = DDP(small_net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    return AdaptiveCompressor(**options).attach(model, optimizer=optimizer)
