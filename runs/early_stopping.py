@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from math import isnan
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +32,8 @@ class EarlyStopping:
         """The model's quality after so many steps. One that is not a number is no better."""
         if not self.patience:
             return
-        if self.best is None or self._sign * (quality - self.best) > 0:
+        better = self.best is None or self._sign * (quality - self.best) > 0
+        if better and not isnan(quality):
             self.best, self.step, self._since = quality, step, 0
             self._model = deepcopy(model.state_dict())
         else:

@@ -44,6 +44,12 @@ def test_the_best_model_is_kept_and_patience_counts_from_it(higher: bool) -> Non
     assert not_yet.why() == ""
 
 
+def test_a_first_quality_that_is_not_a_number_is_not_the_best() -> None:
+    early = _stopping([nan, 5.0, 4.0], 2, higher=False)
+    assert (early.best, early.step, early._since) == (4.0, 30, 0)
+    assert _stopping([nan, nan], 2, higher=False).best is None
+
+
 def test_without_patience_nothing_is_kept() -> None:
     early = _stopping([1.0, 2.0], 0, higher=False)
     early.agree()  # no collective, so it needs no group
