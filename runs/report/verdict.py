@@ -32,7 +32,9 @@ def headlines(rows: Sequence[Row]) -> dict[str, str]:
         else:
             told = headline_of_runs(row.runs)
         if told:
-            found[row.label] = told
+            lost = sum(bool(run.ending.diverged) for run in row.runs)
+            of = "the run" if len(row.runs) == 1 else f"{lost} of {len(row.runs)} runs"
+            found[row.label] = f"{told}, {of} diverged" if lost else told
     return found
 
 

@@ -16,7 +16,7 @@ from adaptive.timeline.summary import headline, headline_of
 from policies import DENSE, Fixed, Goodput, StepReport
 from policies.words import bytes_in_words, costs, percent, progress, seconds_in_words
 from runs.report.rows import Row
-from runs.report.run import Slice
+from runs.report.run import Ending, Slice
 from runs.report.verdict import beside, headlines, pace_beside
 from tests.unit.made_runs import DENSE as DENSE_RUN
 from tests.unit.made_runs import made, record
@@ -184,6 +184,17 @@ def test_of_several_dense_runs_that_of_the_same_seed_is_beside():
     assert told.startswith("3.2x faster than dense")
     assert "(perplexity 5.7 against 5.68, one seed" in told
     assert "against 4," in headlines([rows[0], rows[2]])["other"]  # no dense run of its seed
+
+
+def test_a_headline_says_how_many_runs_have_diverged():
+    ours, dense = beside_dense()
+    bad = replace(ours.run, ending=Ending(diverged="the loss was nan"))
+    told = headlines([Row("ours", (bad,)), dense])["ours"]
+    assert told.endswith("98% fewer bytes, the run diverged")
+    both = Row("ours", (ours.run, replace(bad, config=replace(bad.config, seed=1))))
+    told = headlines([both, dense])["ours"]
+    assert "the same quality in equal steps" in told
+    assert told.endswith(", 1 of 2 runs diverged")
 
 
 def test_runs_that_were_made_at_different_times_are_not_compared_by_their_seconds():
