@@ -204,7 +204,10 @@ def nothing_to_tune(study: optuna.Study, tuning: Tuning) -> str:
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if not complete or set(tuning.space) - {*BY_POLICY["gravac"], *BY_POLICY["goodput"]}:
         return ""
-    run = read_folder(tuning.config({}, complete[0].number).folder, "--log-dir")
+    folder = tuning.config({}, complete[0].number).folder
+    if not folder.is_dir():  # on another machine that shares the study
+        return ""
+    run = read_folder(folder, "--log-dir")
     reports = [record.report for record in run.records]
     dense = [r for r in reports if r.timed_cf == DENSE and r.seconds > 0 and r.wait_seconds >= 0]
     if not dense:
@@ -284,7 +287,7 @@ def _trained(
     if code == DIVERGED:
         raise ValueError(f"diverged: {run.ending.diverged}")
     values = tuning.values(run)
-    if code == PRUNED or (run.trained < config.steps and not config.script):
+    if code == PRUNED or not (run.finished or config.script):
         quality = f"{run.quality_name} {run.quality:.4g}"
         raise optuna.TrialPruned(f"pruned: {quality} after {run.trained} steps")
     if not all(map(isfinite, values)):

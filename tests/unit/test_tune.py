@@ -21,7 +21,8 @@ from adaptive import StepRecord
 from runs.config import TrainConfig
 from runs.expression import policy_name
 from runs.parser import UsageError
-from runs.tune.study import findings, nothing_to_tune, open_study
+from runs.report.run import Ending
+from runs.tune.study import _trained, findings, nothing_to_tune, open_study
 from runs.tune.tuning import BY_POLICY, Tuning, make_space, make_tuning, usual
 from tests.unit.made_runs import made, record
 
@@ -121,6 +122,7 @@ def _studied(folder: Path) -> optuna.Study:
     """A study with a trial that is complete."""
     study = optuna.create_study(directions=["minimize", "minimize"])
     study.add_trial(create_trial(values=[7.0, 1.0]))
+    (folder / "runs" / "trial0").mkdir(parents=True)
     return study
 
 
@@ -142,6 +144,30 @@ def test_a_run_without_dense_steps_does_not_tell(
     steps = [_waiting(i, 10.0, 0.0) for i in range(9)]
     monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: made("run", steps))
     assert nothing_to_tune(_studied(tmp_path), _tuning(tmp_path)) == ""
+
+
+def test_a_trial_whose_run_is_elsewhere_does_not_tell(tmp_path: Path) -> None:
+    """As where commands on several machines share a study."""
+    study = _studied(tmp_path)
+    assert nothing_to_tune(study, _tuning(tmp_path / "other")) == ""
+
+
+# -- a trial -------------------------------------------------------------------------------------
+
+
+def test_a_trial_that_stopped_early_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made("run", [record(i) for i in range(6)], ((3, 5.0), (6, 6.0)))
+    monkeypatch.setattr("runs.tune.study.launch", lambda *_: 0)
+    tuning = _tuning(tmp_path, patience=1)
+    study = optuna.create_study(directions=tuning.directions)
+    early = replace(run, ending=Ending(steps=6, quality=5.0, best_step=3))
+    monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: early)
+    assert _trained(tuning, study, study.ask(), {})[0] == 5.0
+    monkeypatch.setattr("runs.tune.study.read_folder", lambda *_: run)
+    with pytest.raises(optuna.TrialPruned):
+        _trained(tuning, study, study.ask(), {})
 
 
 # -- the study -----------------------------------------------------------------------------------
