@@ -247,7 +247,7 @@ class Accordion(DeclaredPolicy):
     def _end_interval(self) -> bool:
         """End an interval. Returns whether now, for the first time, the learning rate has dropped
         in ALWAYS intervals in a row."""
-        self._falling = min(self._falling + 1, ALWAYS + 1) if self._fell else 0
+        self._falling = self._falling + 1 if self._fell else 0
         self._fell = False
         return self._falling == ALWAYS
 

@@ -144,6 +144,7 @@ def test_a_drop_in_a_critical_regime_prolongs_it_silently():
         [0.1 * step for step in range(300)],  # warm-up, from zero
         [0.1 * (nan if step % 3 else 1) for step in range(300)],
         [0.1] * 150 + [0.06] * 150,  # a drop, but to more than half
+        [0.0] * 150 + [-1e-18] * 150,  # as rounding makes it at the end of a cosine
     ],
 )
 def test_schedules_that_do_not_drop(lrs):

@@ -191,6 +191,13 @@ def test_a_dropped_learning_rate_is_critical_until_the_next_detection_only():
     assert critical == [True] * 13 + [False] * 3 + [True] * 7 + [False] * 12
 
 
+def test_a_learning_rate_that_drops_before_a_detection_is_critical_until_that_detection():
+    lrs = [0.1] * 21 + [0.01] * 10
+    plans = drive(accordion(), [{"a": 1.0, "b": 1.0}], 31, lrs)
+    critical = [cfs_of(plan)["a"] == 10.0 for plan in plans]
+    assert critical == [True] * 13 + [False] * 9 + [True] + [False] * 8
+
+
 @pytest.mark.parametrize("ratio", [0.1, 0.6, 0.999])
 def test_any_drop_of_the_learning_rate_is_critical(ratio):
     lrs = [0.1] * 15 + [0.1 * ratio] * 20

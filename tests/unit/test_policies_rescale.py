@@ -128,3 +128,8 @@ def test_accordion_compares_no_norms_of_different_numbers_of_ranks() -> None:
     assert [i for i, plan in enumerate(plans) if plan.read_sum] == [3, 7, 11, 15, 19]
     _run(before, 2, 4, norm=0.1)  # on the same number of ranks that is a critical regime
     assert before.plan().send == 10
+
+
+def test_accordion_reads_no_sum_in_mid_interval_if_ranks_are_lost_late_in_one() -> None:
+    _, after = _rescaled(lambda: Accordion(interval=20), 35)
+    assert [i for i, plan in enumerate(_run(after, 4, 45)) if plan.read_sum] == [19, 39]
