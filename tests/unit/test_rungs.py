@@ -103,6 +103,13 @@ def test_it_comes_back_up_when_the_network_gets_slow() -> None:
     assert sent[119] == 640.0  # the largest that 120 steps allow
 
 
+def test_gravac_tries_what_has_an_assumed_gain_only_inside_its_range() -> None:
+    policy = GraVAC()
+    assumed = {**QUANTIZED, 50.0: 0.9, 2000.0: 0.1}
+    policy.start(Context((10, 1000), 2, wire_bytes=nbytes, assumed=assumed))
+    assert policy.candidates() == (10.0, 20.0, 40.0, 50.0, 160.0, 1000.0)
+
+
 @pytest.mark.parametrize(("cf", "name"), [(2.0, "bf16"), (4.0, "int8"), (8.0, "int4")])
 def test_the_defaults_can_do_their_cfs(cf, name) -> None:
     compressor = make_compressor(name)
