@@ -1,0 +1,98 @@
+"""What a change of the momentum share, and a sync, leave of moments and of what waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from adaptive.memory.optimizer_steps import Owners
+from adaptive.memory.own_moments import OwnMoments
+from adaptive.model.parameters import ModelParameter
+from tests.unit.model_parameters import Parameters
+
+BETA1, BETA2, EPS = 0.9, 0.99, 1e-8
+ABOUT = {"rtol": 0.1, "atol": 0.0}
+"""The share of noise is estimated from first moments, which are still those of mean gradients."""
+
+RANKS = 4
+STEPS = 30
+
+
+class Kept:
+    """Two parameters, and an Adam that has stepped them with gradients that are partly noise."""
+
+    def __init__(self, amsgrad: bool = False) -> None:
+        torch.manual_seed(0)
+        tensors = [nn.Parameter(torch.randn(n, dtype=torch.float64)) for n in (300, 40)]
+        self.adam = Adam(tensors, 0.1, (BETA1, BETA2), EPS, amsgrad=amsgrad)
+        for step in range(STEPS):
+            for p in tensors:
+                p.grad = (1 + torch.randn_like(p)) * (2 if step < 10 else 1)
+            self.adam.step()
+        self.of = [ModelParameter(f"p{i}", p) for i, p in enumerate(tensors)]
+        self.moments = OwnMoments(Owners(Parameters(self.of), [self.adam]), RANKS)
+        self.moments.state.had_full_momentum = True
+
+    def named(self, name: str) -> Tensor:
+        return torch.cat([self.adam.state[p.tensor][name] for p in self.of])
+
+    @property
+    def waits(self) -> Tensor:
+        """All residuals."""
+        return torch.cat([p.zeros() if p.unsent is None else p.unsent.clone() for p in self.of])
+
+    def pending(self, square: Tensor, share: float) -> Tensor:
+        """What the first moment has yet to move, in learning rates, beside these second moments."""
+        decay = share * BETA1 / (1 - BETA1)
+        decay = decay / (1 + decay)
+        mean = self.named("exp_avg") / (1 - decay**STEPS)
+        ahead = share * BETA1 / (1 - BETA1)
+        return ahead * mean / ((square / (1 - BETA2**STEPS)).sqrt() + EPS)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_sync_gives_second_moments_back_the_size_that_they_had_of_mean_gradients(
+    amsgrad: bool,
+) -> None:
+    kept = Kept(amsgrad)
+    names = ["exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
+    before = [kept.named(name).clone() for name in names]
+    kept.moments.begin_own_steps(1.0)
+    for name, square in zip(names, before, strict=True):
+        times = kept.named(name) / square  # a gradient of one rank has up to N times the noise
+        assert 1.5 < times.min() < times.max() <= RANKS
+    kept.moments.before_sync()
+    for name, square in zip(names, before, strict=True):
+        torch.testing.assert_close(kept.named(name), square, **ABOUT)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_what_momentum_has_yet_to_move_is_the_same_whatever_the_share(amsgrad: bool) -> None:
+    kept = Kept(amsgrad)
+    name = "max_exp_avg_sq" if amsgrad else "exp_avg_sq"
+    square = kept.named(name).clone()
+    total = kept.pending(square, 1.0)
+    kept.moments.begin_own_steps(0.3)  # the residual takes over what momentum loses
+    torch.testing.assert_close(kept.waits, 0.7 * total, **ABOUT)
+    kept.moments.begin_own_steps(0.6)  # momentum takes over all that waits
+    assert not any(p.has_residual for p in kept.of)
+    torch.testing.assert_close(kept.pending(square, 0.6), total, **ABOUT)
+    kept.moments.begin_own_steps(0.2)
+    for parameter in kept.of:
+        parameter.open_residual().add_(1.0)  # what a step has not sent
+    kept.moments.before_sync()
+    assert not any(p.has_residual for p in kept.of)
+    torch.testing.assert_close(kept.pending(kept.named(name), 1.0), total + 1, **ABOUT)
+
+
+@pytest.mark.parametrize("had", [False, True])
+def test_a_run_that_began_without_momentum_gets_it_with_its_first_full_share(had: bool) -> None:
+    kept = Kept()
+    kept.moments.state.share, kept.moments.state.had_full_momentum = 0.0, had
+    square = kept.named("exp_avg_sq").clone()
+    total = kept.pending(square, 1.0)
+    kept.moments.begin_own_steps(0.0)
+    kept.moments.begin_own_steps(1.0)
+    torch.testing.assert_close(kept.pending(square, 1.0), total * (not had))
