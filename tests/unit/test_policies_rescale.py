@@ -95,8 +95,9 @@ def test_every_policy_goes_on_and_its_state_too(name: str, steps: int) -> None:
     assert _run(again, 4, 30) == _run(after, 4, 30)
 
 
-def test_goodput_stays_at_its_cf_until_the_times_are_known() -> None:
-    before, after = _rescaled(MAKERS["goodput"], 40)
+@pytest.mark.parametrize(("goal", "steps"), [("quality", 40), ("time", 1)])
+def test_goodput_stays_at_its_cf_until_the_times_are_known(goal: Any, steps: int) -> None:
+    before, after = _rescaled(lambda: Goodput(goal=goal, opening=2, cooldown=3), steps)
     assert after.plan().send == before.plan().send > DENSE
     assert isinstance(after, Goodput)
     assert after.t_comp() == {}

@@ -229,6 +229,22 @@ def test_a_dip_of_the_network_is_not_remembered(steps: int, after: float) -> Non
     assert model.timed() == (320.0,)
 
 
+def test_on_another_network_a_cf_that_was_left_and_taken_again_is_measured_as_before() -> None:
+    """By the first steps there, not by the last few, as if the network changed all the time."""
+    model = _model([0.1] * 10)
+    _run(model, 20.0, [0.05] * 10)
+    _run(model, 10.0, [0.1] * 5 + [0.4] * 15 + [0.48] * 3)
+    assert model.exposed(10.0) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("waits", "least"), [(0.35, 0.3 - BACKWARD * WORK), (0.05, 0.05)])
+def test_no_payload_is_so_small_that_it_needs_no_latency(waits: float, least: float) -> None:
+    """A step that was faster than the latency shows that the latency is shorter."""
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.3, 1e-9))
+    _run(model, 10.0, [waits] * 5)
+    assert model.exposed(1000.0) == pytest.approx(least, abs=1e-3)
+
+
 def test_a_network_that_slows_down_by_and_by_is_followed() -> None:
     model = _model([1.0] * 5)
     _run(model, 20.0, [0.5] * 20)
