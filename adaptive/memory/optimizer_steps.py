@@ -302,10 +302,12 @@ class OptimizerSteps:
         return self._stepping is None and all(of in self._stepped for of, _ in self._of.distinct)
 
     def unstepped(self, parameters: Sequence[ModelParameter]) -> list[ModelParameter]:
-        """The parameters among these that no optimizer has stepped since the last backward."""
-        if not self.pending or self.all_stepped:
+        """The parameters among these that no optimizer has stepped since the last backward, because
+        it made no step, or because they had no gradient (frozen for a time, say)."""
+        without = self._without_gradient
+        if not self.pending or (self.all_stepped and not without):
             return []
-        owners = [self._of.get(parameter.tensor) for parameter in parameters]
+        owners = [self._of.get(p.tensor) if p.tensor not in without else None for p in parameters]
         pairs = zip(parameters, owners, strict=True)
         return [p for p, owner in pairs if owner is None or owner[0] not in self._stepped]
 

@@ -232,13 +232,11 @@ class UpdateHandover(Handover):
         if muons:
             factors = [self._enlargements[p] for _, p in muons]
             torch._foreach_mul_([piece for piece, _ in muons], factors)
-        all_stepped = self.steps.all_stepped
-        if not all_stepped:
-            unstepped = {*self.steps.unstepped(chunk.parameters)}
-            for parameter, piece in chunk.pieces(work):
-                if parameter in unstepped:
-                    piece.zero_()
-        known = rate is not None and all_stepped and not muons
+        unstepped = {*self.steps.unstepped(chunk.parameters)}
+        for parameter, piece in chunk.pieces(work) if unstepped else ():
+            if parameter in unstepped:
+                piece.zero_()
+        known = rate is not None and not (unstepped or muons)
         return work, sum(energies[1:], energies[0]) if known else None
 
     def destination(self, chunk: Chunk) -> Destination | None:

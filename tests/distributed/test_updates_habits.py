@@ -96,6 +96,34 @@ def test_parameters_whose_gradients_a_script_sets_to_zero_do_not_move() -> None:
         assert found["others"] > LR
 
 
+def _frozen(rank: int, how: str) -> list[float]:
+    """A script that freezes the first layer for steps 6 to 11: how far the layer moves meanwhile,
+    and afterwards, and by how much the ranks differ."""
+    run = Training(_adamw, Fixed(20), small_net(SINGLE), ddp={"find_unused_parameters": True})
+    layer = run.model.module[0]
+    stood, moved = [flat_parameters(layer)], []
+    for step in range(18):
+        run.optimizer.zero_grad()
+        if how == "requires_grad":
+            layer.requires_grad_(step // 6 != 1)
+        loss_of(run.model, step, rank).backward()
+        if how == "no gradient" and step // 6 == 1:
+            for p in layer.parameters():
+                p.grad = None
+        run.optimizer.step()
+        if step % 6 == 5:
+            stood.append(flat_parameters(layer))
+            moved.append(float((stood[-1] - stood[-2]).abs().max()))
+    return [*moved, differs([run.flat])]
+
+
+@pytest.mark.parametrize("how", ["requires_grad", "no gradient"])
+def test_parameters_that_a_script_freezes_for_a_time_do_not_move_meanwhile(how: str) -> None:
+    for before, frozen, after, apart in run_ranks(2, _frozen, how):
+        assert min(before, after) > LR
+        assert (frozen, apart) == (0, 0)
+
+
 def _apart(rank: int, one: Callable[[Training, int], None], other: Callable, **options: Any) -> Any:
     """Two runs from the same start, stepped differently: by how much their parameters are apart,
     and by how much the ranks'."""
