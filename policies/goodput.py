@@ -21,9 +21,10 @@ the smallest CF of the ladder. If each takes longer, a run begins at the one tha
 the link is not known, a run begins at the smallest CF of the ladder. It does not begin at dense on
 a slow network, where a dense step can take as long as a hundred compressed steps. It does not begin
 at a large CF, because the first gradients are the largest. They would stay in the residual until a
-smaller CF sends them all at once, which sets training back. If the link is not known, or has
-changed, the policy goes from a large CF to a smaller one in strides, and measures the network after
-each stride.
+smaller CF sends them all at once, which sets training back. That is not so where
+`Context.early` allows a large CF: there a run begins at that CF instead of the smallest of the
+ladder. If the link is not known, or has changed, the policy goes from a large CF to a smaller one
+in strides, and measures the network after each stride.
 
 A CF that was not sent on this network is measured in its first `opening` steps. If it then promises
 less than another CF, the policy moves on. Measurements stay valid until the network changes, so the
@@ -59,6 +60,11 @@ from policies.words import bytes_in_words, named, percent, progress, seconds_in_
 SOON = 0.1
 """The largest number of seconds of an exchange, by the link, at the CF of the first steps: the
 first few steps are over soon, however long a step's work takes."""
+
+SOON_A_BYTE = 1.25e-9
+"""As SOON, in seconds for each byte of a dense exchange: the larger of the two counts. A step of a
+large model takes longer, and a sparse CF in its first steps costs more quality
+(docs/research/defaults.md)."""
 
 FALLS = 0.25
 """The gain of a CF is assumed to be CF^-FALLS: 0.56 at CF 10, 0.32 at CF 100, 0.18 at CF 1000."""
@@ -156,8 +162,12 @@ class Goodput(DeclaredPolicy):
             for cf in sorted(small, reverse=True)
             if cf <= self._smallest and self._keeps_quality(cf)
         }
-        soon = [cf for cf, each in seconds.items() if 0 < each <= SOON]
-        return min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
+        most = max(SOON, SOON_A_BYTE * self._context.wire_bytes(DENSE))
+        soon = [cf for cf, each in seconds.items() if 0 < each <= most]
+        first = min(soon) if soon else min(seconds, key=lambda cf: seconds[cf])
+        if first == self._smallest and seconds_a_byte:
+            return max(cf for cf in self._candidates if cf <= max(first, self._context.early))
+        return first
 
     def _allowed(self, cf: float, steps: int) -> bool:
         """Whether elements wait in the residual short enough at a CF, with `steps` local steps."""

@@ -170,6 +170,25 @@ def test_it_begins_at_the_smallest_cf_that_takes_little_or_at_what_takes_least(r
     assert policy.plan().send == first
 
 
+@pytest.mark.parametrize(
+    ("rate", "early", "first"),
+    [
+        (1e10, 40.0, DENSE),
+        (2.5e8, 40.0, 4.0),  # half a second, but a dense step would take four times as long
+        (1e6, DENSE, 10.0),
+        (1e6, 40.0, 40.0),
+        (1e6, 30.0, 20.0),  # the largest of the ladder that may be sent early
+        (0.0, 40.0, 10.0),
+    ],
+)
+def test_a_large_model_begins_with_less_compression_or_where_its_updates_may(rate, early, first):
+    policy = Goodput()
+    link = (0.0, 1 / rate if rate else 0.0)
+    told = {"assumed": {4.0: 0.98, 8.0: 0.98}, "link": lambda: link, "early": early}
+    policy.start(Context((10, 1000), 2, wire_bytes=lambda cf: 5e8 / cf, **told))
+    assert policy.plan().send == first
+
+
 @pytest.mark.parametrize("steps", [1, 4, 16, 50])
 @pytest.mark.parametrize(("ranks", "first"), [(2, 10.0), (16, 8.0)])
 def test_with_local_steps_it_begins_where_it_does_without(steps, ranks, first):
