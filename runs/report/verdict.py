@@ -33,8 +33,8 @@ def headlines(rows: Sequence[Row]) -> dict[str, str]:
             told = headline_of_runs(row.runs)
         if told:
             lost = sum(bool(run.ending.diverged) for run in row.runs)
-            of = "the run" if len(row.runs) == 1 else f"{lost} of {len(row.runs)} runs"
-            found[row.label] = f"{told}, {of} diverged" if lost else told
+            which = "the run" if len(row.runs) == 1 else f"{lost} of {len(row.runs)} runs"
+            found[row.label] = f"{told}, {which} diverged" if lost else told
     return found
 
 
