@@ -7,6 +7,7 @@ from math import isnan, nan
 
 from policies.base import DENSE, Context, Measurement, Plan, StepReport
 from policies.gravac import GraVAC
+from policies.step_time import KEPT
 
 RANGE = (10.0, 1000.0)
 LADDER = (10.0, 20.0, 40.0, 160.0, 1000.0)
@@ -23,7 +24,8 @@ class World:
 
     Step times come one report late, under timed_cf, as from the controller: all but compression is
     time on the network. probe_seconds: what a dense step that probes takes more, and reports as
-    compression.
+    compression. compress: seconds of compression at a very large CF, which `seconds` contains; a
+    smaller CF takes longer.
     """
 
     def __init__(self, policy, gain, seconds=FASTER, *, cf_range=RANGE, ranks=50):
@@ -44,7 +46,10 @@ class World:
         plan = self.policy.plan()
         timed = self.last.send if self.last else nan
         seconds = self.seconds.get(timed, nan)
-        compress = 0.0 if timed == DENSE else self.compress
+        compress = 0.0
+        if timed > DENSE:
+            compress = self.compress * (1 + KEPT / timed)
+            seconds += compress - self.compress
         if timed == DENSE and self.last.probe:
             seconds, compress = seconds + self.probe_seconds, self.probe_seconds
         self.plans.append(plan)

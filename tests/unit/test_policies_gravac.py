@@ -158,7 +158,7 @@ def test_dense_is_kept_where_no_cf_beats_it():
     plan = run.settle()
     assert len(run.plans) == 10 + 5 * 20  # the whole ladder was tried
     assert bare(plan) == (DENSE, ())
-    why = "CF 1000, the best, makes 0.056% less progress a second than dense"
+    why = "CF 1000, the best, makes 0.32% less progress a second than dense"
     assert plan.reason.startswith(f"settled; {why}\n")
     assert run.policy.verdict().startswith(f"GraVAC stays dense: {why}")
     later = run.run(200)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adaptive.network.link import LinkSpec
 from policies.base import DENSE, StepReport
-from policies.step_time import BACKWARD, RUNG_CODING, SLOWER, WORKS, StepTime
+from policies.step_time import BACKWARD, KEPT, RUNG_CODING, SLOWER, WORKS, StepTime
 from runs.modelled_clock import ModelledClock
 
 WORK = 0.05
@@ -126,15 +126,23 @@ def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float)
     assert model.seconds(cf) == pytest.approx(WORK + expected, rel=1e-6)
 
 
-def test_all_cfs_above_the_rungs_code_alike() -> None:
+def coding_at(cf: float, seconds: float) -> float:
+    """Seconds of coding at a CF above the rungs. seconds: those at a very large CF."""
+    return seconds * (1 + KEPT / cf)
+
+
+def test_above_the_rungs_coding_falls_with_the_elements_kept() -> None:
     model = StepTime(lambda cf: 1e6 / cf)
-    for cf, coding in ((20.0, 0.03), (80.0, 0.03)):
+    for cf in (20.0, 80.0):
+        coding = coding_at(cf, 0.03)
         whole = WORK + coding
         times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
         half = {"compress_seconds": coding / 2, "decode_seconds": coding / 2}
         for step in range(5):
             model.observe(StepReport(step, cf, timed_cf=cf, **half, **times))
-    assert [model.coding(cf) for cf in (10.0, 20.0, 80.0, 1000.0)] == [0.03] * 4
+    cfs = (10.0, 20.0, 80.0, 1000.0)
+    expected = [coding_at(cf, 0.03) for cf in cfs]
+    assert [model.coding(cf) for cf in cfs] == pytest.approx(expected)
     assert model.coding(DENSE) == 0.0
 
 
@@ -308,7 +316,8 @@ def test_a_cf_that_was_run_keeps_its_time_when_the_network_changes() -> None:
 def test_the_bound_has_nothing_on_the_wire_and_the_fastest_compression() -> None:
     model = _run_timed((DENSE, 1.1, 0.0))
     assert model.bound() == pytest.approx(WORK)
-    model = _run_timed((DENSE, 1.1, 0.0), (10.0, 0.2, 0.04), (20.0, 0.15, 0.03))
+    codings = coding_at(10.0, 0.04), coding_at(20.0, 0.03)
+    model = _run_timed((DENSE, 1.1, 0.0), (10.0, 0.2, codings[0]), (20.0, 0.15, codings[1]))
     assert model.bound() == pytest.approx(WORK + 0.1 + 0.03)
 
 
@@ -396,15 +405,15 @@ def test_other_processes_change_nothing_that_is_predicted(loads: list[float], qu
 
     def steps(cf: float, loads: Sequence[float]) -> None:
         for step, load in enumerate(loads):
-            own = load * (WORK + coding)
+            own = load * (WORK + coding_at(cf, coding))
             times = {"seconds": own + 1 / cf, "median_seconds": own + 1 / cf}
-            times |= {"exchange_seconds": 1 / cf, "compress_seconds": load * coding}
+            times |= {"exchange_seconds": 1 / cf, "compress_seconds": load * coding_at(cf, coding)}
             model.observe(StepReport(step, cf, timed_cf=cf, **times))
 
     steps(10.0, [1.0] * (10 + quiet))
     steps(20.0, loads)
     for cf in (1.0, 10.0, 20.0, 100.0):
-        expected = WORK + 1 / cf + (coding if cf > 1 else 0.0)
+        expected = WORK + 1 / cf + (coding_at(cf, coding) if cf > 1 else 0.0)
         assert model.seconds(cf) == pytest.approx(expected, rel=1e-6)
 
 
@@ -442,18 +451,20 @@ def test_fewer_bytes_save_at_least_the_links_time() -> None:
 
 def test_what_a_rung_takes_to_code_says_nothing_of_larger_cfs() -> None:
     model = StepTime(lambda cf: 1e6 / cf, rungs=(4.0, 8.0))
-    for cf, coding in ((8.0, 0.03), (10.0, 0.02)):
+    for cf, coding in ((8.0, 0.03), (10.0, coding_at(10.0, 0.02))):
         whole = WORK + coding
         times = {"seconds": whole, "median_seconds": whole, "exchange_seconds": 0.0}
         for step in range(5):
             model.observe(StepReport(step, cf, timed_cf=cf, compress_seconds=coding, **times))
-    assert [model.coding(cf) for cf in (20.0, 1000.0)] == pytest.approx([0.02, 0.02])
+    expected = [coding_at(cf, 0.02) for cf in (20.0, 1000.0)]
+    assert [model.coding(cf) for cf in (20.0, 1000.0)] == pytest.approx(expected)
     assert model.coding(8.0) == pytest.approx(0.03)
     assert model.coding(4.0) == pytest.approx(0.03)
 
 
 def test_a_rung_that_was_not_sent_codes_faster_than_a_larger_cf() -> None:
-    for here, other, ratio in ((10.0, 8.0, RUNG_CODING), (8.0, 10.0, 1.0)):
+    more = coding_at(10.0, 1.0)
+    for here, other, ratio in ((10.0, 8.0, RUNG_CODING / more), (8.0, 10.0, more)):
         model = StepTime(lambda cf: 1e6 / cf, rungs=(4.0, 8.0))
         times = {"seconds": WORK + 0.03, "median_seconds": WORK + 0.03, "exchange_seconds": 0.0}
         model.observe(StepReport(0, here, timed_cf=here, compress_seconds=0.03, **times))
