@@ -42,9 +42,10 @@ def test_it_begins_where_the_link_needs_no_long_time(machine) -> None:
     first = told.plan().send
     assert first <= 10.0
     seconds = machine.nbytes(first) * 8e-9 / machine.rate
-    assert seconds <= 0.1 or first == 10.0
+    most = max(0.1, 5e-9 * 1e6 * machine.millions)
+    assert seconds <= most or first == 10.0
     larger = [machine.nbytes(cf) * 8e-9 / machine.rate for cf in (1.0, 2.0, 4.0, 8.0) if cf < first]
-    assert all(each > 0.1 for each in larger)
+    assert all(each > most for each in larger)
 
 
 def test_the_table_has_a_row_for_each_machine(tmp_path: Path) -> None:
