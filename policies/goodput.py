@@ -14,17 +14,19 @@ Progress a second is not the only goal: a run has a schedule, and must reach den
 same number of steps. So the steps done so far bound the CF (lateness.py), and among many ranks
 `Context.proven` does: where it is 1, only CFs with an assumed gain are sent, int4 as a rule. CFs
 up to `Context.early` are allowed from the first step on, while the learning rate is high. With
-`goal="time"` the bound is twenty times as loose, for a longer schedule, whatever the ranks.
+`goal="time"` the bound by the steps is twenty times as loose, for a longer schedule, whatever the
+ranks.
 
-A run begins at the smallest CF whose exchange takes at most SOON by `Context.link`, but not above
-the smallest CF of the ladder. If each takes longer, a run begins at the one that takes least. If
-the link is not known, a run begins at the smallest CF of the ladder. It does not begin at dense on
-a slow network, where a dense step can take as long as a hundred compressed steps. It does not begin
-at a large CF, because the first gradients are the largest. They would stay in the residual until a
-smaller CF sends them all at once, which sets training back. That is not so where
-`Context.early` allows a large CF: there a run begins at that CF instead of the smallest of the
-ladder. If the link is not known, or has changed, the policy goes from a large CF to a smaller one
-in strides, and measures the network after each stride.
+A run begins at the smallest CF whose exchange is short by `Context.link` (SOON, SOON_A_BYTE), but
+not above the smallest CF of the ladder. If no exchange is short, a run begins at the CF whose
+exchange is shortest. If the link is not known, a run begins at the smallest CF of the ladder. It
+does not begin at dense on a slow network, where a dense step can take as long as a hundred
+compressed steps. It does not begin at a large CF, because the first gradients are the largest. They
+would stay in the residual until a smaller CF sends them all at once, which sets training back. CFs
+up to `Context.early` do not set training back: where the link is known and the smallest CF of the
+ladder would be first, a run begins at the largest of these. If the link is not known, or has
+changed, the policy goes from a large CF to a smaller one in strides, and measures the network after
+each stride.
 
 A CF that was not sent on this network is measured in its first `opening` steps. If it then promises
 less than another CF, the policy moves on. Measurements stay valid until the network changes, so the
@@ -62,9 +64,9 @@ SOON = 0.1
 first few steps are over soon, however long a step's work takes."""
 
 SOON_A_BYTE = 1.25e-9
-"""As SOON, in seconds for each byte of a dense exchange: the larger of the two counts. A step of a
-large model takes longer, and a sparse CF in its first steps costs more quality
-(docs/research/defaults.md)."""
+"""As SOON, but in seconds for each byte that a rank sends in a dense step (4 bytes a parameter on
+two ranks, up to 8 on many). The larger of the two bounds counts. A step of a large model takes
+longer, and a sparse CF in its first steps costs more quality (docs/research/defaults.md)."""
 
 FALLS = 0.25
 """The gain of a CF is assumed to be CF^-FALLS: 0.56 at CF 10, 0.32 at CF 100, 0.18 at CF 1000."""
@@ -206,10 +208,9 @@ class Goodput(DeclaredPolicy):
     @property
     def _longest_wait(self) -> float:
         """The largest number of steps that an element may wait in the residual."""
-        if self.goal == "time":
-            return max(self._smallest, HASTE * self._steps)
         early = self._context.early if self._lateness.rate_is_high else DENSE
-        return max(self._smallest, early, self._lateness.largest)
+        most = HASTE * self._steps if self.goal == "time" else self._lateness.largest
+        return max(self._smallest, early, most)
 
     @property
     def _wait(self) -> int:

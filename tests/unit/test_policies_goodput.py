@@ -189,6 +189,19 @@ def test_a_large_model_begins_with_less_compression_or_where_its_updates_may(rat
     assert policy.plan().send == first
 
 
+@pytest.mark.parametrize("goal", ["quality", "time"])
+@pytest.mark.parametrize("opening", [1, 2, 3, 4, 5])
+def test_a_run_that_begins_at_the_early_cf_does_not_leave_it_as_too_late(goal, opening):
+    policy, sent = Goodput(goal=goal, opening=opening), []
+    link = (0.0, 1 / 2e4)
+    told = {"wire_bytes": nbytes, "link": lambda: link, "early": 40.0}
+    policy.start(Context((10, 1000), 2, **told))
+    for step in range(20):
+        sent.append(policy.plan().send)
+        policy.observe(report(step, sent[-1], 2e4))
+    assert min(sent) == 40.0
+
+
 @pytest.mark.parametrize("steps", [1, 4, 16, 50])
 @pytest.mark.parametrize(("ranks", "first"), [(2, 10.0), (16, 8.0)])
 def test_with_local_steps_it_begins_where_it_does_without(steps, ranks, first):
