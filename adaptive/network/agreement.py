@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from threading import Timer
 from typing import TypeVar
 from zlib import crc32
@@ -84,7 +85,8 @@ def agree(prepare: Callable[[], str], group: dist.ProcessGroup) -> None:
             raise RuntimeError(f"rank {rank} failed to set up: {problem}")
     first = by_rank[0][1].splitlines()
     for rank, (_, description) in enumerate(by_rank):
-        for expected, other in zip(first, description.splitlines(), strict=False):
+        pairs = zip_longest(first, description.splitlines(), fillvalue="(nothing)")
+        for expected, other in pairs:
             if expected != other:
                 raise RuntimeError(
                     f"AdaptiveCompressor was set up differently on rank {rank} than on rank 0, and "
