@@ -25,7 +25,7 @@ HIGHER = ("acc", "auc", "bleu", "f1", "iou", "psnr", "recall", "precision", "rew
 _THOUSANDS = r"(?<![\d,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)(?:\.\d*)?"
 """As f"{value:,.1f}" writes it. After a comma it may be a column of several."""
 
-_PLAIN = r"\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?"
+_PLAIN = r"\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?)"
 _NUMBER = rf"([-+]?(?:{_THOUSANDS}|{_PLAIN}))"
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -82,9 +82,14 @@ def test_a_line_without_an_end_is_heard() -> None:
     assert found == [3.0, 2.0, 1.0]
 
 
-def test_nan_is_a_value() -> None:
-    (value,) = heard("loss {}", lambda: print("loss nan"))
+@pytest.mark.parametrize("written", ["nan", "NaN", "NAN"])
+def test_nan_is_a_value(written: str) -> None:
+    (value,) = heard("loss {}", lambda: print(f"loss {written}"))
     assert isnan(value)
+
+
+def test_infinity_is_a_value() -> None:
+    assert heard("loss {}", lambda: print("loss Infinity\nloss -Inf")) == [inf, -inf]
 
 
 @pytest.mark.parametrize("anew", [True, False])
