@@ -8,9 +8,9 @@ noise over steps is small. With b the decay of m: the expectation of m^2 / v is 
 for mere noise, and 1 without noise. Of a single element m^2 / v is a poor estimate, so `CELL`
 neighbouring elements share the ratio of their sums (docs/research/defaults.md).
 
-No optimizer's formula is repeated here: the user's own optimizer makes every update. This module
-uses only what all adaptive optimizers share, exponential averages that start from zero, and how
-much smaller than Adam's the first steps of RAdam are.
+The user's own optimizer makes every update. This module uses only what all adaptive optimizers
+share (exponential averages that start from zero), and one formula of a single optimizer: RAdam's
+rectification.
 """
 
 from __future__ import annotations
