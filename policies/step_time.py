@@ -192,7 +192,7 @@ class StepTime(Stateful):
         return cf if cf in self.rungs else ABOVE
 
     def _coding_factor(self, cf: float) -> float:
-        """Seconds of coding at `cf` / those in `_coding`: of a rung 1."""
+        """Seconds of coding at `cf` / those that `_coding` keeps for its kind; 1 for a rung."""
         return 1 + KEPT / cf if cf and self._kind(cf) == ABOVE else 1.0
 
     def _quiet_coding(self, kind: float) -> float:
