@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import signature
 from math import inf, isfinite, isnan, nan, sqrt
+from numbers import Real
 from typing import Any, Literal, Self
 
 from policies import checks
@@ -339,6 +340,50 @@ class Policy(ABC):
         """Go on from a `state_dict()`. ValueError if it is of other settings or damaged. It is
         called on a copy (`policies.state.twin`), so it must replace the policy's objects, and not
         change them in place."""
+
+
+def checked_plan(policy: Policy, context: Context) -> Plan:
+    """A policy's next plan, in Python's own numbers: `torch.load` refuses a state with NumPy's.
+
+    context: the policy's. TypeError or ValueError, with the policy's name, if the plan is not one
+    that this policy may make."""
+    plan, name = policy.plan(), policy.name or type(policy).__name__
+    if not isinstance(plan, Plan):
+        raise TypeError(f"policy {name!r}: plan() must return a Plan, got {plan!r}")
+    for cf in (plan.send, *plan.probe, *plan.layers.values()):
+        if not isinstance(cf, Real) or not 1 <= cf < inf:
+            raise ValueError(
+                f"policy {name!r} plans a CF of {cf!r}: it must be a finite number >= 1"
+            )
+    if (plan.layers or plan.by_layer) and not policy.layerwise:
+        raise ValueError(f"policy {name!r} plans for layers, and must say layerwise = True")
+    if unknown := plan.layers.keys() - context.layers.keys():
+        raise ValueError(
+            f"policy {name!r} plans for {', '.join(sorted(map(repr, unknown)))}: "
+            f"layers must be of those in Context.layers"
+        )
+    if plan.measure and not policy.measures:
+        raise ValueError(
+            f"policy {name!r} plans to measure, and must say how many numbers: measures = 1, say"
+        )
+    if plan.local_steps not in (0, *context.local_steps):
+        raise ValueError(
+            f"policy {name!r} plans {plan.local_steps!r} local steps: it must be "
+            f"one of {', '.join(map(str, context.local_steps))}, or 0"
+        )
+    if plan.delay not in (None, *context.delays):
+        raise ValueError(
+            f"policy {name!r} plans a delay of {plan.delay!r}: it must be one of "
+            f"{', '.join(map(str, context.delays))}, or None"
+        )
+    return replace(
+        plan,
+        send=float(plan.send),
+        probe=tuple(map(float, plan.probe)),
+        layers={layer: float(cf) for layer, cf in plan.layers.items()},
+        local_steps=int(plan.local_steps),
+        delay=None if plan.delay is None else int(plan.delay),
+    )
 
 
 def setting(

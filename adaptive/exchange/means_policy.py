@@ -17,7 +17,7 @@ from typing import Any
 
 from adaptive.exchange.strategies import Means
 from policies import DENSE, Context, Plan, Policy, StepReport
-from policies.base import DeclaredPolicy
+from policies.base import DeclaredPolicy, checked_plan
 from policies.state import Stateful, declare, saved
 from policies.words import in_short, joined, named
 
@@ -54,8 +54,9 @@ class MeansPolicy(Stateful, Policy):
         self._assumed, self._rungs = context.assumed.keys(), context.rungs
         self.own.start(replace(context, wire_bytes=self._bytes_of_gradients))
         back = replace(context, unknown=frozenset(), local_steps=(1,), layers={})
-        self.policy.start(replace(back, wire_bytes=self._one_way))
-        self.cf = self.means.cf = self.policy.plan().send
+        self._context = replace(back, wire_bytes=self._one_way)
+        self.policy.start(self._context)
+        self.cf = self.means.cf = checked_plan(self.policy, self._context).send
 
     def _one_way(self, cf: float) -> float:
         """Bytes of one direction of a sharded exchange."""
@@ -83,7 +84,7 @@ class MeansPolicy(Stateful, Policy):
         return plan
 
     def _with_means(self, plan: Plan, step: int) -> Plan:
-        back = self.policy.plan()
+        back = checked_plan(self.policy, self._context)
         wanted = {back.send, *back.probe}
         switches = back.send != self.cf
         self.cf = self.means.cf = back.send

@@ -173,7 +173,7 @@ class Session:
         self._choice.messages = settings.sync.messages(self.exchange.world_size)
         local_steps = settings.sync.numbers != (1,)
         self._choice.of_updates = self._memory.now.handover.sends_updates or local_steps
-        self._policy, context = start_policy(settings, self._sizes, self._memory.now)
+        self._policy, self._context = start_policy(settings, self._sizes, self._memory.now)
         largest = self._sizes.supported(settings.cf_range[1])
         self._choice.check_users_strategy(
             largest, self.exchange.rank, settings.exchange.one_collective
@@ -182,7 +182,9 @@ class Session:
         for compressor in used.values():
             fed_back = bool(self._memory.now.keeps)
             check_users_compressor(compressor, largest, self.device, fed_back)
-        self._header = lambda: make_header(settings, self._sizes, context, self._memory.now.name)
+        self._header = lambda: make_header(
+            settings, self._sizes, self._context, self._memory.now.name
+        )
         self._requested = RequestedStatistics(settings.policy, parameters.values())
         skips = parameters.maybe_unused() or "velocity" in self._memory.now.keeps
         if self._granularity.as_one and not base.keeps_zeros and skips:
@@ -266,8 +268,7 @@ class Session:
             lambda: learning_rate(self._lr_optimizer),
             lambda: self._memory.now,
             self.device,
-            settings.sync.numbers,
-            settings.sync.delays,
+            self._context,
             DenseTimer(
                 self._sizes.wire_bytes,
                 self.exchange.world_size,

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf, isnan, nan
-from numbers import Real
+from math import isnan, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,9 @@ from adaptive.step.sizes import Sizes
 from adaptive.timeline.records import CFS, Event
 from adaptive.timeline.sinks import Recorder
 from adaptive.timeline.summary import Summary
-from policies import DENSE, Plan, Policy, StepReport
+from policies import DENSE, Context, Plan, Policy, StepReport
 from policies import state as saved
+from policies.base import checked_plan
 from policies.words import in_short, named
 
 log = logging.getLogger("adaptive")
@@ -67,15 +67,14 @@ class Controller(saved.Stateful):
     """Owns the policy, and the totals of the run so far.
 
     lr: returns the learning rate. memory: returns the memory in use. device: of the gradients.
-    memory_empty: the memory of every rank is empty. numbers: the numbers of local steps that a
-    policy may plan. local_steps: the present number of steps between two exchanges. delays: the
-    delays that a policy may plan. delay: of the exchange that begins. skipped: backwards since the
-    last exchange. lag: number of earlier exchanges whose means are in flight when one begins. Their
-    statistics, which are sent after the means, are not read yet. agreed: the last statistics that
-    the ranks have agreed on. changed: the sum of the statistic `changed` over the steps (none, one
-    or several) whose statistics were read since the previous step began. invalid: some rank has
-    received bytes that no rank can have sent. too_small: statistics would cost more than
-    compression of this model can save, so every step is dense.
+    context: the policy's. memory_empty: the memory of every rank is empty. local_steps: the present
+    number of steps between two exchanges. delay: of the exchange that begins. skipped: backwards
+    since the last exchange. lag: number of earlier exchanges whose means are in flight when one
+    begins. Their statistics, which are sent after the means, are not read yet. agreed: the last
+    statistics that the ranks have agreed on. changed: the sum of the statistic `changed` over the
+    steps (none, one or several) whose statistics were read since the previous step began. invalid:
+    some rank has received bytes that no rank can have sent. too_small: statistics would cost more
+    than compression of this model can save, so every step is dense.
     """
 
     _fields = saved.declare(policy=Policy, dense_timer=DenseTimer)
@@ -89,8 +88,7 @@ class Controller(saved.Stateful):
     lr: Callable[[], float]
     memory: Callable[[], NoMemory]
     device: torch.device
-    numbers: tuple[int, ...]
-    delays: tuple[int, ...]
+    context: Context
     dense_timer: DenseTimer
     lag: int = 0
     step: int = saved.saved(0)
@@ -153,46 +151,7 @@ class Controller(saved.Stateful):
         TypeError or ValueError if the policy's plan is malformed."""
         if self.forced_dense:
             return Plan(DENSE, reason="detached")
-        plan = self.policy.plan()
-        name = self.policy.name or type(self.policy).__name__
-        if not isinstance(plan, Plan):
-            raise TypeError(f"policy {name!r}: plan() must return a Plan, got {plan!r}")
-        for cf in (plan.send, *plan.probe, *plan.layers.values()):
-            if not isinstance(cf, Real) or not 1 <= cf < inf:
-                raise ValueError(
-                    f"policy {name!r} plans a CF of {cf!r}: it must be a finite number >= 1"
-                )
-        if (plan.layers or plan.by_layer) and not self.policy.layerwise:
-            raise ValueError(f"policy {name!r} plans for layers, and must say layerwise = True")
-        if unknown := plan.layers and {*plan.layers} - {p.name for p in self.requested.layers}:
-            raise ValueError(
-                f"policy {name!r} plans for {', '.join(sorted(map(repr, unknown)))}: "
-                f"layers must be of those in Context.layers"
-            )
-        if plan.measure and not self.policy.measures:
-            raise ValueError(
-                f"policy {name!r} plans to measure, and must say how many numbers: "
-                f"measures = 1, say"
-            )
-        if plan.local_steps not in (0, *self.numbers):
-            raise ValueError(
-                f"policy {name!r} plans {plan.local_steps!r} local steps: it must be "
-                f"one of {', '.join(map(str, self.numbers))}, or 0"
-            )
-        if plan.delay not in (None, *self.delays):
-            raise ValueError(
-                f"policy {name!r} plans a delay of {plan.delay!r}: it must be one of "
-                f"{', '.join(map(str, self.delays))}, or None"
-            )
-        # Python's own numbers: a state with NumPy's is one that torch.load refuses.
-        plan = replace(
-            plan,
-            send=float(plan.send),
-            probe=tuple(map(float, plan.probe)),
-            layers={layer: float(cf) for layer, cf in plan.layers.items()},
-            local_steps=int(plan.local_steps),
-            delay=None if plan.delay is None else int(plan.delay),
-        )
+        plan = checked_plan(self.policy, self.context)
         if why := self.memory().handover.dense_because:
             dense = replace(plan, send=DENSE, probe=(), layers={}, reason=why)
             return replace(dense, local_steps=0, delay=None)
@@ -397,11 +356,12 @@ class Controller(saved.Stateful):
         """same_clock: see `Stopwatch.load_state_dict`. resharded: the state was converted from
         another number of ranks."""
         super().load_state_dict(state)
-        fits = self.local_steps in self.numbers and self.skipped >= 0
-        message = f"'local_steps' must be one of {self.numbers}, got {self.local_steps}"
+        numbers, delays = self.context.local_steps, self.context.delays
+        fits = self.local_steps in numbers and self.skipped >= 0
+        message = f"'local_steps' must be one of {numbers}, got {self.local_steps}"
         saved.require(fits, f"{message}, and 'skipped' not negative")
-        message = f"'delay' must be one of {self.delays}, got {self.delay}"
-        saved.require(self.delay in self.delays, message)
+        message = f"'delay' must be one of {delays}, got {self.delay}"
+        saved.require(self.delay in delays, message)
         self._pending, self.agreed, self.invalid = deque(), Statistics(), False
         self.changed, self._compressed_last = 0.0, -1  # saving has observed all compressed steps
         pause = self.stopwatch.load_state_dict(state, same_clock)

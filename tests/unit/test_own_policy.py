@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, MemoryTimeline, Plan, Policy, StepReport
+from adaptive import (
+    AdaptiveCompressor,
+    MemoryTimeline,
+    ParameterServer,
+    Plan,
+    Policy,
+    StepReport,
+)
 from adaptive.exchange.strategies import Piece
 from adaptive.network import timing
 from adaptive.step import sizes
@@ -100,6 +107,32 @@ def test_a_policy_may_compute_with_numpy(number: type) -> None:
         compressor.close()
     assert {record.report.cf for record in kept.steps} == {4}
     assert {record.layer_cfs["all.1"] for record in kept.steps} == {2}
+
+
+class ByGains(Planned):
+    """Plans for no layer, and has CFs to choose from."""
+
+    layerwise = False
+
+    def candidates(self) -> tuple[float, ...]:
+        return 4.0, 8.0
+
+
+def test_a_policy_of_means_may_compute_with_numpy() -> None:
+    """The state is one that torch.load reads without being told to trust it."""
+    policy = ByGains(Plan(np.float64(4), (np.float64(8),)))
+    with one_rank():
+        model = DDP(Given([(8, 8), (8,)]))
+        exchange = ParameterServer("auto")
+        compressor = AdaptiveCompressor("topk", (2, 20), policy=policy, exchange=exchange)
+        compressor.attach(model)
+        for _ in range(4):
+            model([torch.randn(8, 8), torch.randn(8)]).backward()
+        file = BytesIO()
+        torch.save(compressor.state_dict(), file)
+        compressor.close()
+    file.seek(0)
+    torch.load(file)
 
 
 class Another(Planned):
