@@ -17,8 +17,6 @@ from compressors import compressor_names
 from policies import policy_names
 from tests.integration.golden import FILE, RUNS, runs_now
 
-pytestmark = pytest.mark.long
-
 WRITTEN = json.loads(FILE.read_text(encoding="utf-8"))
 MAKE = "python -m tests.integration.golden"
 
