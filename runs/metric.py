@@ -19,8 +19,15 @@ ACCEPTED = (
     "lines of JSON that it prints; FILE.jsonl:KEY, of those that it writes"
 )
 
-HIGHER = ("acc", "auc", "bleu", "f1", "iou", "psnr", "recall", "precision", "reward", "rouge")
-"""In the name of a metric of which more is better, unless the command says otherwise."""
+_HIGHER = re.compile(
+    r"(?:acc(?:uracy)?|au(?:ro)?c|bleu|(?<![a-z])f1(?!\d)|m[ai]crof1|iou|psnr|precision|recall"
+    r"|rewards?|rouge[a-z]*)(?:score)?(?![a-z])"
+)
+"""In the name of a metric of which more is better, unless the command says otherwise. It ends a
+word: "bf16", "accumulated" and "previous" are none."""
+
+_LOWER = re.compile(r"(?<![a-z])(?:loss|losses|errors?)(?![a-z])")
+"""In the name of a metric of which less is better, whatever else is in it: "precision loss"."""
 
 _THOUSANDS = r"(?<![\d,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)(?:\.\d*)?"
 """As f"{value:,.1f}" writes it. After a comma it may be a column of several."""
@@ -61,7 +68,8 @@ def parse_metric(text: str) -> Metric:
 
 def higher_is_better(name: str) -> bool:
     """By the metric's name alone."""
-    return any(part in name.lower() for part in HIGHER)
+    words = f"{name} {re.sub('(?<=[a-z])(?=[A-Z])', ' ', name)}".lower()  # valF1, and val F1
+    return _HIGHER.search(words) is not None and _LOWER.search(words) is None
 
 
 class Printed(Metric):

@@ -138,3 +138,21 @@ def test_a_metric_has_a_name_and_a_better_side() -> None:
     names = {text: parse_metric(text).name for text in ("val loss: {}", "{} top1-acc", "json:f1")}
     assert list(names.values()) == ["val loss", "top1-acc", "f1"]
     assert [higher_is_better(name) for name in names.values()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("higher", "names"),
+    [
+        (True, ("acc", "val_acc", "valacc", "top1-acc", "Acc@5", "accTop1", "test/accuracy")),
+        (True, ("AUC", "roc_auc", "auroc", "bleu", "sacreBLEU4", "PSNR", "precision", "rewards")),
+        (True, ("f1", "F1Score", "f1_macro", "valF1", "macroF1", "mIoU", "meanIoU", "val iou")),
+        (True, ("recall@10", "rouge1", "rougeL", "rougeLsum", "mean_reward", "bf16 accuracy")),
+        (False, ("loss", "perplexity", "previous loss", "bf16 loss", "diff1", "conf1", "accum")),
+        (False, ("accumulated error", "vaccine", "sauce", "various", "mixed precision loss")),
+        (False, ("iou_loss", "rewardLoss", "acceptance", "f16", "")),
+    ],
+)
+def test_the_better_side_is_told_by_words_not_by_letters_inside_them(
+    higher: bool, names: tuple[str, ...]
+) -> None:
+    assert {name: higher_is_better(name) for name in names} == dict.fromkeys(names, higher)
