@@ -81,7 +81,9 @@ class Printed(Metric):
         known = before.rstrip(" :=") or before
         spaced = [r"\s+".join(map(re.escape, part.split(" "))) for part in (known, after)]
         between = r"[\s:=]*" if known else ""  # "val loss {}" finds "val loss: 2.5", too
-        self._pattern = re.compile((between + _NUMBER).join(spaced))
+        # Else "val loss information" would be a loss of inf.
+        whole = "" if after[:1].isalpha() else r"(?:(?<=[\d._])|(?![A-Za-z]))"
+        self._pattern = re.compile((between + _NUMBER + whole).join(spaced))
 
     def listen(self, hear: Hear) -> Callable[[], None]:
         return _every_line(lambda line: self._look(line, hear))
