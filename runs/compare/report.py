@@ -191,6 +191,10 @@ def _notes(
         for run in row.runs
         if run.ending.diverged
     ]
+    counts = [(row.label, len(row.runs)) for row in rows]
+    if len({count for _, count in counts}) > 1:
+        told = ", ".join(f"{count} of {label}" for label, count in counts)
+        notes.append(f"rows are of different numbers of seeds: {told}")
     return notes
 
 

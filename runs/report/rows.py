@@ -44,14 +44,21 @@ class Spread:
         return stdev(self._known) if len(self._known) > 1 else nan
 
     def text(self, digits: int, scale: float = 1.0) -> str:
-        """As people read it: mean ± deviation, and how many are never reached."""
+        """As people read it: mean ± deviation, and how many are not in these: never reached, or
+        not known, as the quality of a run that has diverged."""
         never = self.values.count(inf)
         if not self._known:
             return NEVER if never else UNKNOWN
         text = number_text(scale * self.mean, digits)
         if self.deviation > 0:
             text += f" ± {scale * self.deviation:.2g}"
-        return f"{text} ({never} of {len(self.values)} {NEVER})" if never else text
+        lost = len(self.values) - len(self._known) - never
+        left_out = [
+            f"{count} of {len(self.values)} {what}"
+            for count, what in ((never, NEVER), (lost, "not known"))
+            if count
+        ]
+        return f"{text} ({', '.join(left_out)})" if left_out else text
 
     def as_json(self) -> dict[str, Any]:
         """null for what is not known."""

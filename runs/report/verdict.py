@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, log, sqrt
 from statistics import mean, stdev
@@ -44,19 +44,23 @@ def headline_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(row: Row, dense: Row) -> str:
-    """The headline of runs with a dense twin of each seed."""
+    """The headline of runs beside dense ones."""
     run = row.run
-    ours, theirs = (one.of(lambda each: each.quality).values for one in (row, dense))
-    after = f"after {run.trained} steps instead of {dense.run.trained}"
-    after = EQUAL if run.trained == dense.run.trained else after
+    ours, theirs = ({each.seed: each.quality for each in one.runs} for one in (row, dense))
+    # Not of a run that has diverged, and so ended early.
+    steps, others = (
+        next((each.trained for each in one.runs if isfinite(each.quality)), one.run.trained)
+        for one in (row, dense)
+    )
+    after = EQUAL if steps == others else f"after {steps} steps instead of {others}"
     quality = beside(ours, theirs, run.quality_name, run.higher_is_better, after)
     return headline_of_runs(row.runs, pace_beside(row, dense), quality)
 
 
 def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str = "") -> str:
     """Whether compression was worth it, as their own records tell: means over the seeds; "" if
-    these do not tell. pace: what a comparison with dense runs has found; None: the first run's own.
-    quality: see `headline`."""
+    these do not tell. pace: what a comparison with dense runs has found; None: the longest run's
+    own. quality: see `headline`."""
     run = runs[0]
     if not all(each.records for each in runs):  # plain DDP, perhaps with a hook
         ending = run.ending
@@ -65,14 +69,16 @@ def headline_of_runs(runs: Sequence[Run], pace: Pace | None = None, quality: str
         saved = 1 - ending.bytes_sent / ending.dense_bytes
         return headline(pace or ending.pace, saved, network=run.link, quality=quality)
     last = [each.records[-1] for each in runs]
+    longest = max(last, key=lambda one: one.report.step)
+    share = mean(one.dense_steps / (one.report.step + 1) for one in last)
     dense = all(one.verdict and one.report.cf == DENSE for one in last)
     record = replace(
-        last[0],
+        longest,
         sent=mean(one.sent for one in last),
         dense=mean(one.dense for one in last),
-        dense_steps=round(mean(one.dense_steps for one in last)),
-        pace=pace or last[0].pace,
-        verdict=last[0].verdict if dense else "",
+        dense_steps=round(share * (longest.report.step + 1)),
+        pace=pace or longest.pace,
+        verdict=longest.verdict if dense else "",
     )
     return headline_of(record, run.recorded.header, run.link, quality)
 
@@ -114,21 +120,33 @@ def _clock(run: Run) -> float | None:
 
 
 def beside(
-    ours: Sequence[float], dense: Sequence[float], name: str, higher: bool, after: str = EQUAL
+    ours: Mapping[int, float],
+    dense: Mapping[int, float],
+    name: str,
+    higher: bool,
+    after: str = EQUAL,
 ) -> str:
-    """How a quality compares with dense's: the same if they differ by what is `allowed`, else by
-    how much. "" if one of them is not known. after: how many steps, in words."""
-    ours, dense = [[q for q in each if isfinite(q)] for each in (ours, dense)]
-    if not ours or not dense:
+    """How a quality by seed compares with dense's: the same if they differ by what is `allowed`,
+    else by how much. Seeds that both know count, if there are any. "" if one of them knows none.
+    after: how many steps, in words."""
+    ours_known, dense_known = (
+        {seed: q for seed, q in each.items() if isfinite(q)} for each in (ours, dense)
+    )
+    if not ours_known or not dense_known:
         return ""
-    a, b = mean(ours), mean(dense)
-    few = min(len(ours), len(dense))
-    seeds = "one seed" if few == 1 else f"{few} seeds"
+    both, everyone = ours_known.keys() & dense_known.keys(), {*ours, *dense}
+    a_of, b_of = ([known[seed] for seed in both or known] for known in (ours_known, dense_known))
+    seeds = "one seed" if len(both) == 1 else f"{len(both)} seeds"
+    if not both:
+        seeds = "of different seeds"
+    elif len(both) < len(everyone):
+        seeds = f"{len(both)} of {len(everyone)} seeds"
+    a, b = mean(a_of), mean(b_of)
     points = name.endswith("%")
-    limit = allowed(dense, points)
+    limit = allowed(b_of, points)
     numbers = f"{name} {a:.4g} against {b:.4g}, {seeds}"
     if abs(a - b) <= limit:
-        spread = limit > allowed(dense[:1], points)
+        spread = limit > allowed([b], points)
         within = "the spread" if spread else "1 point" if points else "1%"
         return f"the same quality {after} ({numbers}, within {within})"
     by = f"{abs(a - b):.2g} points" if points or not b else percent(a / b - 1)

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isnan, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,8 @@ def test_the_table_of_hand_made_runs() -> None:
 def test_small_things() -> None:
     assert isnan(Spread.of([nan]).mean)
     assert Spread.of([1.0, nan, 3.0]).mean == 2.0
+    assert Spread.of([1.0, nan, 3.0]).text(4) == "2.000 ± 1.4 (1 of 3 not known)"
+    assert Spread.of([1.0, nan, inf]).text(4) == "1.000 (1 of 3 never, 1 of 3 not known)"
     plain = made(
         records=[],
         ending=Ending(10, 1.0, 100.0, 100.0, Pace(steps=7, seconds=1.0)),

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from runs.compare.command import turns
 from runs.compare.options import make_comparison
+from runs.compare.report import _notes
+from runs.report.rows import Row
 from runs.report.source import smoothed
+from tests.unit.made_runs import made
 
 
 def test_a_quality_is_the_mean_of_the_last_evaluations() -> None:
@@ -38,3 +41,15 @@ def test_where_step_times_are_modelled_nobody_takes_turns() -> None:
     assert [turn.until for turn in taken] == [20, 30]
     asked = make_comparison({**given, "fixed_clock": 0.1, "slice": 10})
     assert len(turns(asked)) == 5
+
+
+def test_means_over_different_seeds_are_not_set_side_by_side_without_a_word() -> None:
+    comparison = make_comparison({"contender": ["dense", "topk@10"], "seeds": (0, 1)})
+    first = comparison.config(comparison.contenders[0], 0)
+    seeds = tuple(made(f"run{seed}", seed=seed) for seed in (0, 1))
+    both, one = Row("dense", seeds), Row("topk@10", seeds[:1])
+    told = [
+        [note for note in _notes(comparison, first, rows, "dense") if "different" in note]
+        for rows in ([both, both], [both, one])
+    ]
+    assert told == [[], ["rows are of different numbers of seeds: 2 of dense, 1 of topk@10"]]

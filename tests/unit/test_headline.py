@@ -195,6 +195,24 @@ def test_a_headline_says_how_many_runs_have_diverged():
     told = headlines([both, dense])["ours"]
     assert "the same quality in equal steps" in told
     assert told.endswith(", 1 of 2 runs diverged")
+    # Of the one that has not come to its end the steps count as little as the quality.
+    early = replace(bad, trained=3, recorded=replace(bad.recorded, steps=bad.records[:3]))
+    both = Row("ours", (early, replace(ours.run, config=replace(ours.run.config, seed=1))))
+    twin = replace(dense.run, config=replace(dense.run.config, seed=1))
+    told = headlines([both, Row("dense", (dense.run, twin))])["ours"]
+    assert "the same quality in equal steps" in told
+    assert told.endswith("1 of 2 seeds, within 1%), 1 of 2 runs diverged")
+
+
+def test_no_more_than_all_steps_of_runs_are_dense():
+    """Also if the first of them has ended early."""
+    own = {"sent": 9.0, "dense": 10.0}
+    runs = [
+        made(f"ours{count}", [record(i, 1.0, **own, dense_steps=i) for i in range(count)])
+        for count in (5, 100)
+    ]
+    told = headlines([Row("ours", tuple(runs))])["ours"]
+    assert "90% of the steps dense" in told  # (4 / 5 + 99 / 100) / 2
 
 
 def test_runs_that_were_made_at_different_times_are_not_compared_by_their_seconds():
@@ -229,7 +247,7 @@ def test_by_one_modelled_clock_runs_compare_at_any_time():
 
 def test_a_quality_is_the_same_within_what_the_promise_allows():
     def told(ours, dense, name="perplexity", higher=False):
-        return beside(ours, dense, name, higher)
+        return beside(dict(enumerate(ours)), dict(enumerate(dense)), name, higher)
 
     same = "the same quality in equal steps (perplexity "
     assert told([5.14], [5.1]).startswith(same + "5.14 against 5.1, one seed, within 1%)")
@@ -244,3 +262,8 @@ def test_a_quality_is_the_same_within_what_the_promise_allows():
     assert told([68.6], [70.0], *accuracy).startswith("1.4 points behind dense in equal steps")
     assert told([0.72], [0.70], "accuracy", True).startswith("2.9% ahead of dense")
     assert told([nan], [70.0], *accuracy) == ""
+    assert told([5.0] * 3, [5.0, 5.01, 5.02]).endswith("3 seeds, within 1%)")
+    # A seed that one of them does not know says nothing of a difference.
+    assert told([5.0, nan], [5.0, 9.0]).endswith("5 against 5, 1 of 2 seeds, within 1%)")
+    assert told([5.0, 9.0, 5.2], [5.0, nan, 5.2]).endswith("2 of 3 seeds, within the spread)")
+    assert told([nan, 5.0], [5.0]).endswith("of different seeds, within 1%)")
