@@ -37,6 +37,9 @@ HINTS = {
 }
 """Advice for a state with another value of these entries."""
 
+AUTO_WAYS = ("EveryStep(", "LocalSteps(steps='auto'")
+"""What sync="auto" chooses from. Only a state of one beside the other gets that advice."""
+
 
 @contextmanager
 def refusing() -> Iterator[None]:
@@ -87,7 +90,9 @@ def check_state(state: State, expected: State, parts: Mapping[str, SavedPart]) -
     for what, wanted in expected.items():
         if what != "parameters" and state[what] != wanted:
             problem = f"state: {what} is {state[what]!r}, expected {wanted!r}"
-            raise ValueError(problem + HINTS.get(what, ""))
+            ways = [way for way in AUTO_WAYS for sync in (state[what], wanted) if way in str(sync)]
+            advised = what != "synchronisation" or {*ways} == {*AUTO_WAYS}
+            raise ValueError(problem + HINTS.get(what, "") * advised)
     _check_parameters(read(state, "parameters", Mapping), expected["parameters"])
     for name, part in parts.items():
         part.check(read(state, name, part.kind))

@@ -96,6 +96,14 @@ def test_a_state_of_the_other_choice_is_refused_with_what_to_give() -> None:
         _attached(sync=LocalSteps("auto"), **way).load_state_dict(state)
 
 
+def test_other_ways_than_its_choices_are_refused_without_a_word_of_it() -> None:
+    with one_rank():
+        state = _attached(sync=LocalSteps(10)).state_dict()
+        with pytest.raises(ValueError, match=r"synchronisation is .*steps=10") as told:
+            _attached(sync=LocalSteps(4)).load_state_dict(state)
+        assert "sync='auto'" not in str(told.value)
+
+
 def _attached(**options: Any) -> AdaptiveCompressor:
     model = DDP(small_net())
     optimizer = torch.optim.AdamW(model.parameters())
