@@ -141,7 +141,8 @@ def read_slices(folder: Path) -> tuple[Slice, ...]:
 
 def smoothed(evaluations: Sequence[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
     """Each quality as the mean of so many evaluations, itself the last of them; of as many as there
-    are at the beginning. Those that are not finite are left out of means."""
+    are at the beginning. Those that are not finite are left out of means, but a last one stays: a
+    run that ends so has no quality."""
     if count == 1:
         return tuple(evaluations)
     known = [(done, quality) for done, quality in evaluations if isfinite(quality)]
@@ -149,7 +150,8 @@ def smoothed(evaluations: Sequence[tuple[int, float]], count: int) -> tuple[tupl
         fmean(quality for _, quality in known[max(0, end - count) : end])
         for end in range(1, len(known) + 1)
     ]
-    return tuple((done, quality) for (done, _), quality in zip(known, means, strict=True))
+    smooth = [(done, quality) for (done, _), quality in zip(known, means, strict=True)]
+    return (*smooth, *(last for last in evaluations[-1:] if not isfinite(last[1])))
 
 
 def _runs_in(path: Path) -> list[Path]:

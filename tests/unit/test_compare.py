@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import inf, isnan, nan
 from statistics import fmean
 
 import pytest
@@ -23,6 +23,9 @@ def test_a_quality_is_the_mean_of_the_last_evaluations() -> None:
     assert smoothed(raw, 2) == ((10, 1.0), (20, 1.5), (30, 4.0), (40, 5.0))
     assert smoothed((*raw[:2], (25, nan), *raw[2:]), 2) == smoothed(raw, 2)
     assert smoothed((), 3) == ()
+    diverged = smoothed((*raw, (50, inf)), 2)
+    assert diverged == (*smoothed(raw, 2), (50, inf))
+    assert isnan(made(evaluations=smoothed((*raw, (50, nan)), 2)).quality)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.integers(1, 25))
