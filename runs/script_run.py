@@ -38,7 +38,7 @@ from runs.files import known, write_json, write_text
 from runs.interrupt import INTERRUPTED, PRUNED
 from runs.launch import GRACE, launch
 from runs.metric import parse_metric
-from runs.netlab.place import the_place
+from runs.netlab.place import ModelSteps, holds, the_place
 from runs.parser import UsageError
 from runs.records import METRICS_FILE, TIMELINE_FILE
 from runs.report.run import Slice
@@ -135,8 +135,7 @@ class _Watched:
     """A script that runs in this process: what it is given, and what is seen of it.
 
     folder: the run's; the script may go elsewhere. model: the first DDP model that is trained.
-    counted: the optimizer of it that steps are counted of. seconds: of each step. pruned: the run
-    is to end after this step.
+    seconds: of each step. pruned: the run is to end after this step.
     """
 
     job: ScriptJob
@@ -148,9 +147,9 @@ class _Watched:
     model: DistributedDataParallel | None = None
     compressors: list[AdaptiveCompressor] = field(default_factory=list)
     last: _Last = field(default_factory=_Last)
-    counted: Optimizer | None = None
     pruned: bool = False
     poll: Callable[[], None] = lambda: None  # takes in what the script has written
+    _of_optimizers: ModelSteps = field(default_factory=ModelSteps)
     _records: JSONLTimeline | None = None
     _metrics: TextIO | None = None
     _at: float = nan
@@ -218,10 +217,10 @@ class _Watched:
         )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.counted is None and self.model is not None and _holds(optimizer, self.model):
-            self.counted = optimizer
-        if optimizer is not self.counted:
-            return  # of another model, or the second of two in a step
+        if self.model is None or not holds(optimizer, self.model):
+            return
+        if not self._of_optimizers.begins(optimizer):
+            return
         now = time.perf_counter()
         self.steps += 1
         self.seconds.append(now - self._at)
@@ -308,10 +307,15 @@ class _Watched:
 
 def optimizers_of(model: DistributedDataParallel) -> list[Optimizer]:
     """Those that this process has made of the model's parameters, without wrappers."""
-    found = [each for each in _living(Optimizer) if _holds(each, model)]
+    found = [each for each in _living(Optimizer) if holds(each, model)]
     inside = [each for each in found if not isinstance(_wrapped(each), Optimizer)]
     order = {id(p): i for i, p in enumerate(model.parameters())}
-    return sorted(inside, key=lambda one: min(order.get(id(p), len(order)) for p in _of(one)))
+
+    def first(optimizer: Optimizer) -> int:
+        own = (p for group in optimizer.param_groups for p in group["params"])
+        return min(order.get(id(p), len(order)) for p in own)
+
+    return sorted(inside, key=first)
 
 
 def enabled_scaler() -> torch.amp.GradScaler | None:
@@ -327,12 +331,3 @@ def _living(kind: type) -> Sequence[Any]:
 
 def _wrapped(optimizer: Optimizer) -> object:
     return getattr(optimizer, "optimizer", None)
-
-
-def _of(optimizer: Optimizer) -> list[Any]:
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-
-
-def _holds(optimizer: Optimizer, model: DistributedDataParallel) -> bool:
-    mine = {id(p) for p in model.parameters()}
-    return any(id(p) in mine for p in _of(optimizer))

@@ -44,9 +44,31 @@ def the_place() -> Place | None:
     return _place
 
 
+class ModelSteps:
+    """Tells the steps of a model from those of its optimizers. Several that step one after the
+    other, as Muon and the AdamW beside it, make one step of the model."""
+
+    def __init__(self) -> None:
+        self._stepped: set[Optimizer] = set()  # since the model's step began
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Whether the step that an optimizer of the model has done is the first of a step of the
+        model: each of them steps once in it."""
+        begins = not self._stepped or optimizer in self._stepped
+        self._stepped = {optimizer} if begins else {*self._stepped, optimizer}
+        return begins
+
+
+def holds(optimizer: Optimizer, model: DistributedDataParallel) -> bool:
+    """Whether it is an optimizer of the model: not of another, nor somebody's own copy of one."""
+    mine = {id(p) for p in model.parameters()}
+    groups = getattr(optimizer, "param_groups", ())  # one that is being made has none
+    return any(id(p) in mine for group in groups for p in group["params"])
+
+
 class Place:
-    """A worker's place in a lab. It counts the steps of the optimizer of the DDP model that was
-    built last, by which rates change, and the bytes that the worker's interface sends in them.
+    """A worker's place in a lab. It counts the steps of the DDP model that was built last, by
+    which rates change, and the bytes that the worker's interface sends in them.
 
     DDP begins with a broadcast of the parameters, and a compressor with questions, which are none
     of them: the count begins with `begin`, or else after the first step.
@@ -56,6 +78,7 @@ class Place:
         self.lab, self.rank = lab, rank
         self.first: int | None = None  # the step from which on bytes are counted
         self.steps, self._began, self._sent = 0, (0, 0), (0, 0)
+        self._of_optimizers = ModelSteps()
         self.model: DistributedDataParallel | None = None
         self._reported = 0.0
 
@@ -69,6 +92,7 @@ class Place:
         def built(model: DDP, *args: Any, **kwargs: Any) -> None:
             build(model, *args, **kwargs)
             self.model, self.first, self.steps = model, None, 0
+            self._of_optimizers = ModelSteps()
 
         DDP.__init__ = built  # type: ignore[assignment, method-assign]
         register_optimizer_step_post_hook(self._stepped)
@@ -85,9 +109,11 @@ class Place:
         self._began = self._sent = sent_so_far()
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        first = optimizer.param_groups[0]["params"][0]
-        if self.model is None or all(first is not p for p in self.model.parameters()):
-            return  # somebody's own copy of the optimizer
+        if self.model is None or not holds(optimizer, self.model):
+            return
+        if not self._of_optimizers.begins(optimizer):
+            self._sent = sent_so_far()
+            return
         self.steps += 1
         if self.first is None:
             self.first, self._began = self.steps, sent_so_far()

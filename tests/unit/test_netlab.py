@@ -124,6 +124,18 @@ def test_headers_are_told_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reported" not in told({**counted, "reported_bytes": None})
 
 
+def test_several_optimizers_make_one_step_of_a_model() -> None:
+    """And one whose first group is empty, or of another model, is an optimizer of it, too."""
+    place = Place(Lab("100mbit"), rank=1)
+    place.model = model = torch.nn.Linear(2, 2)  # type: ignore[assignment]
+    groups = [{"params": []}, {"params": [torch.zeros(1)]}, {"params": [model.weight]}]
+    both = torch.optim.SGD(groups, lr=0.1), torch.optim.Adam([model.bias])
+    for _ in range(3):
+        for optimizer in (*both, torch.optim.SGD([torch.zeros(1)], lr=0.1)):
+            place._stepped(optimizer, (), {})
+    assert place.steps == 3
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runs.__main__ import main
 from runs.compare.command import turns
@@ -16,6 +17,7 @@ from runs.options import make_config, with_script
 from runs.parser import UsageError, at_dashes
 from runs.records import Recorded
 from runs.report.run import Run
+from runs.script_run import _Watched
 from runs.tune.study import written
 from runs.tune.tuning import make_tuning
 
@@ -128,6 +130,17 @@ def test_a_trial_of_a_script(script: Path) -> None:
         make_tuning(with_script({**words, "search": ["lr"]}))
     with pytest.raises(UsageError, match="--metric: needed"):
         make_tuning(with_script({"command": [str(script)]}))
+
+
+def test_steps_go_on_with_an_optimizer_that_is_made_later() -> None:
+    """As where the head is trained first: a step more or less at the change is none."""
+    model = torch.nn.Linear(2, 2)
+    watched = _Watched(job=None, rank=0, folder=Path("x"), model=model)  # type: ignore[arg-type]
+    for optimizer in (torch.optim.SGD([model.bias], 0.1), torch.optim.Adam(model.parameters())):
+        for _ in range(5):
+            watched._stepped(optimizer, (), {})
+    assert watched.steps == 9
+    assert len(watched.seconds) == 9
 
 
 def test_a_script_as_it_is_is_dense_without_a_compressor(script: Path) -> None:
