@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.netlab.lab import Lab
-from runs.parser import UsageError, options
+from runs.parser import UsageError, options, split_command
 
 INSIDE = ("train", "compare", "tune", "doctor")
 """The commands of `python -m runs` that start workers, which then have their places in the lab."""
@@ -68,6 +68,7 @@ def _agree_on_workers(words: list[str], given: int | None, usual: int = 2) -> tu
     """The command's words, and how many workers there are by these, as `given`, or `usual`."""
     name, *own = words
     before = own[: own.index("--")] if "--" in own else own
+    before = split_command(own)[0] if name == "doctor" else before  # its script needs no --
     found = re.findall(r"(?<!\S)--workers[= ](\d+)(?!\S)", " ".join(before))
     if name not in INSIDE or not found:
         many = given or usual

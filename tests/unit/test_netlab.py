@@ -136,6 +136,19 @@ def test_several_optimizers_make_one_step_of_a_model() -> None:
     assert place.steps == 3
 
 
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+@pytest.mark.parametrize(("told", "places"), [([], 2), (["--workers", "3"], 3)])
+def test_the_workers_of_a_script_are_its_own(
+    dashes: list[str], told: list[str], places: int
+) -> None:
+    """Those that load its data, say."""
+    words = ["doctor", *told, *dashes, "script.py", "--workers", "8"]
+    found, workers = _agree_on_workers(words, None)
+    assert workers == places
+    assert found[:3] == ["doctor", "--workers", str(places)]
+    assert found[-2:] == ["--workers", "8"]
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
