@@ -32,6 +32,8 @@ def enter_lab(rank: int, workers: int) -> None:
             f"netlab's --workers"
         )
     die_with_parent()
+    if lab.rate_at and rank == 0:
+        lab.shape()  # an earlier run in this lab has left the rates of its end
     lab.enter(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     os.environ.update(lab.as_torchrun(rank))

@@ -136,6 +136,22 @@ def test_several_optimizers_make_one_step_of_a_model() -> None:
     assert place.steps == 3
 
 
+def test_rates_begin_anew_with_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a comparison of scripts, too, in which nobody calls `begin`."""
+    done: list[object] = []
+    monkeypatch.setattr(Lab, "shape", lambda lab, step=0: done.append(("shape", step)))
+    monkeypatch.setattr(Lab, "enter", lambda lab, rank: done.append(rank))
+    monkeypatch.setattr(Place, "watch", lambda place: None)
+    monkeypatch.setattr(places, "die_with_parent", lambda: None)
+    monkeypatch.setattr(places, "_place", None)
+    for name in (labs.VARIABLE, "GLOO_SOCKET_IFNAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # and as it was afterwards
+    Lab("100mbit", rate_at=("5:1mbit",)).tell()
+    for rank in range(2):
+        places.enter_lab(rank, 2)
+    assert done == [("shape", 0), 0, 1]
+
+
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 @pytest.mark.parametrize(("told", "places"), [([], 2), (["--workers", "3"], 3)])
 def test_the_workers_of_a_script_are_its_own(
