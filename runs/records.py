@@ -75,7 +75,7 @@ class Recorded:
 
     @property
     def wire_factor(self) -> float:
-        """Bytes of dense fp32 all-reduce / bytes sent; 1 if nothing was sent."""
+        """Bytes of a dense all-reduce / bytes sent; 1 if nothing was sent."""
         dense = sum(step.dense_bytes for step in self.steps)
         return dense / self.bytes_sent if self.bytes_sent else 1.0
 

@@ -210,7 +210,7 @@ class Run:
 
     @property
     def wire_factor(self) -> float:
-        """Bytes of dense fp32 all-reduce / bytes sent; nan if it is not known."""
+        """Bytes of a dense all-reduce / bytes sent; nan if it is not known."""
         if self.records:
             return self.recorded.wire_factor
         sent = self.ending.bytes_sent

@@ -25,7 +25,7 @@ MEGA = 1e-6
 READING = {
     "MB sent": "by a worker",
     "MB interf.": "what the network interface of rank 0 has sent, TCP's headers included",
-    "wire factor": "bytes of dense fp32 all-reduce / bytes sent",
+    "wire factor": "bytes of a dense all-reduce, in the parameters' precision / bytes sent",
     "steps/s": "each step counts as the median of the last 32 at its CF, so without evaluations "
     "and checkpoints; measured seconds and the verdict are made of the same",
     "scaling eff.": "T_N / (N T_1), T in samples/s, by the time of one worker that was given "

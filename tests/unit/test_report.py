@@ -20,7 +20,7 @@ from runs.report.pictures import Records, looks, make_pictures, scripts
 from runs.report.rows import Row, history
 from runs.report.run import Run
 from runs.report.source import find_places, read_run
-from runs.report.table import columns, make_text, row_as_json, shown
+from runs.report.table import columns, make_text, reading, row_as_json, shown
 from runs.tables import text_of
 from tests.unit.made_runs import DENSE, made, record
 
@@ -133,6 +133,14 @@ def test_never_is_not_unknown() -> None:
     assert unknown["", "perplexity"] == "-"
     stopped = made("stopped", records=[record(0)], steps=20)
     assert "not finished: 1 of 20 steps" in stopped.notes
+
+
+def test_a_wire_factor_is_told_for_what_it_is() -> None:
+    """Dense bytes are in the parameters' precision: 2 an element of a model in bf16."""
+    row = Row("run", (made("run"),))
+    (told,) = (line for line in reading(columns([row], ()), [row]) if "wire factor" in line)
+    assert "parameters' precision" in told
+    assert "fp32" not in told
 
 
 def test_measured_seconds_are_made_of_the_same_steps_as_the_rate() -> None:
