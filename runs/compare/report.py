@@ -185,12 +185,11 @@ def _notes(
             f"modelled seconds as if the gradients were {comparison.model_mb:g} MB: their bytes "
             f"and compression in proportion, compute and statistics as they were"
         )
-    notes += [
-        f"{row.label}, seed {run.seed}, has diverged: {run.ending.diverged}"
-        for row in rows
-        for run in row.runs
-        if run.ending.diverged
-    ]
+    for label, run in [(row.label, run) for row in rows for run in row.runs]:
+        if run.ending.diverged:
+            notes.append(f"{label}, seed {run.seed}, has diverged: {run.ending.diverged}")
+        if run.ends_unknown:
+            notes.append(f"{label}, seed {run.seed}: its last evaluation was not finite")
     counts = [(row.label, len(row.runs)) for row in rows]
     if len({count for _, count in counts}) > 1:
         told = ", ".join(f"{count} of {label}" for label, count in counts)

@@ -158,6 +158,11 @@ class Run:
         return self.evaluations[-1][1] if self.evaluations else nan
 
     @property
+    def ends_unknown(self) -> bool:
+        """Its last evaluation was not finite, as where a script goes on after its loss is nan."""
+        return not self.ending.diverged and bool(self.evaluations) and not isfinite(self.quality)
+
+    @property
     def beside(self) -> dict[str, float]:
         """What was measured beside the quality in the end, and the quality on test data."""
         test = {f"test {self.quality_name}": self.ending.test}
@@ -312,7 +317,7 @@ class Run:
             notes.append("its step times are modelled, not measured")
         if not self.evaluations:
             notes.append("never evaluated: quality is not known")
-        elif not isfinite(self.quality):
+        elif self.ends_unknown:
             notes.append("its last evaluation was not finite")
         return notes
 

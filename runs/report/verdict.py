@@ -32,9 +32,12 @@ def headlines(rows: Sequence[Row]) -> dict[str, str]:
         else:
             told = headline_of_runs(row.runs)
         if told:
-            lost = sum(bool(run.ending.diverged) for run in row.runs)
-            which = "the run" if len(row.runs) == 1 else f"{lost} of {len(row.runs)} runs"
-            found[row.label] = f"{told}, {which} diverged" if lost else told
+            diverged = sum(bool(run.ending.diverged) for run in row.runs)
+            unknown = sum(run.ends_unknown for run in row.runs)
+            for lost, how in ((diverged, "diverged"), (unknown, "ended in no finite quality")):
+                which = "the run" if len(row.runs) == 1 else f"{lost} of {len(row.runs)} runs"
+                told += f", {which} {how}" if lost else ""
+            found[row.label] = told
     return found
 
 

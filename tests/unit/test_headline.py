@@ -204,6 +204,17 @@ def test_a_headline_says_how_many_runs_have_diverged():
     assert told.endswith("1 of 2 seeds, within 1%), 1 of 2 runs diverged")
 
 
+def test_a_headline_says_that_a_run_ended_in_no_finite_quality():
+    """As a script does that goes on after its loss is nan."""
+    ours, dense = beside_dense()
+    bad = replace(ours.run, evaluations=((5, 5.7), (10, nan)))
+    told = headlines([Row("ours", (bad,)), dense])["ours"]
+    assert told.endswith("98% fewer bytes, the run ended in no finite quality")
+    assert "its last evaluation was not finite" in bad.notes
+    assert not ours.run.ends_unknown
+    assert not replace(bad, ending=Ending(diverged="the loss was nan")).ends_unknown
+
+
 def test_no_more_than_all_steps_of_runs_are_dense():
     """Also if the first of them has ended early."""
     own = {"sent": 9.0, "dense": 10.0}
