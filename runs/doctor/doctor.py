@@ -390,6 +390,11 @@ def check_settings(settings: Settings) -> None:
             f"base must be a sparsifier for the doctor, whose gains can be told at any CF; got "
             f"{settings.base.name!r}"
         )
+    if settings.cf_range[1] == DENSE:
+        raise ValueError(
+            f"cf_range must reach beyond CF 1 for the doctor, got {settings.cf_range!r}: there is "
+            f"no compression to rehearse"
+        )
     if settings.sync != EveryStep():
         raise ValueError(f"sync must be None for the doctor, got {settings.sync!r}")
 

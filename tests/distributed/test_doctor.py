@@ -107,10 +107,12 @@ def test_training_is_what_it_would_have_been(ranks: int, kind: str, per_node: in
 
 
 def _refused(rank: int) -> list[str]:
-    model = DDP(small_net(torch.float32))
+    model, other = (DDP(small_net(torch.float32)) for _ in range(2))
     said: list[str] = []
     attached = AdaptiveCompressor("qsgd").attach(model)
-    for compressor, steps in ((AdaptiveCompressor(), 30), (attached, 24), (attached, 30)):
+    dense = AdaptiveCompressor(cf_range=(1, 1)).attach(other)
+    tries = ((AdaptiveCompressor(), 30), (attached, 24), (attached, 30), (dense, 30))
+    for compressor, steps in tries:
         try:
             look_at(compressor, steps)
         except (RuntimeError, ValueError) as error:
@@ -120,11 +122,12 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_what_the_doctor_cannot_look_at_is_refused() -> None:
-    for not_attached, too_few, base in run_ranks(2, _refused):
+    for not_attached, too_few, base, nothing in run_ranks(2, _refused):
         assert "attach(model) first" in not_attached
         assert "steps" in too_few
         assert "24" in too_few
         assert "base must be a sparsifier" in base
+        assert "cf_range must reach beyond CF 1" in nothing
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
