@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -34,6 +35,10 @@ compression and of the optimizer without the dashes: base, cf_range, memory, exc
 optimizer, ..., and steps: topk@100:steps=900,lr_drop=540. A value of several numbers has slashes:
 cf_range=10/500."""
 
+LONGEST = 200
+"""Letters of a contender in the name of its folder. File systems take 255 bytes, and there are the
+seed and a temporary file's ending besides."""
+
 _KEYS = {each.__name__: options(each) for each in (Training, Optimizing, Compressing, Modelling)}
 _OWN = {
     *(each.name for group in (Compressing, Optimizing) for each in fields(group)),
@@ -56,7 +61,11 @@ class Contender:
     @property
     def folder(self) -> str:
         """A file name for it; different labels may share one (the command refuses that)."""
-        return re.sub(r"[^\w@+=.,-]", "_", self.label)
+        name = re.sub(r"[^\w@+=.,-]", "_", self.label)
+        if len(name) <= LONGEST:
+            return name
+        digest = hashlib.sha256(self.label.encode()).hexdigest()[:8]
+        return f"{name[:LONGEST]}-{digest}"
 
     def config(self, common: dict[str, Any]) -> TrainConfig:
         """The run of this contender. UsageError if the options do not go together.

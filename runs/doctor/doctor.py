@@ -411,7 +411,7 @@ def look_at(
     The optimizers that `attach` was handed say whether updates are sent, and what that costs.
     steps: at least 25. tell: is called with the verdict on rank 0.
     RuntimeError unless the compressor is attached to a DDP model; ValueError for a base that is no
-    sparsifier, and for local steps."""
+    sparsifier, for a cf_range of CF 1 alone, and for local steps."""
     session = None if compressor.detached else compressor.running()
     replica = None if session is None else session.replica
     settings = compressor._settings

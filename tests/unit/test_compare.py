@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runs.compare.command import turns
+from runs.compare.contender import parse_contender
 from runs.compare.options import make_comparison
 from runs.compare.report import _notes
 from runs.report.rows import Row
@@ -56,3 +57,13 @@ def test_means_over_different_seeds_are_not_set_side_by_side_without_a_word() ->
         for rows in ([both, both], [both, one])
     ]
     assert told == [[], ["rows are of different numbers of seeds: 2 of dense, 1 of topk@10"]]
+
+
+def test_a_contender_may_be_as_long_as_its_settings_are() -> None:
+    """A folder's name may have 255 bytes."""
+    steps = ", ".join(f"{step}: 10" for step in range(80))
+    longs = [parse_contender(f"Schedule({{{steps}, {last}: 20}})") for last in (100, 101)]
+    made = make_comparison({"contender": [one.label for one in longs], "log_dir": "x"})
+    folders = {made.config(one, 2**32 - 1).folder.name for one in made.contenders}
+    assert len(folders) == 2
+    assert max(map(len, folders)) < 240
