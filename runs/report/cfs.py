@@ -21,12 +21,19 @@ MOST = 12
 
 
 def throughputs(run: Run) -> dict[float, float]:
-    """T_comp at each CF that was sent, ascending: the median over its steps, in steps/s."""
+    """T_comp at each CF that was sent, ascending: the median over its steps, see `unit_of`."""
     found: dict[float, list[float]] = {}
     for record in run.records:
         if isfinite(record.t_comp):
             found.setdefault(record.report.cf, []).append(record.t_comp)
     return {cf: median(values) for cf, values in sorted(found.items())}
+
+
+def unit_of(rows: Sequence[Row]) -> str:
+    """Of the throughputs of these runs. `train` tells its compressor the samples of a step; whether
+    a script does is not on record."""
+    ours = all(row.run.config is not None and not row.run.config.script for row in rows)
+    return "samples/s" if ours else "samples/s where a step's are known, else steps/s"
 
 
 def draw_cfs(rows: Sequence[Row], folder: Path, title: str) -> None:
@@ -41,7 +48,7 @@ def draw_cfs(rows: Sequence[Row], folder: Path, title: str) -> None:
     if not cfs:
         return
     wide, high = 1 / (len(rows) + 1), max(3.0, 0.3 * len(cfs) * (len(rows) + 1))
-    heads = "share of the steps", "T_comp = T_sys x gain, steps/s"
+    heads = "share of the steps", f"T_comp, {unit_of(rows)}"
     with picture(folder / CFS_FILE, title, size=(9, high), across="", columns=2) as panels:
         for panel, (axes, head) in enumerate(zip(panels, heads, strict=True)):
             for i, (label, both) in enumerate(numbers.items()):

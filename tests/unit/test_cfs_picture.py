@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptive import Header
-from runs.report.cfs import CFS_FILE, draw_cfs, throughputs
+from runs.report.cfs import CFS_FILE, draw_cfs, throughputs, unit_of
 from runs.report.rows import Row
 from runs.report.table import reading
 from tests.unit.made_runs import DENSE, made, record
@@ -49,3 +49,11 @@ def test_a_table_says_how_large_the_models_are() -> None:
     assert alike == "model: 1 million parameters, 4 MB of gradients in fp32"
     told = [line for line in reading([], [sized("a", 10**6), sized("b", 5000)]) if "model" in line]
     assert told[1] == "model of b: 0.005 million parameters, 0.02 MB of gradients in fp32"
+
+
+def test_the_unit_is_that_of_the_records() -> None:
+    """`train` tells its compressor how many samples a step has."""
+    ours, script = made("ours"), made("script", script=("script.py",))
+    assert unit_of([Row("ours", (ours,))]) == "samples/s"
+    assert "steps/s" in unit_of([Row("ours", (ours,)), Row("script", (script,))])
+    assert "steps/s" in unit_of([Row("alone", (replace(ours, config=None),))])

@@ -3,8 +3,8 @@
 import {cfName, element, last, short} from './page.js';
 
 const NAMES = {
-  'throughput/t_sys': 'samples a second, T_sys',
-  'throughput/t_comp': 'samples a second x gain (Goodput: gain to the power of policy/power), T_comp',
+  'throughput/t_sys': 'samples (else steps) a second, T_sys',
+  'throughput/t_comp': 'T_sys x gain (Goodput: gain to the power of policy/power), T_comp',
   'bytes/sent': 'bytes sent in the step',
   'bytes/wire_factor': 'wire factor',
   'time/step': 'seconds of the step',
