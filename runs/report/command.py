@@ -33,8 +33,8 @@ The target quality of "to target" is, unless --target says otherwise, the final 
 run: the worst of them if there are several, and the worst of all runs if there is none. Runs that
 did not finish set no target while others did.
 
-Seconds are measured: the steps' own times, without evaluations, checkpoints and a run's first
-step (a step that was not timed counts as the median of its CF)."""
+Seconds are the steps' own times, measured or by a run's fixed clock, without evaluations and
+checkpoints. A step that was not timed, such as the first, counts as the mean of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ READING = {
     "MB interf.": "what the network interface of rank 0 has sent, TCP's headers included",
     "wire factor": "bytes of a dense all-reduce, in the parameters' precision / bytes sent",
     "steps/s": "each step counts as the median of the last 32 at its CF, so without evaluations "
-    "and checkpoints; measured seconds and the verdict are made of the same",
+    "and checkpoints; its seconds and the verdict are made of the same",
     "scaling eff.": "T_N / (N T_1), T in samples/s, by the time of one worker that was given "
     "(--one-worker-seconds) or is modelled",
     TARGET: "until the first evaluation that is at least as good; never: none was",
@@ -62,6 +62,8 @@ def columns(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[Column]:
     names = {run.quality_name for run in runs if run.task}
     quality = names.pop() if len(names) == 1 else "quality"
     beside = dict.fromkeys(name for run in runs for name in run.beside)
+    modelled = all(run.config and run.config.fixed_clock is not None for run in runs)
+    timed = "fixed clock s" if modelled else "measured s"
     return [
         Column(("quality",), quality, lambda run: run.quality),
         *(Column(("beside", name), name, _beside(name)) for name in beside),
@@ -74,8 +76,8 @@ def columns(rows: Sequence[Row], networks: Sequence[LinkSpec]) -> list[Column]:
         Column(("to_target", "steps"), "steps", lambda run: run.steps_to_goal, 1, group=TARGET),
         Column(("to_target", "bytes_sent"), "MB", _at_goal(Run.sent_by), 4, MEGA, TARGET),
         *(column for network in networks for column in _modelled(network)),
-        Column(("seconds",), "all", lambda run: run.seconds_by(run.trained), group="measured s"),
-        Column(("to_target", "seconds"), TARGET, _at_goal(Run.seconds_by), group="measured s"),
+        Column(("seconds",), "all", lambda run: run.seconds_by(run.trained), group=timed),
+        Column(("to_target", "seconds"), TARGET, _at_goal(Run.seconds_by), group=timed),
     ]
 
 

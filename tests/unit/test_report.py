@@ -135,6 +135,14 @@ def test_never_is_not_unknown() -> None:
     assert "not finished: 1 of 20 steps" in stopped.notes
 
 
+def test_seconds_of_a_clock_are_not_told_as_measured() -> None:
+    clocked = made("clocked", evaluations=((10, 5.0),), fixed_clock=0.1)
+    groups = {group for group, _ in _cells([clocked])[0]}
+    assert "fixed clock s" in groups
+    assert "measured s" not in groups
+    assert ("measured s", "all") in _cells([clocked, made("timed")])[0]  # a note tells of one
+
+
 def test_a_wire_factor_is_told_for_what_it_is() -> None:
     """Dense bytes are in the parameters' precision: 2 an element of a model in bf16."""
     row = Row("run", (made("run"),))
