@@ -251,7 +251,8 @@ def ending(
     summary = outcome.summary
     in_rounds = summary.local_steps > summary.steps
     unit = "round" if in_rounds else "step"
-    share = f"{_bytes(summary.bytes_sent)} of {_bytes(summary.dense_bytes)} if dense, a worker"
+    whose = "a node" if summary.inside_bytes else "a worker"  # with two levels
+    share = f"{_bytes(summary.bytes_sent)} of {_bytes(summary.dense_bytes)} if dense, {whose}"
     rows.append(("bytes sent", f"{share} (wire factor {summary.wire_factor:.2f})"))
     if result["server_bytes"]:
         up, down = (_bytes(nbytes) for nbytes in result["server_bytes"])

@@ -222,6 +222,11 @@ class Run:
         return self.ending.dense_bytes / sent if sent else 1.0
 
     @property
+    def sent_by_node(self) -> bool:
+        """What it sent is a node's, whose workers exchange with each other besides: `TwoLevel`."""
+        return bool(self.records) and self.records[-1].inside > 0
+
+    @property
     def interface_bytes(self) -> float:
         """That a worker's interface has sent; nan where links are not real."""
         if self.config is None or not self.config.netlab or not self.slices:

@@ -128,6 +128,10 @@ def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     script = any(run.name in scripts for run in runs)
     of = "as the script reports it" if script else "held-out"
     heads = [f"{column.group} {column.name}" for column in found]
+    nodes = [row.label for row in rows if any(run.sent_by_node for run in row.runs)]
+    told = dict(READING)
+    if nodes:
+        told["MB sent"] += f"; of {', '.join(nodes)}, which exchanges on two levels, by a node"
     return [
         *(
             f"{name}: {of}, at the end; {'higher' if higher else 'lower'} is better"
@@ -138,7 +142,7 @@ def reading(found: Sequence[Column], rows: Sequence[Row]) -> list[str]:
             f"million parameters, {4 * numel / 1e6:.3g} MB of gradients in fp32"
             for numel, labels in sizes.items()
         ),
-        *(f"{name}: {is_}" for name, is_ in READING.items() if any(name in head for head in heads)),
+        *(f"{name}: {is_}" for name, is_ in told.items() if any(name in head for head in heads)),
     ]
 
 

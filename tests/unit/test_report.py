@@ -135,6 +135,13 @@ def test_never_is_not_unknown() -> None:
     assert "not finished: 1 of 20 steps" in stopped.notes
 
 
+def test_bytes_of_two_levels_are_told_as_those_of_a_node() -> None:
+    levels = made("levels", [record(i, inside=70.0) for i in range(10)])
+    rows = [Row(run.name, (run,)) for run in (made("flat"), levels)]
+    (told,) = (line for line in reading(columns(rows, ()), rows) if "MB sent" in line)
+    assert told == "MB sent: by a worker; of levels, which exchanges on two levels, by a node"
+
+
 def test_seconds_of_a_clock_are_not_told_as_measured() -> None:
     clocked = made("clocked", evaluations=((10, 5.0),), fixed_clock=0.1)
     groups = {group for group, _ in _cells([clocked])[0]}
