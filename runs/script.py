@@ -53,7 +53,7 @@ class Script:
 
 def run_in_place(script: Script, rank: int, world_size: int, init_method: str) -> int:
     """Work for `launch`: the script, and what the interface of its place in a lab has sent."""
-    code = run_script(script, rank, world_size, init_method)
+    code = run_script(script, rank, world_size)
     place = the_place()
     if place is not None and rank == 0 and place.steps:
         counted = place.counted(place.reported())
@@ -61,7 +61,7 @@ def run_in_place(script: Script, rank: int, world_size: int, init_method: str) -
     return code
 
 
-def run_script(script: Script, rank: int, world_size: int, init_method: str) -> int:
+def run_script(script: Script, rank: int, world_size: int) -> int:
     """Run it as that rank of those that `launch` has started; its exit code."""
     host, port = script.master
     told_all = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host}

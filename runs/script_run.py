@@ -107,7 +107,7 @@ def _work(job: ScriptJob, rank: int, world_size: int, init_method: str) -> int:
     watched.begin()
     code = 1
     try:
-        code = run_script(job.script, rank, world_size, init_method)
+        code = run_script(job.script, rank, world_size)
         if code == PRUNED and not watched.pruned:
             code = 1  # the script's own exit code, which says that it has failed
         watched.poll()

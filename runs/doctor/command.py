@@ -78,7 +78,7 @@ def _visit(
 ) -> int:
     """Work for `launch`."""
     asked, script = visit
-    return _watch(asked)(run_script(script, rank, world_size, init_method))
+    return _watch(asked)(run_script(script, rank, world_size))
 
 
 def _watch(asked: DoctorOptions) -> Callable[[int], int]:
