@@ -20,6 +20,7 @@ from runs.dashboard.thin import (
     longest,
     marks,
 )
+from runs.metric import higher_is_better
 
 SENT = "cf/sent"
 ACTIVE = "time/total"
@@ -34,7 +35,8 @@ NUMBERS = re.compile(
 )
 """Tags of what a hover shows, besides the CF."""
 
-QUALITY = re.compile(r"loss|quality|acc|perplexity|\bppl\b|error_rate|top1|bleu|f1|reward", re.I)
+QUALITY = re.compile(r"loss|quality|perplexity|\bppl\b|error_rate|top1", re.I)
+"""In a tag that may be a quality, as may those of which more is better."""
 
 _OWN = re.compile(r"(cf|cf_layer|gain|gain_of_step|throughput|bytes|time|policy|gradient|final)/")
 
@@ -92,7 +94,8 @@ class Source(Protocol):
 
 def quality_tags(tags: list[str]) -> list[str]:
     """Those that may be a quality (loss, accuracy, ...), the likeliest first."""
-    found = [tag for tag in tags if QUALITY.search(tag) and not _OWN.match(tag)]
+    found = [tag for tag in tags if QUALITY.search(tag) or higher_is_better(tag)]
+    found = [tag for tag in found if not _OWN.match(tag)]
     return sorted(found, key=lambda tag: (tag != "eval/quality", "loss" in tag.lower(), tag))
 
 

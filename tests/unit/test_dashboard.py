@@ -126,6 +126,11 @@ def test_the_quality_can_be_chosen(board: Board) -> None:
     assert board.row("a", quality="unknown")["quality"]["tag"] == "eval/quality"
 
 
+def test_a_quality_is_told_by_words_not_by_letters_inside_them() -> None:
+    tags = ["env/grad_accum_steps", "loss/train", "perf/bf16_tflops", "val/acc", "cf/sent"]
+    assert row.quality_tags(tags) == ["val/acc", "loss/train"]
+
+
 def test_a_part_of_a_run_begins_with_the_cf_in_use(board: Board) -> None:
     part = board.row("a", **{"from": 3, "to": 4})
     assert (part["from"], part["to"]) == (3, 4)
