@@ -11,6 +11,9 @@ from typing import Any, TextIO
 from adaptive import StepRecord
 from policies import DENSE
 
+SMALL = 5e-5
+"""Below, a number of seconds and the like is as good as nothing."""
+
 SECONDS = 5.0
 """Between two plain lines."""
 
@@ -92,7 +95,7 @@ def time_left(seconds: float, done: float, to_do: float) -> str:
 
 def number_text(value: float, digits: int) -> str:
     """As many digits, never with an exponent; what is as good as nothing is 0."""
-    if abs(value) < 5e-5:
+    if abs(value) < SMALL:
         return "0"
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:.0f}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from policies.words import rung_named
 from runs.files import known
-from runs.progress import cf_name, number_text
+from runs.progress import SMALL, cf_name, number_text
 from runs.report.run import Run
 
 UNKNOWN, NEVER = "-", "never"
@@ -49,7 +49,9 @@ class Spread:
         never = self.values.count(inf)
         if not self._known:
             return NEVER if never else UNKNOWN
-        text = number_text(scale * self.mean, digits)
+        value = scale * self.mean
+        # A loss of 2e-5 is not 0, and another not the same.
+        text = f"{value:.{digits}g}" if 0 < abs(value) < SMALL else number_text(value, digits)
         if self.deviation > 0:
             text += f" ± {scale * self.deviation:.2g}"
         lost = len(self.values) - len(self._known) - never

@@ -291,6 +291,7 @@ def test_small_things() -> None:
     assert Spread.of([1.0, nan, 3.0]).mean == 2.0
     assert Spread.of([1.0, nan, 3.0]).text(4) == "2.000 ± 1.4 (1 of 3 not known)"
     assert Spread.of([1.0, nan, inf]).text(4) == "1.000 (1 of 3 never, 1 of 3 not known)"
+    assert Spread.of([2.5e-5]).text(4) == "2.5e-05"  # not as good as any other
     plain = made(
         records=[],
         ending=Ending(10, 1.0, 100.0, 100.0, Pace(steps=7, seconds=1.0)),
