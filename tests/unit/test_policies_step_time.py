@@ -117,6 +117,27 @@ def test_what_backward_hides_at_a_large_cf_is_not_free_at_a_small_one(
     assert model.seconds(1000.0) == pytest.approx(WORK)
 
 
+def test_a_network_is_looked_at_again_once_only() -> None:
+    """A second look at the same network would show the same, and the CF would go to and fro."""
+    model = _model([1.0] * 6)
+    _run(model, 20.0, [0.0] * 10)
+    assert model.timed() == (20.0,)
+    _run(model, 10.0, [1.0] * 6)
+    _run(model, 5.0, [1.0] * 12)  # 3 seconds were predicted
+    assert model.timed() == (20.0, 10.0, 5.0)
+    _run(model, 5.0, [10.0] * 5)  # another network
+    _run(model, 10.0, [0.0] * 10)
+    assert model.timed() == (10.0,)
+
+
+def test_a_wait_that_the_link_explains_is_no_reason_to_look_again() -> None:
+    """Most of what CF 10 waits for is latency, so a dense step waits for little more."""
+    model = StepTime(lambda cf: 1e6 / cf, link=lambda: (0.0, 1e-9))
+    _run(model, 10.0, [0.05] * 10)
+    _run(model, 1.0, [0.052] * 10)
+    assert model.timed() == (10.0, 1.0)
+
+
 @settings(max_examples=30)
 @given(st.floats(0.001, 1.0), st.floats(0.0, 0.01), st.sampled_from([1.0, 2.0, 5.0, 40.0, 100.0]))
 def test_latency_and_rate_are_told_apart(rate: float, latency: float, cf: float) -> None:
@@ -197,11 +218,14 @@ def test_five_steps_show_another_network(times: float, before: int, network: flo
     assert model.seconds(1.0) == pytest.approx(WORK + network * 10 * times)
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 2), st.integers(0, 4))
-def test_steps_held_up_before_a_change_are_no_part_of_it(held_up: int, more: int) -> None:
+@settings(max_examples=40)
+@given(st.integers(0, 3), st.integers(0, 4), st.sampled_from([20.0, 50.0]))
+def test_steps_held_up_before_a_change_are_no_part_of_it(
+    held_up: int, more: int, last: float
+) -> None:
+    """Neither is a single step that is held up after it."""
     model = _model([0.01] * 10, cf=1.0)
-    _run(model, 1.0, [0.02] * held_up + [20.0] * (5 - held_up + more))
+    _run(model, 1.0, [0.02] * held_up + [20.0] * (4 - held_up + more) + [last])
     assert model.timed() == (1.0,)
     assert model.seconds(10.0) == pytest.approx(WORK + 2)
 
