@@ -235,6 +235,13 @@ def test_among_many_ranks_only_what_is_assumed_to_lose_nothing_is_sent():
     assert max(seen(1.0, assumed=())[0]) > 20  # there is nothing else
 
 
+def test_a_dense_step_in_fewer_bits_exchanges_what_sparse_cfs_do():
+    """So among many ranks it may be sent beside them, where int4 may not."""
+    policy, assumed = Goodput(), {2.0: 1.0, 8.0: 0.98}
+    policy.start(Context((10, 1000), 16, assumed=assumed, uncoded=(2.0,), proven=20.0))
+    assert [policy.allowed_from(cf) for cf in (2.0, 8.0)] == [1, inf]
+
+
 def test_a_state_of_few_ranks_goes_on_among_many():
     """It leaves its CF at once, and says why."""
     _, few = seen(inf)
@@ -468,6 +475,18 @@ def test_a_network_that_becomes_fast_ends_local_steps():
     chosen = run_with_local_steps(with_local_steps(), [1e4] * 200 + [1e9] * 200)
     assert chosen[199][1] > 1
     assert chosen[-1][1] == 1
+
+
+def test_local_steps_come_and_stay_a_cooldown_long():
+    """Also where a CF need stay for its `opening` only, whenever the network changes."""
+    for slow in range(12, 45, 3):
+        policy = with_local_steps(opening=2, cooldown=12)
+        chosen = run_with_local_steps(policy, [1e4] * slow + [1e9] * 60)
+        at = [0, *(i for i in range(1, len(chosen)) if chosen[i] != chosen[i - 1]), len(chosen)]
+        for before, i, after in zip(at, at[1:], at[2:], strict=False):
+            if chosen[i][1] != chosen[i - 1][1]:
+                assert i - before >= 12 <= after - i
+        assert max(steps for _, steps in chosen) > 1
 
 
 @pytest.mark.parametrize("rate", [1e5, 3e5, 1e6])
