@@ -135,6 +135,32 @@ def test_one_nonfinite_shard_is_enough(base: str) -> None:
         assert any_nonfinite([by.read_means(some, spec)])
 
 
+def test_an_empty_slot_is_no_element_of_the_next_shard() -> None:
+    """A threshold may keep fewer elements than there are places for."""
+    with device_path():
+        by = Sharded(make_compressor("redsync"), 3)
+        spec = _spec(by.inner, (2001, 302))
+        x, _ = _given(spec.numel)
+        payload, kept = by.compress(x, spec), torch.zeros_like(x)
+        by.add_to(kept, payload)
+        at = payload.positions()
+    assert at is not None
+    assert (at == x.numel()).any()
+    assert torch.equal(at[at < x.numel()].long(), kept.nonzero()[:, 0])
+
+
+def test_one_corrupt_shard_is_enough() -> None:
+    with device_path():
+        by = Sharded(make_compressor("topk"), 4)
+        spec = _spec(by.inner, (2001, 302))
+        rows = _rows(by, by.compress(_given(spec.numel)[0], spec), spec)
+        assert not by.read_means(rows, spec).invalid
+        for shard in range(4):
+            some = rows.clone()
+            some[shard] = 255
+            assert by.read_means(some, spec).invalid
+
+
 @pytest.mark.parametrize("base", ["int8", "int4", "topk", "topk+int4", "signsgd", "twobit", "qsgd"])
 def test_as_many_operations_for_many_shards(base: str) -> None:
     pytest.importorskip("triton", minversion="3.3")
