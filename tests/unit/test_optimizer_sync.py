@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from math import inf, nan
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -67,3 +71,77 @@ def test_counts_of_steps_that_are_alike_stay_so(ranks: int) -> None:
         step = torch.tensor(count)
         agree_on_states({parameter: {"step": step}}, Alike(ranks))  # type: ignore[arg-type]
         assert step == count
+
+
+class OneOf:
+    """One of several ranks that differ, each in a thread."""
+
+    def __init__(self, rank: int, given: list[Any], barrier: Barrier) -> None:
+        self.rank, self._given, self._barrier = rank, given, barrier
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        self._given[self.rank] = own
+        self._barrier.wait()
+        everyone = deepcopy(self._given)
+        self._barrier.wait()
+        return everyone
+
+    def total(self, own: Tensor) -> Future[Tensor]:
+        done: Future[Tensor] = Future()
+        done.set_result(torch.stack(self.gather_objects(own)).sum(0))
+        return done
+
+
+def _agreed(*states: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """What each rank keeps of a parameter once the ranks have agreed."""
+    given, barrier = [None] * len(states), Barrier(len(states), timeout=60)
+
+    def agree(rank: int) -> None:
+        parameter = ModelParameter("p", torch.ones(4))
+        agree_on_states(
+            {parameter: states[rank]},
+            OneOf(rank, given, barrier),  # type: ignore[arg-type]
+        )
+
+    with ThreadPoolExecutor(len(states)) as pool:
+        list(pool.map(agree, range(len(states))))
+    return states
+
+
+@pytest.mark.usefixtures("either_path")
+def test_a_rank_without_a_state_gets_the_mean_of_the_others() -> None:
+    first = {"step": torch.tensor(4.0), "exp_avg": torch.full((4,), 1.0), "eta": 1.0}
+    second = {"step": torch.tensor(8.0), "exp_avg": torch.full((4,), 3.0), "eta": 3.0}
+    calls = torch.tensor(7)  # a whole number is no code
+    for kept in _agreed({}, {**first, "calls": calls}, {**second, "calls": calls.clone()}):
+        assert (kept["step"], kept["eta"], kept["calls"]) == (6, 2, 7)
+        assert torch.equal(kept["exp_avg"], torch.full((4,), 2.0))
+
+
+@pytest.mark.usefixtures("either_path")
+def test_codes_and_all_that_belongs_to_them_are_those_of_the_first_rank_that_has_them() -> None:
+    def coded(number: int) -> dict[str, Any]:
+        codes = torch.full((4,), number, dtype=torch.uint8)
+        return {
+            "step": torch.tensor(float(number)),
+            "codes": codes,
+            "scale": torch.ones(1) / number,
+        }
+
+    for kept in _agreed({}, coded(3), coded(200)):
+        expected = coded(3)
+        assert kept.keys() == expected.keys()
+        assert all(torch.equal(kept[name], expected[name]) for name in kept)
+
+
+@pytest.mark.usefixtures("either_path")
+def test_what_is_not_finite_on_one_rank_is_so_on_none() -> None:
+    states = [
+        {"step": torch.tensor(step), "exp_avg": torch.tensor([bad, 1.0, 2.0, 3.0])}
+        for step, bad in ((inf, nan), (inf, -inf), (nan, 3.0))
+    ]
+    for kept in _agreed(*states):
+        assert bool(kept["step"].isfinite())
+        assert bool(kept["exp_avg"].isfinite().all())
+        assert kept["step"] > 1e37
+        assert torch.allclose(kept["exp_avg"][1:], torch.tensor([1.0, 2.0, 3.0]))
