@@ -204,6 +204,16 @@ def test_tampering_shows(form, numel, byte, value):
         form.decode(tampered(form, numel, 8, byte, value)[None], numel, 8)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_index_that_comes_twice_and_bits_after_the_last_slot_show(exact):
+    form, twice = IndexFormat(4), torch.tensor([3, 20, 20], dtype=torch.int32)
+    followed = form.encode(sample(100, 3), 100, 3)
+    followed[-1] |= 0x80
+    for data in (form.encode(twice, 100, 3), followed):
+        with pytest.raises(InvalidPayload):
+            form.decode(data[None], 100, 3, exact)
+
+
 @given(numel=st.integers(0, 2**31 - 1), share=st.floats(0, 1))
 @settings(max_examples=100)
 def test_the_chosen_format_is_the_smallest(numel, share):
