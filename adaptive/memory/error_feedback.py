@@ -33,8 +33,8 @@ class MomentumRule(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> MomentumRule:
-        """The rule of a parameter group of an SGD."""
-        return cls(group["momentum"], group["dampening"], group["nesterov"])
+        """The rule of a parameter group of an SGD, in Python's own numbers (as `rate_of`)."""
+        return cls(float(group["momentum"]), float(group["dampening"]), group["nesterov"])
 
     @lru_cache(maxsize=64)  # noqa: B019  # asked for every parameter in every step
     def with_share(self, share: float) -> MomentumRule:

@@ -107,9 +107,14 @@ class Handover:
 
 
 def rate_of(group: Group) -> Any:
-    """The learning rate of a parameter group; 1 for a group without one (Adafactor)."""
+    """The learning rate of a parameter group, a tensor or Python's own number; 1 if the group has
+    none (Adafactor)."""
     lr = group.get("lr")
-    return 1.0 if lr is None else lr
+    if isinstance(lr, Tensor):
+        return lr
+    # A scheduler that computes with NumPy sets NumPy's numbers. `torch.load` refuses a state with
+    # such a number.
+    return 1.0 if lr is None else float(lr)
 
 
 def learning_rate(optimizer: Optimizer | None) -> float:

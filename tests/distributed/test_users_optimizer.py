@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from adaptive import AdaptiveCompressor, Momentum
 from tests.distributed.processes import run_ranks
@@ -214,3 +217,28 @@ def test_one_optimizer_of_two_models_trains_as_under_ddp(kind: str) -> None:
     first, second = run_ranks(2, _of_two_models, kind, 10.0)
     assert torch.equal(first[:-3], second[:-3])  # the parameter of neither is each rank's own
     assert (first - dense).norm() < 0.1 * dense.norm()
+
+
+def _with_numpy(rank: int) -> list[Any]:
+    """Of each optimizer, a gathered state as a framework writes it."""
+    written = []
+    momentum = {"momentum": np.float64(0.9), "nesterov": True}
+    for kind, settings in ((AdamW, {}), (SGD, momentum)):
+        model = DDP(small_net())
+        optimizer = kind(model.parameters(), lr=0.01, **settings)
+        schedule = LambdaLR(optimizer, lambda step: np.cos(step / 100))
+        compressor = AdaptiveCompressor(policy="fixed").attach(model, optimizer=optimizer)
+        for step in range(2):
+            _steps(model, optimizer, rank, step, step + 1)
+            schedule.step()
+        file = BytesIO()
+        torch.save(compressor.state_dict(checkpoint="gathered"), file)
+        written.append(torch.load(BytesIO(file.getvalue()), weights_only=True))
+    return written
+
+
+def test_a_schedule_may_compute_with_numpy() -> None:
+    """Rank 0 read the others' states, and could not, while they waited."""
+    for of_rank_0, of_rank_1 in zip(*run_ranks(2, _with_numpy, limit=30, timeout=20), strict=True):
+        assert len(of_rank_0["ranks"]) == 2
+        assert "ranks" not in of_rank_1
