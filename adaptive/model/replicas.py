@@ -34,6 +34,12 @@ MIXED_PRECISION = (
     "torch.autocast('cuda', torch.bfloat16), or with parameters in bfloat16"
 )
 
+SKIPS_UNUSED = (
+    "DistributedDataParallel(model, skip_all_reduce_unused_params=True) is not supported: DDP then "
+    "leaves the first or the last bucket of a backward out, and a compressor begins and ends its "
+    "exchange with these. Leave it out; find_unused_parameters=True goes with compression"
+)
+
 PYTHON_REDUCER = (
     "DistributedDataParallel(model) was made under torch._dynamo.config.optimize_ddp = "
     "'python_reducer'. Then DDP hands single gradients to hooks, inside a compiled graph, and not "
@@ -213,6 +219,8 @@ class DDPReplica(Replica):
     def check_free(self) -> None:
         if getattr(self.model, "mixed_precision", None) is not None:
             raise RuntimeError(MIXED_PRECISION)
+        if getattr(self.model, "skip_all_reduce_unused_params", False):
+            raise RuntimeError(SKIPS_UNUSED)
         hooks = [hook for hook, _ in self.model._comm_hooks if hook is not adaptive_hook]
         if hooks:
             name = getattr(hooks[0], "__name__", "?")

@@ -75,6 +75,13 @@ def test_ddps_own_mixed_precision_is_refused_by_its_name() -> None:
         _attached(DDP(nn.Linear(30, 30), mixed_precision=half))
 
 
+def test_who_has_ddp_skip_buckets_is_told_what_to_leave_out() -> None:
+    """Where a whole bucket goes unused: an AssertionError, or `the backward ... has not ended`."""
+    skips = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    with pytest.raises(RuntimeError, match=r"skip_all_reduce_unused_params=.*Leave it out"):
+        _attached(DDP(nn.Linear(30, 30), **skips))
+
+
 def test_buckets_go_where_they_went_until_another_compressor_is_attached() -> None:
     model = DDP(nn.Linear(30, 30))
     first = _attached(model)
