@@ -184,7 +184,8 @@ class Gossip(Synchronisation):
             checks.one_of("algorithm", self.algorithm, ALGORITHMS)
         object.__setattr__(self, "every", checks.whole("every", self.every, least=1))
         if self.consensus_step is not None:
-            checks.fraction("consensus_step", self.consensus_step)
+            step = checks.fraction("consensus_step", self.consensus_step)
+            object.__setattr__(self, "consensus_step", step)
             if self.algorithm not in ("auto", *STEP_SIZES):
                 raise ValueError(
                     f"consensus_step must be None with algorithm={self.algorithm!r}, got "

@@ -162,7 +162,8 @@ class LocalSteps(Synchronisation):
                 f"with steps='auto', where all ranks move by the mean alone"
             )
         if self.overlap is not None:
-            checks.whole("overlap", self.overlap, least=0)
+            overlap = checks.whole("overlap", self.overlap, least=0)
+            object.__setattr__(self, "overlap", overlap)
         most = inf if isinstance(self.steps, str) else self.steps
         if self.overlap and self.overlap >= most:
             raise ValueError(f"overlap={self.overlap}: must be less than steps={self.steps!r}")
@@ -202,8 +203,8 @@ class Delayed(Synchronisation):
     keeps_unsent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for each in self.delays:
-            checks.whole("steps", each, least=1)
+        delays = tuple(checks.whole("steps", each, least=1) for each in self.delays)
+        object.__setattr__(self, "steps", delays if isinstance(self.steps, tuple) else delays[0])
         if not self.delays or list(self.delays) != sorted({*self.delays}):
             raise ValueError(f"steps={self.steps!r}: several must be ascending")
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from adaptive import AdaptiveCompressor, LinkSpec, Network, Warmup
+from adaptive import (
+    AdaptiveCompressor,
+    Delayed,
+    Gossip,
+    LinkSpec,
+    LocalSteps,
+    Network,
+    Warmup,
+)
 from runs.modelled_clock import ModelledClock
 from runs.simulate.ranks import run_ranks
 from tests.unit.ranks import simulates
@@ -41,3 +50,13 @@ def test_a_compressor_says_what_it_is() -> None:
     assert fresh.endswith("; not attached)")
     assert attached.endswith("memory='residual'; CF 16 after 4 steps on 2 ranks)")
     assert "; detached, " in detached
+
+
+def test_a_sync_says_the_same_of_numpys_numbers() -> None:
+    """Its text is in a state, which a run with Python's numbers may go on from; and the number of
+    steps, which `torch.load` refuses if it is NumPy's."""
+    two, quarter = np.int64(2), np.float64(0.25)
+    assert repr(Delayed(two)) == repr(Delayed(2))
+    assert repr(Delayed((np.int64(1), two))) == repr(Delayed((1, 2)))
+    assert repr(LocalSteps(4, overlap=two)) == repr(LocalSteps(4, overlap=2))
+    assert repr(Gossip(consensus_step=quarter)) == repr(Gossip(consensus_step=0.25))
