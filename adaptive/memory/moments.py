@@ -9,8 +9,8 @@ for mere noise, and 1 without noise. Of a single element m^2 / v is a poor estim
 neighbouring elements share the ratio of their sums (docs/research/defaults.md).
 
 The user's own optimizer makes every update. This module uses only what all adaptive optimizers
-share (exponential averages that start from zero), and one formula of a single optimizer: RAdam's
-rectification.
+share (exponential averages that start from zero), and two formulas of single optimizers: RAdam's
+rectification, and the weight of NAdam's first moment.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     averages: 0-dim; or flat, one for each parameter, where the optimizer counts on a device.
     ends: where each parameter ends in the run, on that device (int64). sizes: elements of each
     parameter. tensors: the moments by their names in the optimizer's state, flat or in the shape of
-    their parameter. rectified: RAdam steps the parameters."""
+    their parameter. rectified: RAdam steps the parameters. nesterov: NAdam does."""
 
     group: Group
     step: Tensor
@@ -76,6 +76,7 @@ class Run(NamedTuple):
     sizes: Sequence[int] = ()
     ends: Tensor | None = None
     rectified: bool = False
+    nesterov: bool = False
 
     def by_element(self, numbers: Any) -> Any:
         """Repeat a number for each parameter to a number for each element (flat). A single number
@@ -171,11 +172,11 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
 def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
     """The pending momentum of a run with momentum share 1 (the updates that later steps would still
     make from it): beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat), and with
-    RAdam's `_rectification`.
+    RAdam's `_rectification`. NAdam's is smaller: see `pending_share`.
 
     share: see `noise_of`. share_of_square: v is multiplied by this number (flat, or 1)."""
     beta1 = run.group["betas"][0]
-    mean = run.mean / run.by_element(_bias(_decay_of_mean(beta1, share), run.step))
+    mean = run.mean / run.by_element(_bias_of_mean(run, share))
     ahead = beta1 / (1 - beta1) * _rectification(run)
     return mean.div_(_divisor(run, share_of_square)).mul_(run.by_element(ahead))
 
@@ -184,9 +185,27 @@ def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> No
     """Set the first moment so that its pending momentum is `waiting` (flat, overwritten) with this
     momentum share, above 0: the inverse of `undelivered`."""
     beta1 = run.group["betas"][0]
-    scale = _bias(_decay_of_mean(beta1, share), run.step) * (1 - beta1) / beta1 / share
+    scale = _bias_of_mean(run, share) * (1 - beta1) / beta1 / pending_share(run, share)
     scale = scale / _rectification(run)
     run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(run.by_element(scale)))
+
+
+def pending_share(run: Run, share: float) -> Any:
+    """The pending momentum with this momentum share, as a multiple of `undelivered`: the share. A
+    step of NAdam multiplies the first moment by mu (Dozat 2016, algorithm 2), and so does this. mu
+    grows slowly from step to step, and is taken where `_rectification` is."""
+    if not run.nesterov or not share:
+        return share
+    beta1 = decay_with_share(run.group["betas"][0], share)
+    step = run.step + 1 + 1 / (1 - beta1)
+    return share * beta1 * (1 - 0.5 * 0.96 ** (step * run.group["momentum_decay"]))
+
+
+def _bias_of_mean(run: Run, share: float) -> Any:
+    """The bias correction of a first moment. NAdam's is next to 1 from its second step on."""
+    if run.nesterov:
+        return 1.0
+    return _bias(_decay_of_mean(run.group["betas"][0], share), run.step)
 
 
 def _divisor(run: Run, share_of_square: Any) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, RAdam
+from torch.optim import NAdam, Optimizer, RAdam
 
 from adaptive.memory.handover import Groups, steps_as, with_settings
 from adaptive.memory.moments import (
@@ -30,6 +30,7 @@ from adaptive.memory.moments import (
     have_noise,
     is_adaptive,
     mean_share,
+    pending_share,
     scale_second_moments,
     undelivered,
 )
@@ -70,7 +71,10 @@ class FlatMoments:
         groups = {id(group): (of, group) for of, group in owners if "betas" in group}
         grouped = [id(group) for _, group in owners]  # `==` of groups would compare tensors
         settings = {
-            each: (*group["betas"], group["eps"], bool(group.get("amsgrad")), steps_as(of, RAdam))
+            each: (
+                *(group["betas"], group["eps"], bool(group.get("amsgrad"))),
+                *(steps_as(of, RAdam), steps_as(of, NAdam), group.get("momentum_decay")),
+            )
             for each, (of, group) in groups.items()
         }
         # On a device every parameter has its own step count, which the host does not read.
@@ -100,7 +104,8 @@ class FlatMoments:
             if setting is not None and stop > start:
                 tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
                 (of, group), first, last = owners[places[0]], places[0], places[-1] + 1
-                more = {"rectified": steps_as(of, RAdam), **self._counted(first, last)}
+                more = {"rectified": steps_as(of, RAdam), "nesterov": steps_as(of, NAdam)}
+                more |= self._counted(first, last)
                 found.append(Run(group, start=start, stop=stop, tensors=tensors, **more))
         return found
 
@@ -315,12 +320,13 @@ class OwnMoments:
                     continue
                 of_mean = mean_share(run, self._ranks, before) if self.state.local_squares else 1.0
                 if share < before:
-                    waiting = undelivered(run, before, of_mean).mul_(before - share)
+                    lost = pending_share(run, before) - pending_share(run, share)
+                    waiting = undelivered(run, before, of_mean).mul_(run.by_element(lost))
                     for parameter, piece in chunk.within(waiting, run.start):
                         parameter.open_residual().add_(piece)
                     continue
-                had = 1.0 if first and share == 1 else before
-                waiting = undelivered(run, before, of_mean).mul_(had)
+                had = pending_share(run, 1.0 if first and share == 1 else before)
+                waiting = undelivered(run, before, of_mean).mul_(run.by_element(had))
                 for parameter, piece in chunk.within(waiting, run.start):
                     if parameter.unsent is not None:
                         piece.add_(parameter.unsent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import Adam, NAdam, Optimizer
 
 from adaptive.memory.optimizer_steps import Owners
 from adaptive.memory.own_moments import OwnMoments
@@ -96,3 +96,38 @@ def test_a_run_that_began_without_momentum_gets_it_with_its_first_full_share(had
     kept.moments.begin_own_steps(0.0)
     kept.moments.begin_own_steps(1.0)
     torch.testing.assert_close(kept.pending(square, 1.0), total * (not had))
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(Adam, 500), (NAdam, 500), (NAdam, 4000)])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_residual_and_momentum_move_the_parameters_as_far_as_momentum_alone(
+    kind: type[Adam | NAdam], steps: int, share: float
+) -> None:
+    """Of NAdam, whose step multiplies the first moment by a number that depends on the share."""
+
+    def run(share: float, again: float | None = None) -> Tensor:
+        """How far residual and momentum move the parameter after a change of share."""
+        p = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        optimizer: Optimizer = kind([p], 1.0, (BETA1, BETA2), EPS)
+        p.grad = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+        for _ in range(steps):
+            optimizer.step()
+        one = ModelParameter("p", p)
+        moments = OwnMoments(Owners(Parameters([one]), [optimizer]), ranks=1)
+        moments.state.had_full_momentum = True
+        moments.begin_own_steps(share)
+        if again is not None:
+            moments.begin_own_steps(share := again)
+        before = p.detach().clone()
+        p.grad = torch.zeros_like(p)
+        square = optimizer.state[p]["exp_avg_sq"].clone()  # it stays as it is
+        for group in moments.settings_with_share(optimizer, optimizer.param_groups) or ():
+            optimizer.param_groups[0]["betas"] = group["betas"]
+        for _ in range(400 * (share > 0)):
+            optimizer.state[p]["exp_avg_sq"].copy_(square / BETA2)
+            optimizer.step()
+        return before - p.detach() + (one.zeros() if one.unsent is None else one.unsent)
+
+    alone = run(1.0)
+    torch.testing.assert_close(run(share), alone, rtol=0.03, atol=0.0)
+    torch.testing.assert_close(run(share, again=1.0), alone, rtol=0.03, atol=0.0)
