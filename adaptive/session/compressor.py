@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -291,6 +291,7 @@ class AdaptiveCompressor:
             settings = self._settings
             if self._at_high_latency and self._needs_local_steps(replica, optimizers):
                 settings = self._at_high_latency
+            settings = copy(settings)  # a session changes them by its model, and may not start
             session = Session(settings, replica, optimizers, scaler, samples_per_step)
             try:
                 replica.start(session.exchanging())

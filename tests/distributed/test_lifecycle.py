@@ -203,6 +203,19 @@ def test_bucket_granularity_is_refused_where_zeros_of_unused_parameters_would_be
     assert all("signsgd" in message for message in run_ranks(2, _zeros_made_something))
 
 
+def _attached_to_the_wrong_model_first(rank: int) -> str:
+    compressor = AdaptiveCompressor("powersgd", policy="gravac")
+    wrong = DDP(nn.Linear(4, 1) if rank else small_net(), init_sync=False)
+    with pytest.raises(RuntimeError, match="set up differently on rank 1"):
+        compressor.attach(wrong)
+    return compressor.attach(DDP(small_net())).policy.name
+
+
+def test_a_failed_attach_leaves_the_settings_as_they_were() -> None:
+    """Of a model that the base cannot compress a session makes a dense policy."""
+    assert run_ranks(2, _attached_to_the_wrong_model_first) == ["gravac", "gravac"]
+
+
 def _refusing_a_state(rank: int) -> bool:
     """A state that the policy refuses changes nothing, the compressor's own state included."""
     model = DDP(small_net())
