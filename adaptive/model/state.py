@@ -32,6 +32,8 @@ HINTS = {
     "world_size": "; adaptive.reshard_states makes states for another number of ranks",
     "rank": "; each rank loads its own state. Where a checkpoint is rank 0's for all, save it with "
     "state_dict(checkpoint='gathered')",
+    "memory_kind": "; with the settings of the saved run it is the same (a model too small for "
+    "compression has memory 'none', unless policy or debug is given)",
     "synchronisation": "; sync='auto' chooses by the latency that attach() measures: to go on from "
     "this state give the saved run's own way, sync=LocalSteps('auto') or sync=None (EveryStep)",
 }

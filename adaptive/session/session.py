@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from adaptive.exchange.choice import ExchangeChoice, measure_link
+from adaptive.memory.error_feedback import NoMemory
 from adaptive.memory.handover import Groups, describe, learning_rate
 from adaptive.memory.model_memory import ModelMemory
 from adaptive.memory.step_watch import FALLEN_BACK, StepWatch
@@ -284,6 +285,7 @@ class Session:
         if may_stay_dense and not settings.debug and controller.statistics_nbytes() > least:
             controller.too_small = True
             self._memory.release()  # nothing is lost: the memory is empty
+            self._memory.now = NoMemory(self._parameters.maybe_unused)
             log.info("%s", TOO_SMALL)
         return controller
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive import AdaptiveCompressor
 from tests.distributed.processes import run_ranks
@@ -62,6 +64,30 @@ def _warned(rank: int) -> list[str]:
 
 def test_nobody_is_warned_of_compression_that_does_not_happen() -> None:
     assert run_ranks(2, _warned) == [[], []]
+
+
+def _resumed(rank: int, kind: type[Optimizer], options: dict[str, Any]) -> str:
+    """The error if a state that default settings have saved is loaded with others."""
+    state: dict[str, Any] = {}
+    for each in ({}, options):
+        model = DDP(nn.Linear(12, 3).double())
+        optimizer = kind(model.parameters(), **({"momentum": 0.9} if kind is SGD else {}))
+        compressor = AdaptiveCompressor(**each).attach(model, optimizer=optimizer)
+        if state:
+            with pytest.raises(ValueError, match="memory_kind") as error:
+                compressor.load_state_dict(state)
+        state = compressor.state_dict()
+        compressor.detach()
+    return f"{error.value}"
+
+
+@pytest.mark.parametrize("options", [{"policy": "goodput"}, {"debug": 1}])
+def test_its_state_is_refused_by_a_run_that_compresses_with_the_reason(options: Any) -> None:
+    """Momentum correction took it for a state of a run that had given momentum correction up."""
+    for kind, memory in ((SGD, "momentum"), (AdamW, "updates")):
+        for error in run_ranks(2, _resumed, kind, options):
+            assert f"memory_kind is 'none', expected '{memory}'" in error
+            assert "too small for compression" in error
 
 
 def _on_one_rank_only(rank: int) -> str:
