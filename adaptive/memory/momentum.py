@@ -82,6 +82,7 @@ class SGDHandover(Handover):
         self.optimizer = optimizer
         self._parameters = parameters
         self._dense = DenseSteps()
+        self._decayed: set[Tensor] = set()  # since the last backward
         self._index: dict[Tensor, int] = {}
         self._indexed: list[int] = []
 
@@ -97,6 +98,7 @@ class SGDHandover(Handover):
     def begin_step(
         self, exchange: Exchange, cf: float | None, may_leave_momentum: bool = True
     ) -> None:
+        self._decayed.clear()
         if cf is not None:
             self._dense.count, self._dense.rests = 0, False
             return
@@ -249,6 +251,9 @@ class SGDHandover(Handover):
         for p in group["params"]:
             if p.grad is None or p not in self._parameters:
                 continue
+            if p in self._decayed:  # the step has raised after this, and is taken again
+                continue
+            self._decayed.add(p)
             parameter, state = self._parameters[p], self.optimizer.state[p]
             new, parameter.stepped = not parameter.stepped, True
             here, grad = parameter.local, local(p.grad)
