@@ -395,6 +395,7 @@ class Session:
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the mean of the ranks' parameters."""
+        self._averager.check_whole()
         self.make_up()
         context = self._sync.averaged()
         self._we_moved()  # means that were under way have landed
