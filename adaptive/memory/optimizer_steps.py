@@ -97,14 +97,20 @@ class Owners(dict[Tensor, Owner]):
 
 
 STEPPED_LATE = (
-    "{} steps after the updates of this backward were exchanged, so the ranks would diverge: the "
-    "exchange is over once every optimizer has stepped, a state has been saved, or the next "
-    "forward with gradients has begun. Step once between backward and such a forward, and evaluate "
-    "under torch.no_grad()"
+    "{inner} steps after the updates of this backward were exchanged, so the ranks would diverge: "
+    "the exchange is over once every optimizer has stepped, a state has been saved, or the next "
+    "forward with gradients has begun. Step once between backward and such a forward, and "
+    "evaluate under torch.no_grad()"
+)
+
+SHARED = (
+    "{inner} steps parameters that {outer} has stepped after the same backward, and where the "
+    "ranks step by themselves only one optimizer may step a parameter: use memory='residual', "
+    "or hand no optimizer over, attach(model), so that gradients are averaged"
 )
 
 IN_BACKWARD = (
-    "{} steps within backward (an optimizer in backward: a step in a hook of "
+    "{inner} steps within backward (an optimizer in backward: a step in a hook of "
     "register_post_accumulate_grad_hook), which does not go with compression, because the ranks "
     "exchange what the steps of a whole backward have done: step after backward"
 )
@@ -204,13 +210,16 @@ class OptimizerSteps:
         optimizer's step, and for a step after the exchange of its backward's updates."""
         outer, told = self._stepping, ""
         if outer not in (None, optimizer):
-            told = NESTED.format(inner=type(optimizer).__name__, outer=type(outer).__name__)
+            told = NESTED
         elif self.was_exchanged and self._moves(optimizer):
             within = torch._C._current_graph_task_id() >= 0
-            told = (IN_BACKWARD if within else STEPPED_LATE).format(type(optimizer).__name__)
+            owners = (self._of[p][0] for p in parameters_of(optimizer) if p in self._of)
+            outer = next((of for of in owners if of in self._stepped - {optimizer}), None)
+            told = IN_BACKWARD if within else STEPPED_LATE if outer is None else SHARED
         if told:
             self._stepping, self._has_closure = None, False
-            raise RuntimeError(told)
+            names = {"inner": type(optimizer).__name__, "outer": type(outer).__name__}
+            raise RuntimeError(told.format(**names))
         self._of.learn(optimizer)
         self._stepping = optimizer
         if self.pending:

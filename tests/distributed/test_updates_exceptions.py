@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from adaptive import AdaptiveCompressor, Fixed
 from tests.distributed.processes import run_ranks
@@ -97,6 +97,28 @@ def test_a_step_within_another_optimizers_is_refused_where_ranks_step_by_themsel
         assert ("AdamW steps within a step of _Around" in told) == by_updates
         assert ("memory='residual'" in told) == by_updates
         assert apart == 0
+
+
+def _shared(rank: int) -> str:
+    """What the second of two optimizers says that have parameters in common."""
+    model = DDP(small_net())
+    both = [AdamW(model.parameters(), lr=0.01), SGD([*model.parameters()][:2], lr=0.01)]
+    compressor = AdaptiveCompressor(cf_range=(1, 100), policy=Fixed(CF))
+    compressor.attach(model, optimizer=both)
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        try:
+            for optimizer in both:
+                optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_two_optimizers_that_step_the_same_parameters_are_refused_by_that_reason() -> None:
+    for told in run_ranks(2, _shared):
+        assert "SGD steps parameters that AdamW has stepped after the same backward" in told
+        assert "memory='residual'" in told
 
 
 def _raising(rank: int, which: int) -> float:
