@@ -111,11 +111,22 @@ class Ladder(Compressor):
         by = self.at(payloads[0].cf) if payloads else self.above
         by.add_all(out, payloads, scale, as_zeros)
 
+    @property
+    def _parts(self) -> dict[float, Compressor]:
+        """The compressors by CF; 0: the one above."""
+        return {0.0: self.above, **self.rungs}
+
     def state_dict(self) -> dict[str, Any]:
-        return self.above.state_dict()
+        """The states of the compressors that have one, by CF; "0": of the one above."""
+        states = {f"{cf:g}": part.state_dict() for cf, part in self._parts.items()}
+        return {cf: state for cf, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.above.load_state_dict(state)
+        parts = {f"{cf:g}": part for cf, part in self._parts.items()}
+        if unknown := sorted(map(str, state.keys() - parts.keys())):
+            raise ValueError(f"state: {self!r} has no compressor at CF {', '.join(unknown)}")
+        for cf, part in parts.items():
+            part.load_state_dict(state.get(cf, {}))
 
     def __repr__(self) -> str:
         return f"Ladder({self.rungs!r}, above={self.above!r})"

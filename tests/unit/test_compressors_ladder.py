@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
+from typing import Any
 
 import pytest
 import torch
 
+from adaptive.model.state import swapped
 from compressors import BF16, Int8, Key, Ladder, TopK
 from compressors.base import Spec, any_nonfinite
+from policies.state import read
 from tests.unit.samples import compressed, decompressed
 
 LADDER = Ladder({4: "int8", 2: "bf16"}, above="topk+int4")
@@ -88,3 +92,30 @@ def test_what_ranks_compare_names_every_part_and_its_settings() -> None:
 def test_errors_name_what_does_not_fit(rungs, above, error, told) -> None:
     with pytest.raises(error, match=told):
         Ladder(rungs, above)
+
+
+class _Counting(Int8):
+    """A compressor of a user's own that has a state."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = read(state, "steps", int)
+
+
+def test_a_state_has_those_of_all_parts_and_is_taken_whole_or_not_at_all() -> None:
+    saving, loading = (Ladder({4: _Counting()}, above="topk") for _ in range(2))
+    saving.rungs[4].steps = 7
+    part = swapped(loading)
+    with pytest.raises(ValueError, match="steps"):
+        part.check({"4": {}})
+    with pytest.raises(ValueError, match="no compressor at CF 5"):
+        part.check({"5": {}})
+    assert loading.rungs[4].steps == 0
+    part.check(saving.state_dict())
+    part.load({})
+    assert loading.rungs[4].steps == 7
+    assert LADDER.state_dict() == {}
