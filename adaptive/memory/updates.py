@@ -65,9 +65,15 @@ from adaptive.memory.own_moments import OwnMoments, average
 from adaptive.model.chunks import Chunk, Destination
 from adaptive.model.parameters import ModelParameter, ModelParameters, local, parameters_of
 from adaptive.network.collectives import Exchange
-from compressors.kernels import squared_norm
+from compressors.kernels import kernels_for, squared_norm
 from compressors.kernels.blocks import Flag, Scalar, fill_if
 from policies import DENSE
+
+LOST = (
+    "{} has no gradient, and moves within optimizer.step() all the same (by a hook, or by a "
+    "step of a script's own): where the ranks step by themselves, this move is lost. Move it after "
+    "optimizer.step(), or use memory='residual'"
+)
 
 
 class UpdateMemory(Residual):
@@ -95,9 +101,11 @@ class UpdateHandover(Handover):
     ranks: world size. share_at: (CF) -> the momentum share, in [0, 1]. steps: the optimizer steps
     of this rank. state: of the optimizers' moments. always_updates: every compressed step exchanges
     updates. (Before gradients are exchanged, first moments take over the updates in residuals. So
-    a step may exchange gradients only if every optimizer is adaptive and has a first moment.)"""
+    a step may exchange gradients only if every optimizer is adaptive and has a first moment.)
+    lost: a warning that some move of this rank was lost, or "" (never found on a device)."""
 
     sends_updates = True
+    lost = ""
 
     def __init__(
         self,
@@ -235,6 +243,8 @@ class UpdateHandover(Handover):
         unstepped = {*self.steps.unstepped(chunk.parameters)}
         for parameter, piece in chunk.pieces(work) if unstepped else ():
             if parameter in unstepped:
+                if not self.lost and kernels_for(piece).look(lambda x=piece: bool(x.any()), False):
+                    self.lost = LOST.format(parameter.name)
                 piece.zero_()
         known = rate is not None and not (unstepped or muons)
         return work, sum(energies[1:], energies[0]) if known else None

@@ -265,6 +265,7 @@ class OwnStepSync(EveryStepSync):
         # Backward's stream has waited for the hook's stream, which has waited for all callbacks.
         stream.backward_waited()
         handover.exchanged()
+        averager.warn_once(handover.lost)
         stopwatch.decoded(drain(averager.pipeline.decoded))
         stopwatch.hook_left(entered, drain(averager.pipeline.waits), arrivals)
 

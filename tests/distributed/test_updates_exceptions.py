@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 
 from adaptive import AdaptiveCompressor, Fixed
 from tests.distributed.processes import run_ranks
-from tests.distributed.setting import flat_parameters, loss_of, small_net
+from tests.distributed.setting import flat_parameters, listen, loss_of, small_net
 from tests.distributed.test_updates import MAKE, Training, differs, moments
 
 CF = 20
@@ -209,6 +209,25 @@ def _without_gradient(rank: int) -> bool:
 
 def test_a_parameter_without_a_gradient_does_not_decay() -> None:
     assert run_ranks(2, _without_gradient) == [True, True]
+
+
+def _moved_without_gradient(rank: int, moves: bool) -> list[str]:
+    """What is said if a hook of the optimizer moves a parameter that has no gradient."""
+    told, net = listen(), small_net()
+    net.register_parameter("average", nn.Parameter(torch.ones(5, dtype=torch.float64)))
+    options = {"find_unused_parameters": True}
+    training = Training(MAKE["adamw"], Fixed(CF), net, ddp=options)
+    if moves:
+        training.optimizer.register_step_post_hook(lambda *_: net.average.data.mul_(0.9))
+    training.train(rank, 0, 3)
+    return told
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_move_without_a_gradient_that_is_lost_is_told_once(moves: bool) -> None:
+    told, _ = run_ranks(2, _moved_without_gradient, moves)
+    assert [each.split()[0] for each in told] == ["average"] * moves
+    assert all("Move it after optimizer.step()" in each for each in told)
 
 
 def _only_decay(rank: int, dtype: torch.dtype) -> float:
