@@ -104,7 +104,10 @@ class FlatMoments:
             if setting is not None and stop > start:
                 tensors = {name: flat[start:stop] for name, flat in self.tensors.items()}
                 (of, group), first, last = owners[places[0]], places[0], places[-1] + 1
-                more = {"rectified": steps_as(of, RAdam), "nesterov": steps_as(of, NAdam)}
+                more: dict[str, Any] = {
+                    "rectified": steps_as(of, RAdam),
+                    "nesterov": steps_as(of, NAdam),
+                }
                 more |= self._counted(first, last)
                 found.append(Run(group, start=start, stop=stop, tensors=tensors, **more))
         return found

@@ -38,7 +38,7 @@ much larger rates is not taken over in full (`ENLARGED`): a warm restart may fol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from math import nan
 from typing import Any
 
@@ -243,7 +243,7 @@ class UpdateHandover(Handover):
         unstepped = {*self.steps.unstepped(chunk.parameters)}
         for parameter, piece in chunk.pieces(work) if unstepped else ():
             if parameter in unstepped:
-                if not self.lost and kernels_for(piece).look(lambda x=piece: bool(x.any()), False):
+                if not self.lost and kernels_for(piece).look(partial(_any, piece), False):
                     self.lost = LOST.format(parameter.name)
                 piece.zero_()
         known = rate is not None and not (unstepped or muons)
@@ -527,6 +527,10 @@ class UpdateHandover(Handover):
         if self._sync.put_back():
             state = self.state
             state.ranks_differ, state.residuals_hold_gradients = True, False
+
+
+def _any(x: Tensor) -> bool:
+    return bool(x.any())
 
 
 SMALLEST = torch.finfo(torch.float32).tiny
