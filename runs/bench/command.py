@@ -18,7 +18,7 @@ from runs.parser import UsageError, options
 if TYPE_CHECKING:
     from runs.bench.timing import Row
 
-Half = Literal["development", "held-out"]
+Half = Literal["development", "held-out", "later"]
 
 BENCHES = ("compressors", "step", "memory", "gpu", "quality")
 """Modules of this package, each with a function `bench_NAME`."""
@@ -68,7 +68,8 @@ class Benching:
     text: Annotated[str | None, metavar("PATH")] = None
     """Folder of WikiText-2 or another text, for quality."""
     half: Half = "development"
-    """Recipes of quality: those that the default was made with, or those that it never saw."""
+    """Recipes of quality: those that the default was made with, those that it never saw, or those
+    that were written later."""
     recipe: Annotated[str, metavar("TEXT")] = ""
     """Only the recipes of quality whose names have this part (all)."""
     seeds: Count = 3
