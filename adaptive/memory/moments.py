@@ -6,7 +6,8 @@ averaging over N ranks would remove. So the rank's updates are too small, by a f
 sqrt(N). The first moment m tells the share of noise in the second moment v, since an average of
 noise over steps is small. With b the decay of m: the expectation of m^2 / v is (1 - b) / (1 + b)
 for mere noise, and 1 without noise. Of a single element m^2 / v is a poor estimate, so `CELL`
-neighbouring elements share the ratio of their sums (docs/research/defaults.md).
+neighbouring elements share the ratio of their sums (docs/research/defaults.md). Where an optimizer
+keeps no first moment, the signal's share is assumed (`SIGNAL`).
 
 The user's own optimizer makes every update. This module uses only what all adaptive optimizers
 share (exponential averages that start from zero), and two formulas of single optimizers: RAdam's
@@ -37,8 +38,19 @@ ADAPTIVE = (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """Names of second moments in an optimizer's state of a parameter."""
 
+WITHOUT_MEAN = ("square_avg", "sum")
+"""Names of the second moments of optimizers that keep no first moment (RMSprop, Adagrad)."""
+
+SIGNAL = 0.05
+"""The signal's share of a second moment, where no first moment tells it. Adam's first moments show
+0.003 to 0.03 with 8 to 16 items a rank, and larger batches have a larger share
+(docs/research/defaults.md)."""
+
 LEAST = 1e-30
 """Added to second moments, so that none is zero."""
+
+TERMS = 256
+"""Of the series in `weight_of_mean`. For a decay of 0.99 the rest is below 1% after one step."""
 
 LEAST_LENGTH = 5.0
 """The length of the average in a second moment from which on RAdam divides by its root."""
@@ -57,6 +69,23 @@ def is_adaptive(optimizer: Optimizer | None) -> bool:
 def _is_adaptive(kind: Any) -> bool:
     step = inspect.unwrap(kind.step)
     return any(issubclass(kind, each) and step is inspect.unwrap(each.step) for each in ADAPTIVE)
+
+
+def keeps_no_mean(optimizer: Optimizer) -> bool:
+    """Whether this is an adaptive optimizer that keeps no first moment."""
+    return is_adaptive(optimizer) and isinstance(optimizer, RMSprop | Adagrad)
+
+
+def decay_of(group: Group) -> float:
+    """The decay of the momentum of an adaptive optimizer's parameter group: of Adam's first moment,
+    or of the average of RMSprop's updates. 0: it has none."""
+    decay: float = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+    return decay
+
+
+def assumed_share(ranks: int) -> float:
+    """`mean_share` of an optimizer that keeps no first moment."""
+    return SIGNAL + (1 - SIGNAL) / ranks
 
 
 class Run(NamedTuple):
@@ -169,43 +198,43 @@ def mean_share(run: Run, ranks: int, share: float = 1.0) -> Tensor:
     return found
 
 
-def undelivered(run: Run, share: float, share_of_square: Any) -> Tensor:
-    """The pending momentum of a run with momentum share 1 (the updates that later steps would still
-    make from it): beta1 / (1 - beta1) * m / (sqrt(v) + eps), with bias correction (flat), and with
-    RAdam's `_rectification`. NAdam's is smaller: see `pending_share`.
+def pending(run: Run, weight: Any, share_of_square: Any) -> Tensor:
+    """The pending momentum of a run (the updates that later steps would still make from its first
+    moment): weight * m / (sqrt(v) + eps), with v's bias correction (flat), and with RAdam's
+    `_rectification`.
 
-    share: see `noise_of`. share_of_square: v is multiplied by this number (flat, or 1)."""
+    weight: see `weight_of_mean`. share_of_square: v is multiplied by this number (flat, or 1)."""
+    ahead = run.by_element(weight * _rectification(run))
+    return run.mean.div(_divisor(run, share_of_square)).mul_(ahead)
+
+
+def deliver(run: Run, waiting: Tensor, weight: Any, share_of_square: Any) -> None:
+    """Set the first moment so that its pending momentum is `waiting` (flat, overwritten): the
+    inverse of `pending`."""
+    scale = run.by_element(1 / (weight * _rectification(run)))
+    run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(scale))
+
+
+def weight_of_mean(run: Run, share: float) -> Any:
+    """The sum of the weights of the first moment, as it is kept now, in all later updates, with
+    this momentum share: a number, or one for each parameter (flat) if a device counts steps.
+
+    With the decay b, after t steps, step t + k takes b^k m / (1 - b^(t + k)). The sum over k is
+    b / (1 - b) for a large t, and 1 / (1 - b^t) times at most that for a small t."""
     beta1 = run.group["betas"][0]
-    mean = run.mean / run.by_element(_bias_of_mean(run, share))
-    ahead = beta1 / (1 - beta1) * _rectification(run)
-    return mean.div_(_divisor(run, share_of_square)).mul_(run.by_element(ahead))
-
-
-def deliver(run: Run, waiting: Tensor, share: float, share_of_square: Any) -> None:
-    """Set the first moment so that its pending momentum is `waiting` (flat, overwritten) with this
-    momentum share, above 0: the inverse of `undelivered`."""
-    beta1 = run.group["betas"][0]
-    scale = _bias_of_mean(run, share) * (1 - beta1) / beta1 / pending_share(run, share)
-    scale = scale / _rectification(run)
-    run.mean.copy_(waiting.mul_(_divisor(run, share_of_square)).mul_(run.by_element(scale)))
-
-
-def pending_share(run: Run, share: float) -> Any:
-    """The pending momentum with this momentum share, as a multiple of `undelivered`: the share. A
-    step of NAdam multiplies the first moment by mu (Dozat 2016, algorithm 2), and so does this. mu
-    grows slowly from step to step, and is taken where `_rectification` is."""
-    if not run.nesterov or not share:
-        return share
-    beta1 = decay_with_share(run.group["betas"][0], share)
-    step = run.step + 1 + 1 / (1 - beta1)
-    return share * beta1 * (1 - 0.5 * 0.96 ** (step * run.group["momentum_decay"]))
-
-
-def _bias_of_mean(run: Run, share: float) -> Any:
-    """The bias correction of a first moment. NAdam's is next to 1 from its second step on."""
+    decay = decay_with_share(beta1, share)
+    if not decay:
+        return 0.0
     if run.nesterov:
-        return 1.0
-    return _bias(_decay_of_mean(run.group["betas"][0], share), run.step)
+        # A step of NAdam multiplies the first moment by mu (Dozat 2016, algorithm 2), which grows
+        # slowly, and is taken where `_rectification` is. Its bias correction is next to 1.
+        step = run.step + 1 + 1 / (1 - decay)
+        mu = decay * (1 - 0.5 * 0.96 ** (step * run.group["momentum_decay"]))
+        return decay / (1 - decay) * mu
+    # As sum over j >= 0 of b^(j t) b^(j + 1) / (1 - b^(j + 1)), of which few terms count.
+    j = torch.arange(TERMS, dtype=torch.float64, device=run.step.device)
+    terms = decay ** (j * run.step.to(j.dtype)[..., None] + j + 1) / (1 - decay ** (j + 1))
+    return terms.sum(-1).to(run.step.dtype)
 
 
 def _divisor(run: Run, share_of_square: Any) -> Tensor:
@@ -280,7 +309,7 @@ def noise_of(run: Run, share: float) -> Noise:
     the steps, in [0, 1]."""
     beta1, beta2 = _decay_of_mean(run.group["betas"][0], share), run.group["betas"][1]
     if beta1 == 0:
-        return 0.0, -1.0
+        return 0.0, -SIGNAL
     if run.step.dim() or run.step.device.type != "cpu":
         return _noise(beta1, beta2, run.step)
     return _noise_at(beta1, beta2, float(run.step))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adaptive.memory.handover import Group, rate_of
-from adaptive.memory.moments import is_adaptive, is_decoupled
+from adaptive.memory.moments import decay_of, is_adaptive, is_decoupled
 from adaptive.memory.muon import is_muon, rate_scale
 from adaptive.model.chunks import Chunk, chunked
 from adaptive.model.parameters import ModelParameter, ModelParameters, parameters_of
@@ -361,10 +361,10 @@ class OptimizerSteps:
     @torch.no_grad()
     def change_units(self, to_momentum: bool) -> None:
         """Set the unit of every group to its present learning rate, and rescale residuals.
-        to_momentum: first moments, where there are any, are about to take over the residuals."""
+        to_momentum: momentum, where there is any, is about to take over the residuals."""
         self._of.relearn()
         for of, group in self._of.distinct:
-            taken = to_momentum and is_adaptive(of) and group.get("betas", (0.0,))[0]
+            taken = to_momentum and is_adaptive(of) and decay_of(group)
             self._change_unit(group, ENLARGED if taken else inf)
         self._read_rates()
 

@@ -31,9 +31,9 @@ from compressors.kernels.blocks import Scalar, is_host
 class OptimizerSync:
     """The optimizer-state sync of one model, before a mean gradient moves its parameters.
 
-    Before the sync, first moments take over the residuals of updates (own_moments.py). Without a
-    first moment (RMSprop, Adagrad, Muon) the residuals become *undelivered* updates: the dense mean
-    of the ranks' residuals, which moves the parameters in the next step of their optimizer.
+    Before the sync, momentum takes over the residuals of updates (own_moments.py). Where it cannot
+    (Adagrad, Muon, RMSprop without momentum) the residuals become *undelivered* updates: the dense
+    mean of the ranks' residuals, which moves the parameters in the next step of their optimizer.
 
     owners: the optimizer of each parameter. undelivered: updates by parameter, the same on all
     ranks."""

@@ -21,18 +21,22 @@ import torch
 from torch import Tensor
 from torch.optim import NAdam, Optimizer, RAdam
 
-from adaptive.memory.handover import Groups, steps_as, with_settings
+from adaptive.memory.handover import Group, Groups, steps_as, with_settings
 from adaptive.memory.moments import (
     SECOND_MOMENTS,
+    WITHOUT_MEAN,
     Run,
+    assumed_share,
+    decay_of,
     decay_with_share,
     deliver,
     have_noise,
     is_adaptive,
+    keeps_no_mean,
     mean_share,
-    pending_share,
+    pending,
     scale_second_moments,
-    undelivered,
+    weight_of_mean,
 )
 from adaptive.memory.optimizer_steps import Owner, Owners
 from adaptive.model.chunks import Chunk
@@ -42,6 +46,10 @@ from policies import state as saved
 
 MOMENTS = ("step", "exp_avg", *SECOND_MOMENTS)
 """Names in an optimizer's state of a parameter: the number of steps, and averages over steps."""
+
+
+NO_MOMENTUM = 1e-30
+"""RMSprop's momentum in a step without momentum. With 0 it would keep no buffer for later steps."""
 
 
 class FlatMoments:
@@ -124,6 +132,11 @@ class FlatMoments:
             "sizes": self.chunk.sizes[first:last],
             "ends": ends.to(self._steps.device, non_blocking=True),
         }
+
+    def without_mean(self, owners: Sequence[Owner]) -> Mapping[str, Tensor]:
+        """The flat second moments of the optimizers that keep no first moment, by name."""
+        self._take_in(owners)
+        return {name: self.tensors[name] for name in WITHOUT_MEAN if name in self.tensors}
 
     def left_out(self, owners: Sequence[Owner]) -> bool:
         """Whether an optimizer keeps a first moment that is not in `tensors`, because its precision
@@ -249,13 +262,15 @@ class OwnMoments:
         changed: Groups = []
         without = False
         for group in groups:
-            beta1, *beta2 = group.get("betas", (0.0,))
-            if not beta1 or not any(p in self._of for p in group["params"]):
+            decay = decay_of(group)
+            if not decay or not any(p in self._of for p in group["params"]):
                 changed.append(group)
                 continue
-            betas = (decay_with_share(beta1, self.state.share), *beta2)
-            changed += with_settings(group, {"betas": betas}, self._of)
-            without = self.state.share == 0
+            decay = decay_with_share(decay, self.state.share)
+            settings: Group = {"betas": (decay, *group["betas"][1:])} if "betas" in group else {}
+            settings = settings or {"momentum": max(decay, NO_MOMENTUM)}
+            changed += with_settings(group, settings, self._of)
+            without = without or (self.state.share == 0 and "betas" in group)
         if without:
             self._keep_means(optimizer)
         return changed
@@ -282,6 +297,7 @@ class OwnMoments:
     def begin_own_steps(self, share: float) -> None:
         """From now on moments are of local gradients, and this is the momentum share."""
         self.state.ranks_differ = True
+        before = self._update_scales()
         if not self.state.local_squares:
             self.state.local_squares = True
             for run in self._all_runs():
@@ -289,16 +305,75 @@ class OwnMoments:
                 of_mean = mean_share(run, self._ranks, self.state.share)
                 scale = of_mean.mul_(-self._ranks).add_(1 + self._ranks)
                 scale_second_moments(run.tensors, scale)
+            self._scale_without_mean(1 / assumed_share(self._ranks))
+        had = self.state.share
         self._change_share(share)
+        self._change_update_momentum(before, had, takes_over=share > had)
 
     def before_sync(self) -> None:
         """Before an optimizer-state sync: second moments are scaled to those of the mean gradient.
         The momentum share is 1, and momentum takes over the residuals."""
+        before, had = self._update_scales(), self.state.share
         were_own, self.state.local_squares = self.state.local_squares, False
         for run in self._all_runs() if were_own else ():
             of_mean = mean_share(run, self._ranks, self.state.share)
             scale_second_moments(run.tensors, of_mean)
+        if were_own:
+            self._scale_without_mean(assumed_share(self._ranks))
         self._change_share(1.0, syncs=were_own)
+        self._change_update_momentum(before, had, takes_over=were_own or had < 1)
+
+    def update_scale(self, of: Optimizer, group: Group) -> float:
+        """The factor of the updates of a group without first moments (RMSprop, Adagrad); 1 with
+        first moments.
+
+        It corrects the noise in second moments of local gradients, by an assumed share, and keeps
+        the sum of a gradient's contributions where RMSprop's momentum is smaller."""
+        if not keeps_no_mean(of):
+            return 1.0
+        decay, local_ = decay_of(group), self.state.local_squares
+        of_noise = assumed_share(self._ranks) ** -0.5 if local_ else 1.0
+        return of_noise * (1 - decay_with_share(decay, self.state.share)) / (1 - decay)
+
+    def _update_scales(self) -> dict[int, float]:
+        """Of each group of an optimizer without first moments, by the group's id."""
+        owners = (owner for owner in self._of.distinct if keeps_no_mean(owner[0]))
+        return {id(group): self.update_scale(of, group) for of, group in owners}
+
+    def _change_update_momentum(
+        self, before: Mapping[int, float], had: float, takes_over: bool
+    ) -> None:
+        """As `_change_share`, of RMSprop's momentum, an average of updates. It has no bias
+        correction, so a run that began without it is not behind.
+
+        before, had: the update scales and the momentum share until now. takes_over: momentum takes
+        over the whole residual."""
+        share, scales = self.state.share, self._update_scales()
+        if not takes_over and (scales, share) == (before, had):
+            return
+        for p, (of, group) in self._of.items():
+            decay = decay_of(group) if id(group) in scales else 0.0
+            momentum = of.state[p].get("momentum_buffer") if decay and p in of.state else None
+            if momentum is None:
+                continue
+            parameter, momentum = self._of.parameter(p), local(momentum)
+            old, new, length = before[id(group)], scales[id(group)], decay / (1 - decay)
+            if takes_over:
+                waiting = momentum * (old * had * length)
+                if parameter.unsent is not None:
+                    waiting.add_(shaped(parameter.unsent, parameter.local.detach()))
+                parameter.has_residual = False
+                momentum.copy_(waiting.div_(new * share * length))
+                continue
+            if share < had:
+                residual = shaped(parameter.open_residual(), parameter.local.detach())
+                residual.add_(momentum, alpha=old * (had - share) * length)
+            momentum.mul_(old / new)
+
+    def _scale_without_mean(self, factor: float) -> None:
+        for chunk in self._of.chunks:
+            for square in self._flat(chunk).without_mean(self._of.of_chunk(chunk)).values():
+                square.mul_(factor)
 
     def _change_share(self, share: float, syncs: bool = False) -> None:
         """Changing the momentum share keeps the pending momentum (the part that later steps will
@@ -323,18 +398,17 @@ class OwnMoments:
                     continue
                 of_mean = mean_share(run, self._ranks, before) if self.state.local_squares else 1.0
                 if share < before:
-                    lost = pending_share(run, before) - pending_share(run, share)
-                    waiting = undelivered(run, before, of_mean).mul_(run.by_element(lost))
-                    for parameter, piece in chunk.within(waiting, run.start):
+                    lost = weight_of_mean(run, before) - weight_of_mean(run, share)
+                    for parameter, piece in chunk.within(pending(run, lost, of_mean), run.start):
                         parameter.open_residual().add_(piece)
                     continue
-                had = pending_share(run, 1.0 if first and share == 1 else before)
-                waiting = undelivered(run, before, of_mean).mul_(run.by_element(had))
+                had = weight_of_mean(run, 1.0 if first and share == 1 else before)
+                waiting = pending(run, had, of_mean)
                 for parameter, piece in chunk.within(waiting, run.start):
                     if parameter.unsent is not None:
                         piece.add_(parameter.unsent)
                     parameter.has_residual = False
-                deliver(run, waiting, share, of_mean)
+                deliver(run, waiting, weight_of_mean(run, share), of_mean)
 
 
 def average(run: Run, before: Tensor, elements: slice) -> None:

@@ -49,7 +49,14 @@ from torch.optim import Optimizer
 from adaptive.memory.error_feedback import Residual
 from adaptive.memory.handover import FEW_RANKS, TRIED, Groups, Handover, is_torchs_own
 from adaptive.memory.inspection import Inspection, take_from_first, verdict
-from adaptive.memory.moments import enlarge, fused_updates, is_adaptive, normalized
+from adaptive.memory.moments import (
+    decay_of,
+    enlarge,
+    fused_updates,
+    is_adaptive,
+    keeps_no_mean,
+    normalized,
+)
 from adaptive.memory.muon import enlargements, is_muon
 from adaptive.memory.muon import normalized as as_muons_update
 from adaptive.memory.optimizer_steps import (
@@ -100,8 +107,8 @@ class UpdateHandover(Handover):
 
     ranks: world size. share_at: (CF) -> the momentum share, in [0, 1]. steps: the optimizer steps
     of this rank. state: of the optimizers' moments. always_updates: every compressed step exchanges
-    updates. (Before gradients are exchanged, first moments take over the updates in residuals. So
-    a step may exchange gradients only if every optimizer is adaptive and has a first moment.)
+    updates. (Before gradients are exchanged, momentum takes over the updates in residuals. So a
+    step may exchange gradients only if every optimizer is adaptive and has momentum.)
     lost: a warning that some move of this rank was lost, or "" (never found on a device)."""
 
     sends_updates = True
@@ -115,8 +122,10 @@ class UpdateHandover(Handover):
         share_at: Callable[[float], float],
     ) -> None:
         groups = [group for of in optimizers for group in of.param_groups]
-        have_means = all(group.get("betas", (0.0,))[0] for group in groups)  # beta1 above 0
-        self.always_updates = not (all(map(is_adaptive, optimizers)) and have_means)
+        adaptive = all(map(is_adaptive, optimizers))
+        self.always_updates = not (adaptive and all(map(decay_of, groups)))
+        # All optimizers are of Adam's kind.
+        self._have_means = not (self.always_updates or any(map(keeps_no_mean, optimizers)))
         self._parameters = parameters
         self._ranks = ranks
         self._share_at = cache(share_at)
@@ -151,12 +160,12 @@ class UpdateHandover(Handover):
         """CF 40 beside Adam: its updates are as large as the learning rate from the first step on,
         so no large ones wait. Among three to `FEW_RANKS` ranks, which may vote on indices, CF 40
         cost quality in the first steps (docs/research/defaults.md)."""
-        return DENSE if self.always_updates or 2 < ranks <= FEW_RANKS else 40.0
+        return 40.0 if self._have_means and not 2 < ranks <= FEW_RANKS else DENSE
 
     def proven(self, ranks: int) -> float:
-        """Up to CF 80 Adam's updates kept dense's quality among 16 ranks. Optimizers without a
-        first moment make too small updates there (docs/research/defaults.md)."""
-        return 80.0 if ranks <= TRIED and not self.always_updates else DENSE
+        """Up to CF 80 Adam's updates kept dense's quality among 16 ranks
+        (docs/research/defaults.md). Optimizers without a first moment were not tried there."""
+        return 80.0 if ranks <= TRIED and self._have_means else DENSE
 
     # -- what is exchanged --
 
@@ -240,14 +249,23 @@ class UpdateHandover(Handover):
         if muons:
             factors = [self._enlargements[p] for _, p in muons]
             torch._foreach_mul_([piece for piece, _ in muons], factors)
+        scales = self._update_scales(chunk)
+        if scales:
+            multiply(work, chunk, scales)
         unstepped = {*self.steps.unstepped(chunk.parameters)}
         for parameter, piece in chunk.pieces(work) if unstepped else ():
             if parameter in unstepped:
                 if not self.lost and kernels_for(piece).look(partial(_any, piece), False):
                     self.lost = LOST.format(parameter.name)
                 piece.zero_()
-        known = rate is not None and not (unstepped or muons)
+        known = rate is not None and not (unstepped or muons or scales)
         return work, sum(energies[1:], energies[0]) if known else None
+
+    def _update_scales(self, chunk: Chunk) -> list[float]:
+        """`OwnMoments.update_scale` of each parameter; empty if no optimizer needs it."""
+        if not any(keeps_no_mean(of) for of, _ in self._of.distinct):
+            return []
+        return [self._moments.update_scale(*owner) for owner in self._of.of_chunk(chunk)]
 
     def destination(self, chunk: Chunk) -> Destination | None:
         """The tensor to which decoding adds -lr * (mean update of a chunk): the values before the

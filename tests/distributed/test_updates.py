@@ -298,11 +298,12 @@ def _adds_up(
 
     # A dense step: the optimizer's own with the ranks' moments. The first moment has taken over
     # what waited, and delivers it over steps to come, with the lag that it has for the first time.
-    before, lag = run.flat, BETAS[0] / (1 - BETAS[0])
+    before, b = run.flat, BETAS[0]
+    lag = sum(b**k / (1 - b ** (rule.t + k)) for k in range(1, 400))  # of m in all later steps
     gradients = local_gradients(run.model, steps, rank)
-    of_mean, bias = rule.of_mean(), 1 - BETAS[0] ** rule.t
+    of_mean = rule.of_mean()
     divisor = (rule.unbiased[1] * of_mean).sqrt() + 1e-8
-    rule.m = rule.m + residual * (lr / now) * divisor * bias / lag
+    rule.m = rule.m + residual * (lr / now) * divisor / lag
     g = mean(torch.cat([gradients[name] for name in names]))
     m = BETAS[0] * mean(rule.m) + (1 - BETAS[0]) * g
     v = BETAS[1] * mean(rule.v * of_mean) + (1 - BETAS[1]) * g**2
@@ -325,6 +326,50 @@ def test_sent_plus_waiting_is_the_sum_of_updates(ranks: int) -> None:
         for falls in (1.0, 0.85):
             for found in run_ranks(ranks, _adds_up, options, falls):
                 assert max(found) < 2e-6  # torch's optimizers count steps in float32
+
+
+def _adds_up_without_mean(rank: int, momentum: float, steps: int = 9) -> tuple[float, float, float]:
+    """As `_adds_up`, of RMSprop, which keeps no first moment: 5% of its second moment is taken for
+    signal. At CF 20 it steps without momentum, whose updates it makes at once. What waits goes to
+    the momentum; without momentum it moves the parameters in the dense step itself."""
+    lr, alpha, n = 0.01, 0.9, dist.get_world_size()
+    of_mean, length = 0.05 + 0.95 / n, momentum / (1 - momentum)
+    run = Training(
+        lambda m: RMSprop(m.parameters(), lr=lr, alpha=alpha, momentum=momentum),
+        Schedule({0: 20, steps: 1}),
+    )
+    names = [name for name, _ in run.model.module.named_parameters()]
+    start, total, v = run.flat, torch.zeros(()), torch.zeros(())
+    for step in range(steps):
+        gradients = local_gradients(run.model, step, rank)
+        g = torch.cat([gradients[name] for name in names])
+        v = alpha * v + (1 - alpha) * g**2
+        total = total + lr * g / (v.sqrt() + 1e-8) / of_mean**0.5 / (1 - momentum)
+        run.train(rank, step, step + 1)
+    memory = run.compressor.state_dict()["memory"]
+    residual = mean(torch.cat([memory[name]["residual"] for name in names]))
+    moved = start - run.flat
+    missing = float((moved + lr * residual - mean(total)).norm() / moved.norm())
+
+    before = run.flat
+    gradients = local_gradients(run.model, steps, rank)
+    g = mean(torch.cat([gradients[name] for name in names]))
+    v = alpha * mean(v * of_mean) + (1 - alpha) * g**2
+    waited = momentum * residual / length if momentum else residual
+    wanted = lr * (g / (v.sqrt() + 1e-8) + waited)
+    run.train(rank, steps, steps + 1)
+    moved = before - run.flat
+    kept = [run.optimizer.state[p]["square_avg"].flatten() for p in run.model.parameters()]
+    apart = float((torch.cat(kept) - v).norm() / v.norm())
+    return missing, float((moved - wanted).norm() / moved.norm()), apart
+
+
+@pytest.mark.parametrize(("ranks", "momentum"), [(2, 0.0), (2, 0.9), (4, 0.9)])
+def test_without_a_first_moment_noise_is_assumed_and_nothing_is_lost(
+    ranks: int, momentum: float
+) -> None:
+    for found in run_ranks(ranks, _adds_up_without_mean, momentum):
+        assert max(found) < 2e-6
 
 
 def _distances(rank: int, name: str) -> list[float]:

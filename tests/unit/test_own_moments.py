@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, NAdam, Optimizer
+from torch.optim import Adagrad, Adam, NAdam, Optimizer, RMSprop
 
 from adaptive.memory.optimizer_steps import Owners
 from adaptive.memory.own_moments import OwnMoments
@@ -68,6 +68,45 @@ def test_a_sync_gives_second_moments_back_the_size_that_they_had_of_mean_gradien
         torch.testing.assert_close(kept.named(name), square, **ABOUT)
 
 
+@pytest.mark.parametrize("kind", [Adagrad, RMSprop])
+def test_second_moments_without_a_first_moment_count_as_noise(kind: type[Optimizer]) -> None:
+    p = nn.Parameter(torch.randn(7))
+    optimizer = kind([p], lr=0.1)
+    p.grad = torch.ones(7)
+    optimizer.step()
+    name = "sum" if kind is Adagrad else "square_avg"
+    before = optimizer.state[p][name].clone()
+    moments = OwnMoments(Owners(Parameters([ModelParameter("p", p)]), [optimizer]), RANKS)
+    moments.begin_own_steps(1.0)
+    torch.testing.assert_close(optimizer.state[p][name], before / (0.05 + 0.95 / RANKS))
+    moments.begin_own_steps(1.0)  # of local gradients already
+    moments.before_sync()
+    torch.testing.assert_close(optimizer.state[p][name], before)
+
+
+def test_the_momentum_of_rmsprop_has_as_much_to_move_whatever_the_share() -> None:
+    p = nn.Parameter(torch.randn(7, dtype=torch.float64))
+    optimizer = RMSprop([p], lr=0.1, momentum=0.9)
+    parameter = ModelParameter("p", p)
+    moments = OwnMoments(Owners(Parameters([parameter]), [optimizer]), RANKS)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+
+    def waits() -> Tensor:
+        momentum = optimizer.state[p]["momentum_buffer"] * moments.state.share * 0.9 / (1 - 0.9)
+        momentum = momentum * moments.update_scale(optimizer, optimizer.param_groups[0])
+        return momentum if parameter.unsent is None else momentum + parameter.unsent
+
+    total = waits().clone()
+    for share in (1.0, 0.3, 0.6, 0.0, 0.2):
+        moments.begin_own_steps(share)
+        torch.testing.assert_close(waits(), total)
+    moments.before_sync()
+    assert not parameter.has_residual
+    torch.testing.assert_close(waits(), total)
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_what_momentum_has_yet_to_move_is_the_same_whatever_the_share(amsgrad: bool) -> None:
     kept = Kept(amsgrad)
@@ -98,12 +137,15 @@ def test_a_run_that_began_without_momentum_gets_it_with_its_first_full_share(had
     torch.testing.assert_close(kept.pending(square, 1.0), total * (not had))
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(Adam, 500), (NAdam, 500), (NAdam, 4000)])
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(Adam, 2), (Adam, 5), (Adam, 500), (NAdam, 500), (NAdam, 4000)]
+)
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_residual_and_momentum_move_the_parameters_as_far_as_momentum_alone(
     kind: type[Adam | NAdam], steps: int, share: float
 ) -> None:
-    """Of NAdam, whose step multiplies the first moment by a number that depends on the share."""
+    """After a few steps, whose bias correction is large, and of NAdam, whose step multiplies the
+    first moment by a number that depends on the share."""
 
     def run(share: float, again: float | None = None) -> Tensor:
         """How far residual and momentum move the parameter after a change of share."""
@@ -120,11 +162,12 @@ def test_residual_and_momentum_move_the_parameters_as_far_as_momentum_alone(
             moments.begin_own_steps(share := again)
         before = p.detach().clone()
         p.grad = torch.zeros_like(p)
-        square = optimizer.state[p]["exp_avg_sq"].clone()  # it stays as it is
+        # The second moment stays as it is, bias correction included.
+        square = optimizer.state[p]["exp_avg_sq"] / (1 - BETA2**steps)
         for group in moments.settings_with_share(optimizer, optimizer.param_groups) or ():
             optimizer.param_groups[0]["betas"] = group["betas"]
-        for _ in range(400 * (share > 0)):
-            optimizer.state[p]["exp_avg_sq"].copy_(square / BETA2)
+        for step in range(steps + 1, steps + 1 + 400 * (share > 0)):
+            optimizer.state[p]["exp_avg_sq"].copy_(square * (1 - BETA2**step) / BETA2)
             optimizer.step()
         return before - p.detach() + (one.zeros() if one.unsent is None else one.unsent)
 
