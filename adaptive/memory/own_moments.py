@@ -133,11 +133,6 @@ class FlatMoments:
             "ends": ends.to(self._steps.device, non_blocking=True),
         }
 
-    def without_mean(self, owners: Sequence[Owner]) -> Mapping[str, Tensor]:
-        """The flat second moments of the optimizers that keep no first moment, by name."""
-        self._take_in(owners)
-        return {name: self.tensors[name] for name in WITHOUT_MEAN if name in self.tensors}
-
     def left_out(self, owners: Sequence[Owner]) -> bool:
         """Whether an optimizer keeps a first moment that is not in `tensors`, because its precision
         or its device is not that of the first parameter's moment."""
@@ -371,9 +366,18 @@ class OwnMoments:
             momentum.mul_(old / new)
 
     def _scale_without_mean(self, factor: float) -> None:
-        for chunk in self._of.chunks:
-            for square in self._flat(chunk).without_mean(self._of.of_chunk(chunk)).values():
-                square.mul_(factor)
+        """Scale the second moments of optimizers that keep no first moment. RMSprop with `centered`
+        divides by the root of the variance, square_avg - grad_avg^2. There only the variance is
+        scaled, since a smaller second moment alone could make it negative."""
+        for p, (of, _) in self._of.items():
+            state = of.state.get(p, {}) if keeps_no_mean(of) else {}
+            for square in (local(state[name]) for name in WITHOUT_MEAN if name in state):
+                if "grad_avg" in state:
+                    mean = local(state["grad_avg"])
+                    variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
+                    square.add_(variance, alpha=factor - 1)
+                else:
+                    square.mul_(factor)
 
     def _change_share(self, share: float, syncs: bool = False) -> None:
         """Changing the momentum share keeps the pending momentum (the part that later steps will

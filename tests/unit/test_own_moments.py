@@ -84,6 +84,22 @@ def test_second_moments_without_a_first_moment_count_as_noise(kind: type[Optimiz
     torch.testing.assert_close(optimizer.state[p][name], before)
 
 
+def test_a_centered_rmsprop_keeps_its_mean_and_has_no_negative_variance() -> None:
+    p = nn.Parameter(torch.randn(7, dtype=torch.float64))
+    optimizer = RMSprop([p], lr=0.1, centered=True)
+    moments = OwnMoments(Owners(Parameters([ModelParameter("p", p)]), [optimizer]), RANKS)
+    moments.begin_own_steps(1.0)
+    for _ in range(STEPS * 20):
+        p.grad = 1 + 0.1 * torch.randn_like(p)  # mostly signal
+        optimizer.step()
+    state = optimizer.state[p]
+    mean, variance = state["grad_avg"].clone(), state["square_avg"] - state["grad_avg"] ** 2
+    moments.before_sync()
+    torch.testing.assert_close(state["grad_avg"], mean)
+    kept = state["square_avg"] - state["grad_avg"] ** 2
+    torch.testing.assert_close(kept, variance * (0.05 + 0.95 / RANKS))
+
+
 def test_the_momentum_of_rmsprop_has_as_much_to_move_whatever_the_share() -> None:
     p = nn.Parameter(torch.randn(7, dtype=torch.float64))
     optimizer = RMSprop([p], lr=0.1, momentum=0.9)
