@@ -303,7 +303,7 @@ def flat(tensor: Tensor) -> Tensor:
 def noise_of(run: Run, share: float) -> Noise:
     """(scale, constant): scale * m^2 / v - constant is an unbiased estimate of the signal's share
     of a second moment. With beta1 = 0 the first moment is the last gradient, which tells nothing
-    about noise: then all counts as signal.
+    about noise: then the share is assumed (`SIGNAL`).
 
     scale: a number, or one for each parameter (flat) if a device counts steps. share: the share of
     the steps, in [0, 1]."""
