@@ -20,7 +20,7 @@ ACCEPTED = (
 )
 
 _HIGHER = re.compile(
-    r"(?:acc(?:uracy)?|au(?:ro)?c|bleu|(?<![a-z])f1(?!\d)|m[ai]crof1|iou|psnr|precision|recall"
+    r"(?:acc(?:urac(?:y|ies))?|au(?:ro)?c|bleu|(?<![a-z])f1(?!\d)|m[ai]crof1|iou|psnr|precision|recalls?"
     r"|rewards?|rouge[a-z]*)(?:score)?(?![a-z])"
 )
 """In the name of a metric of which more is better, unless the command says otherwise. It ends a

@@ -29,6 +29,7 @@ from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 from adaptive.memory.error_feedback import MomentumRule
 from adaptive.memory.handover import Group, steps_as
 from adaptive.memory.muon import is_muon
+from adaptive.model.parameters import local
 from compressors.kernels import kernels_for
 from compressors.kernels.blocks import CELL, rows
 
@@ -279,6 +280,20 @@ def scale_second_moments(tensors: Mapping[str, Any], factor: Tensor) -> None:
     for name in SECOND_MOMENTS:
         if name in tensors:
             tensors[name].mul_(factor.view(tensors[name].shape))
+
+
+def scale_without_mean(state: Mapping[str, Any], factor: float) -> None:
+    """Multiply the second moments of a parameter whose optimizer keeps no first moment, in place.
+
+    RMSprop with `centered` divides by the root of the variance, square_avg - grad_avg^2. There only
+    the variance is multiplied: a smaller second moment alone could make it negative."""
+    for square in (local(state[name]) for name in WITHOUT_MEAN if name in state):
+        if "grad_avg" in state:
+            mean = local(state["grad_avg"])
+            variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
+            square.add_(variance, alpha=factor - 1)
+        else:
+            square.mul_(factor)
 
 
 def is_decoupled(optimizer: Optimizer, group: Group) -> bool:

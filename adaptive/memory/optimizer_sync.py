@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 
 from adaptive.memory.moments import (
     Run,
+    assumed_share,
     have_noise,
     is_adaptive,
+    keeps_no_mean,
     mean_share,
     scale_second_moments,
+    scale_without_mean,
 )
 from adaptive.memory.optimizer_steps import Owners
 from adaptive.model.chunks import CHUNK
@@ -106,8 +109,10 @@ def unite_moments(
     owners = {p: each for each in groups for p in each[1]["params"] if p in of}
     for p, (optimizer, group) in owners.items():
         state = states[of[p]] = optimizer.state[p]
-        if of_means and is_adaptive(optimizer) and have_noise(state):
-            # A rank's second moment holds noise that averaging gradients would remove.
+        # A rank's second moment holds noise that averaging gradients would remove.
+        if of_means and keeps_no_mean(optimizer):
+            scale_without_mean(state, assumed_share(exchange.world_size))
+        elif of_means and is_adaptive(optimizer) and have_noise(state):
             own = Run(group, state["step"], state)
             scale_second_moments(state, mean_share(own, exchange.world_size))
     agree_on_states(states, exchange)

@@ -24,7 +24,6 @@ from torch.optim import NAdam, Optimizer, RAdam
 from adaptive.memory.handover import Group, Groups, steps_as, with_settings
 from adaptive.memory.moments import (
     SECOND_MOMENTS,
-    WITHOUT_MEAN,
     Run,
     assumed_share,
     decay_of,
@@ -36,6 +35,7 @@ from adaptive.memory.moments import (
     mean_share,
     pending,
     scale_second_moments,
+    scale_without_mean,
     weight_of_mean,
 )
 from adaptive.memory.optimizer_steps import Owner, Owners
@@ -366,18 +366,9 @@ class OwnMoments:
             momentum.mul_(old / new)
 
     def _scale_without_mean(self, factor: float) -> None:
-        """Scale the second moments of optimizers that keep no first moment. RMSprop with `centered`
-        divides by the root of the variance, square_avg - grad_avg^2. There only the variance is
-        scaled, since a smaller second moment alone could make it negative."""
         for p, (of, _) in self._of.items():
-            state = of.state.get(p, {}) if keeps_no_mean(of) else {}
-            for square in (local(state[name]) for name in WITHOUT_MEAN if name in state):
-                if "grad_avg" in state:
-                    mean = local(state["grad_avg"])
-                    variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
-                    square.add_(variance, alpha=factor - 1)
-                else:
-                    square.mul_(factor)
+            if keeps_no_mean(of):
+                scale_without_mean(of.state.get(p, {}), factor)
 
     def _change_share(self, share: float, syncs: bool = False) -> None:
         """Changing the momentum share keeps the pending momentum (the part that later steps will

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Adagrad, Optimizer, RMSprop
 
-from adaptive.memory.optimizer_sync import agree_on_states
+from adaptive.memory.optimizer_sync import agree_on_states, unite_moments
 from adaptive.model.parameters import ModelParameter
 
 RANKS = 4
@@ -62,6 +63,24 @@ def test_agreeing_takes_no_more_a_parameter_where_there_are_many() -> None:
             assert torch.equal(kept["exp_avg"], torch.full((4,), float(i)))
             assert kept["step"] == 3
     assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Adagrad, "sum"), (RMSprop, "square_avg")])
+@pytest.mark.parametrize("of_means", [False, True])
+def test_united_second_moments_are_those_of_the_gradients_that_come(
+    kind: type[Optimizer], name: str, of_means: bool
+) -> None:
+    """Of mean gradients, which have less noise, or of local ones as before."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer = kind([p], lr=0.1)
+    p.grad = torch.ones(4)
+    optimizer.step()
+    before = optimizer.state[p][name].clone()
+    exchange: Any = Alike()
+    exchange.world_size, exchange.take_traffic = RANKS, lambda: None
+    unite_moments([ModelParameter("p", p)], [optimizer], exchange, of_means)
+    share = 0.05 + 0.95 / RANKS if of_means else 1.0
+    torch.testing.assert_close(optimizer.state[p][name], share * before)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 11])
