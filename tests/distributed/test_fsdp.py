@@ -234,7 +234,6 @@ def test_every_way_to_exchange() -> None:
         assert all(each == cfs[0] for each in cfs)
 
 
-@pytest.mark.long
 @on_this_torch
 def test_whole_runs_end_where_they_did_to_the_bit() -> None:
     written = json.loads(FILE.read_text(encoding="utf-8"))["runs"]
