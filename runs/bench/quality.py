@@ -110,6 +110,8 @@ def bench_quality(asked: Benching) -> list[Row]:
         found = read(log)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.open("a").close()
+        if (text := log.read_text()) and not text.endswith("\n"):
+            log.write_text(f"{text}\n")  # the next line is not to go on from one that was cut short
     except OSError as error:
         raise UsageError(f"--log {log}: {error.strerror}") from error
     missing = [job for job in jobs if job not in found]
@@ -129,7 +131,10 @@ def read(log: Path) -> dict[Job, Outcome]:
     """The runs that a log holds."""
     found = {}
     for line in log.read_text().splitlines() if log.exists() else ():
-        numbers = json.loads(line)
+        try:
+            numbers = json.loads(line)
+        except json.JSONDecodeError:  # cut short: the bench was killed, or the disk was full
+            continue
         job = Job(*(numbers.pop(name) for name in Job._fields))
         found[job] = Outcome(**numbers)
     return found
