@@ -79,9 +79,10 @@ def keeps_no_mean(optimizer: Optimizer) -> bool:
 
 def decay_of(group: Group) -> float:
     """The decay of the momentum of an adaptive optimizer's parameter group: of Adam's first moment,
-    or of the average of RMSprop's updates. 0: it has none."""
+    or of the sum of RMSprop's updates. 0: it has none, or one that does not decay, which torch
+    allows with RMSprop and which stays in the optimizer."""
     decay: float = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
-    return decay
+    return decay if decay < 1 else 0.0
 
 
 def assumed_share(ranks: int) -> float:

@@ -338,7 +338,7 @@ class OwnMoments:
     def _change_update_momentum(
         self, before: Mapping[int, float], had: float, takes_over: bool
     ) -> None:
-        """As `_change_share`, of RMSprop's momentum, an average of updates. It has no bias
+        """As `_change_share`, of RMSprop's momentum, a decaying sum of updates. It has no bias
         correction, so a run that began without it is not behind.
 
         before, had: the update scales and the momentum share until now. takes_over: momentum takes

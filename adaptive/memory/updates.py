@@ -249,7 +249,7 @@ class UpdateHandover(Handover):
         if muons:
             factors = [self._enlargements[p] for _, p in muons]
             torch._foreach_mul_([piece for piece, _ in muons], factors)
-        scales = self._update_scales(chunk)
+        scales = self._scales_of(chunk)
         if scales:
             multiply(work, chunk, scales)
         unstepped = {*self.steps.unstepped(chunk.parameters)}
@@ -261,7 +261,7 @@ class UpdateHandover(Handover):
         known = rate is not None and not (unstepped or muons or scales)
         return work, sum(energies[1:], energies[0]) if known else None
 
-    def _update_scales(self, chunk: Chunk) -> list[float]:
+    def _scales_of(self, chunk: Chunk) -> list[float]:
         """`OwnMoments.update_scale` of each parameter; empty if no optimizer needs it."""
         if not any(keeps_no_mean(of) for of, _ in self._of.distinct):
             return []

@@ -68,6 +68,21 @@ def test_a_sync_gives_second_moments_back_the_size_that_they_had_of_mean_gradien
         torch.testing.assert_close(kept.named(name), square, **ABOUT)
 
 
+def test_a_momentum_of_rmsprop_that_does_not_decay_stays_in_the_optimizer() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = RMSprop([p], lr=0.1, momentum=1.0)
+    p.grad = torch.ones(4)
+    optimizer.step()
+    before = optimizer.state[p]["momentum_buffer"].clone()
+    moments = OwnMoments(Owners(Parameters([ModelParameter("p", p)]), [optimizer]), RANKS)
+    moments.begin_own_steps(0.0)
+    assert moments.settings_with_share(optimizer, optimizer.param_groups) in (
+        None,
+        optimizer.param_groups,
+    )
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], before)
+
+
 @pytest.mark.parametrize("kind", [Adagrad, RMSprop])
 def test_second_moments_without_a_first_moment_count_as_noise(kind: type[Optimizer]) -> None:
     p = nn.Parameter(torch.randn(7))
