@@ -54,7 +54,7 @@ share a study by --storage. With one objective Optuna's median pruner stops tria
 Failed trials are recorded, and do not stop the study; the exit code is 1 if all of them failed.
 
 To look at a study: optuna-dashboard sqlite:///LOGDIR/study.db (pip install optuna-dashboard, which
-the extra "tune" has), or optuna.visualization."""
+the extra "tune" has), or optuna.visualization (pip install plotly)."""
 
 
 @dataclass(frozen=True, kw_only=True)
