@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +48,32 @@ def optimizer_of(name: str, parameters: object) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=0.01)  # type: ignore[arg-type]
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
+
+
+def lightning_module(optimizer: str) -> Any:
+    """`net`, trained on `rows` by Lightning."""
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return ((self.net(batch["x"]) - batch["y"]) ** 2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(optimizer, self.parameters())
+
+    return Module()
+
+
+class TrainerModel(nn.Module):
+    """`net` as Hugging Face's `Trainer` wants it: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": ((self.net(x) - y) ** 2).mean()}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adaptive import AdaptiveCompressor
-from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
+from tests.distributed.frameworks import TrainerModel, launched, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen
 
@@ -104,17 +104,6 @@ def test_accelerate_compresses_and_resumes(both: list[Any]) -> None:
     assert first["clipped"][0] == second["clipped"][0] == "residual"
 
 
-class Model(nn.Module):
-    """As `Trainer` wants it: it returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"loss": ((self.net(x) - y) ** 2).mean()}
-
-
 def _train(
     folder: str,
     optimizer: str,
@@ -145,7 +134,7 @@ def _train(
         # The default is True, with which buckets never change.
         ddp_find_unused_parameters=False if optimizer == "sgd" else None,
     )
-    model = Model() if model is None else model
+    model = TrainerModel() if model is None else model
     optimizers: tuple[Any, Any] = (None, None)
     if optimizer == "sgd":
         optimizers = (optimizer_of("sgd", model.parameters()), None)
@@ -191,13 +180,13 @@ def _trained(rank: int, folder: str) -> dict[str, Any]:
     found["told"] = [line for line in told if "resume_from" in line]
     told.clear()
     # Another run has left a checkpoint of the same step in the output folder.
-    model = Model()
+    model = TrainerModel()
     nn.init.ones_(model.net[0].bias)
     _train(f"{folder}/used", "adamw", model=model)
     _, callback = _train(f"{folder}/used", "adamw", resume=f"{own}/checkpoint-{STOP}")
     found["used"] = callback.compressor.summary().steps, told
     # Training has raised before the first forward; then another trainer trains the same model.
-    model = Model()
+    model = TrainerModel()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "train", Mock(side_effect=OSError("disk")))
         with pytest.raises(OSError, match="disk"):

@@ -11,30 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
+from tests.distributed.frameworks import launched, lightning_module, needs, net, optimizer_of, rows
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen
 
 pytestmark = [pytest.mark.long, needs("lightning")]
 
 STOP, STEPS = 5, 9  # five steps are an epoch: Lightning resumes at the beginning of one
-
-
-def _module(optimizer: str) -> Any:
-    from lightning.pytorch import LightningModule
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            return ((self.net(batch["x"]) - batch["y"]) ** 2).mean()
-
-        def configure_optimizers(self) -> Any:
-            return optimizer_of(optimizer, self.parameters())
-
-    return Module()
 
 
 def _trainer(folder: str, callbacks: list[Any], **options: Any) -> Any:
@@ -60,7 +43,7 @@ def _averaged(folder: str) -> tuple[torch.Tensor, int]:
 
     from adaptive.integrations.lightning import AdaptiveCompressionCallback
 
-    module = _module("adamw")
+    module = lightning_module("adamw")
     module.net = torch.nn.Sequential(torch.nn.BatchNorm1d(12), module.net)
     callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10))
     averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
@@ -89,7 +72,7 @@ def _fit(
     saves = ckpt_path is None
     callbacks = [callback, saving] if saves else [callback]
     trainer = _trainer(folder, callbacks, enable_checkpointing=saves, **options)
-    module = _module(optimizer) if module is None else module
+    module = lightning_module(optimizer) if module is None else module
     loader = torch.utils.data.DataLoader(rows(), batch_size=4)
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     return trainer, module, callback
@@ -173,7 +156,7 @@ def _trains_after_an_error(rank: int, folder: str) -> tuple[list[str], torch.Ten
 
     launched(rank)
     warnings.simplefilter("ignore")
-    module, told = _module("adamw"), []
+    module, told = lightning_module("adamw"), []
     callbacks = [
         AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10)),
         OnExceptionCheckpoint(folder),
@@ -218,7 +201,7 @@ def _finds_a_rate(rank: int, folder: str) -> tuple[list[torch.Tensor], int]:
     for more in ([], [Finder(num_training_steps=5, update_attr=False)]):
         callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10))
         options = {"use_distributed_sampler": False, "enable_checkpointing": False}
-        module = _module("sgd")
+        module = lightning_module("sgd")
         _trainer(folder, [callback, *more], **options).fit(module, loader)
         ends.append(flat_parameters(module))
     return ends, callback.compressor.summary().steps
@@ -234,7 +217,7 @@ def _makes_its_optimizer(rank: int, folder: str) -> tuple[torch.Tensor, float]:
     launched(rank)
     warnings.simplefilter("ignore")
 
-    class Itself(type(_module("sgd"))):  # type: ignore[misc]
+    class Itself(type(lightning_module("sgd"))):  # type: ignore[misc]
         automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -30,7 +30,15 @@ from examples.torchft_ddp import CompressedProcessGroup
 from runs.compare.contender import parse_contender
 from runs.tune.study import open_study
 from runs.tune.tuning import make_tuning
-from tests.distributed.frameworks import launched, needs, net, optimizer_of, rows
+from tests.distributed.frameworks import (
+    TrainerModel,
+    launched,
+    lightning_module,
+    needs,
+    net,
+    optimizer_of,
+    rows,
+)
 from tests.distributed.processes import run_ranks
 from tests.distributed.setting import flat_parameters, listen, loss_of
 
@@ -142,23 +150,16 @@ def test_a_study_is_shown_by_the_lines_of_the_page_on_commands(tmp_path: Path) -
 
 
 def _lightning(rank: int) -> tuple[Any, int]:
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            return ((self.net(batch["x"]) - batch["y"]) ** 2).mean()
-
-        def configure_optimizers(self) -> Any:
-            return optimizer_of("adamw", self.parameters())
+    from lightning.pytorch import Trainer
 
     options = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "log_every_n_steps": 1}
     options |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     whole = shown("frameworks.md", 0, {"Trainer": partial(Trainer, **options)})
-    trainer, module, kind = whole["trainer"], Module(), whole["AdaptiveCompressionCallback"]
+    trainer, module, kind = (
+        whole["trainer"],
+        lightning_module("adamw"),
+        whole["AdaptiveCompressionCallback"],
+    )
     trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
     assert {f"compression/{n}" for n in ("cf", "wire_factor")} <= {*trainer.callback_metrics}
     (callback,) = (each for each in trainer.callbacks if isinstance(each, kind))
@@ -202,17 +203,9 @@ def _accelerate(rank: int) -> tuple[Any, int]:
 def _trainer(rank: int) -> tuple[Any, int]:
     from transformers import Trainer, TrainingArguments
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            return {"loss": ((self.net(x) - y) ** 2).mean()}
-
     options = {"max_steps": STEPS, "logging_steps": 1, "per_device_train_batch_size": 4}
     options |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    names = {"model": Model(), "data": rows(), "Trainer": Trainer}
+    names = {"model": TrainerModel(), "data": rows(), "Trainer": Trainer}
     names["arguments"] = TrainingArguments(output_dir="trained", **options)
     whole = shown("frameworks.md", 4, names)
     whole["trainer"].train()
