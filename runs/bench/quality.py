@@ -109,9 +109,10 @@ def bench_quality(asked: Benching) -> list[Row]:
     try:
         found = read(log)
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.open("a").close()
-        if (text := log.read_text()) and not text.endswith("\n"):
-            log.write_text(f"{text}\n")  # the next line is not to go on from one that was cut short
+        with log.open("a+") as file:
+            file.seek(0)
+            if not f"\n{file.read()}".endswith("\n"):
+                file.write("\n")  # ends a line that was cut short, so that the next one is whole
     except OSError as error:
         raise UsageError(f"--log {log}: {error.strerror}") from error
     missing = [job for job in jobs if job not in found]
