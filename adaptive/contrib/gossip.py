@@ -74,7 +74,7 @@ from adaptive.memory.rule import Kept
 from adaptive.model.chunks import Chunk, chunks
 from adaptive.model.parameters import ModelParameter, shaped
 from adaptive.model.state import check_like, flat_tensors
-from adaptive.model.uniting import averaged, unite
+from adaptive.model.uniting import averaged, unite, unite_gradients
 from adaptive.network.link import done_with
 from adaptive.statistics.vector import Tally
 from adaptive.step.averager import Averager
@@ -463,6 +463,7 @@ class GossipSync(Synchroniser):
 
     def stop(self) -> None:
         self._unite(of_means=True)
+        unite_gradients(self.parameters, self._exchange)
 
     def describe(self) -> str:
         return f"{self.algorithm} on a topology: {self.topology}"

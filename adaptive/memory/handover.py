@@ -91,6 +91,10 @@ class Handover:
         exchanged, the gradients themselves."""
         return grads
 
+    def show_gradients(self) -> None:
+        """Called before `hand_back` if no optimizer has stepped since the last backward: `p.grad`
+        must hold what the optimizers need to step by themselves."""
+
     def hand_back(self, exchange: Exchange | None) -> None:
         """Return all work to the optimizers, and leave residuals in units of gradients. Pending
         momentum goes to the optimizers' momentum buffers (a collective), or to the residuals."""

@@ -171,6 +171,9 @@ class SGDHandover(Handover):
         index = self._indices().get(p)
         return None if index is None else self.optimizer.param_groups[index]
 
+    def show_gradients(self) -> None:
+        self._show_gradients([of for of in self._parameters.values() if self.rule(of).momentum])
+
     def has_buffer(self, parameter: ModelParameter) -> bool:
         """Whether SGD has a momentum buffer for this parameter."""
         state = self.optimizer.state.get(parameter.tensor, {})

@@ -64,6 +64,32 @@ def unite(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
     exchange.take_traffic()  # these bytes belong to no step
 
 
+@torch.no_grad()
+def unite_gradients(parameters: Sequence[ModelParameter], exchange: Exchange) -> None:
+    """Set `p.grad` of all ranks to the ranks' mean: one dense collective for each chunk. A rank
+    without a gradient counts as zeros. A parameter without a gradient on all ranks keeps none.
+    Gradients that DDP itself averages (sparse and complex ones) stay as they are."""
+    for chunk in chunks(p for p in parameters if not p.tensor.is_complex()):
+        own = [None if p.tensor.grad is None else local(p.tensor.grad) for p in chunk]
+        own = [None if each is None or each.is_sparse else each for each in own]
+        has = torch.tensor([float(each is not None) for each in own])
+        addends = [
+            torch.zeros_like(p.local, dtype=p.dtype).reshape(-1)
+            if each is None
+            else each.to(p.dtype).reshape(-1) / exchange.world_size
+            for p, each in zip(chunk, own, strict=True)
+        ]
+        total = exchange.total(torch.cat([*addends, has.to(addends[0])])).wait()
+        *means, counts = total.split([*(p.numel for p in chunk), len(chunk)])
+        for p, grad, mean, count in zip(chunk, own, means, counts.tolist(), strict=True):
+            if grad is None and count:
+                grad = torch.empty_like(p.local)
+                p.tensor.grad = like(grad, p.tensor)
+            if grad is not None:
+                grad.copy_(mean.view(grad.shape))
+    exchange.take_traffic()  # these bytes belong to no step
+
+
 def _without_residual(p: ModelParameter) -> Tensor:
     """A copy of (parameter - residual) in the precision of the residual."""
     own = p.tensor.detach().to(p.dtype, copy=True)

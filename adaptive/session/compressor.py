@@ -329,7 +329,8 @@ class AdaptiveCompressor:
         sends the residuals of gradients; residuals of updates move the parameters now. Residuals of
         gradients are lost if the model takes no further step, or has another compressor by then.
         Velocities and moments go back into the optimizer. With local steps or gossip all ranks go
-        on from the mean of their parameters.
+        on from the mean of their parameters. Between a backward and its `optimizer.step()` the
+        gradients become the ranks' mean.
 
         After a failed exchange, or an exception in a backward, `detach` is no collective, and drops
         the residuals: load model and optimizer on all ranks before training goes on."""

@@ -237,6 +237,7 @@ class AutoStepsSync(OwnStepSync):
     def stop(self) -> None:
         if self._catch_up() is not None:
             self.unite()
+        super().stop()
 
     # -- saved --
 

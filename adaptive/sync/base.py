@@ -91,8 +91,8 @@ class Synchroniser:
         return None
 
     def stop(self) -> None:
-        """End the synchronisation for good, before `detach`: all ranks go on from one model (a
-        collective)."""
+        """End the synchronisation for good, before `detach`: all ranks go on from one model, and
+        from one gradient if no optimizer step has followed the last backward (a collective)."""
 
     def discard(self) -> None:
         """The script throws the gradients of the last backward away."""

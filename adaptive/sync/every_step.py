@@ -213,6 +213,10 @@ class EveryStepSync(Synchroniser):
             averager.watch.note_change()
         return changed
 
+    def stop(self) -> None:
+        if self._at_backward is not None:
+            self.averager.memory.now.handover.show_gradients()
+
     def discard(self) -> None:
         self._at_backward = None
         self.averager.memory.discard()

@@ -29,7 +29,7 @@ from adaptive.memory.handover import Groups
 from adaptive.memory.inspection import MovedBetweenSteps
 from adaptive.memory.optimizer_sync import unite_moments
 from adaptive.model.chunks import chunked
-from adaptive.model.uniting import averaged, unite
+from adaptive.model.uniting import averaged, unite, unite_gradients
 from adaptive.network.collectives import drain
 from adaptive.network.link import done_with
 from adaptive.step.averager import Averager
@@ -191,6 +191,7 @@ class LocalStepsSync(Synchroniser):
 
     def stop(self) -> None:
         self._unite(of_means=True)
+        unite_gradients([*self.averager.parameters.values()], self.averager.exchange)
 
     # -- saved --
 

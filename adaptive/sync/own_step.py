@@ -19,6 +19,7 @@ from adaptive.memory.model_memory import unmeasured
 from adaptive.memory.updates import UpdateHandover
 from adaptive.model.chunks import Chunk, Destination
 from adaptive.model.parameters import is_left_to_ddp
+from adaptive.model.uniting import unite_gradients
 from adaptive.network.collectives import drain
 from adaptive.network.link import done_with
 from adaptive.network.timing import Span
@@ -298,6 +299,7 @@ class OwnStepSync(EveryStepSync):
 
     def stop(self) -> None:
         self.make_up()
+        unite_gradients([*self.averager.parameters.values()], self.averager.exchange)
 
 
 def _not_finite(x: Tensor, energy: Scalar) -> Flag:

@@ -209,6 +209,62 @@ def _detached_after_a_failure(rank: int) -> tuple[float, int]:
     return max(difference, apart(run.model)), len(ATTACHED)
 
 
+def _detached_before_a_step(rank: int) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, options in WAYS.items():
+        run = Run(rank, **options)
+        run.train(0, 4)
+        run.optimizer.zero_grad()
+        loss_of(run.model, 4, rank).backward()
+        run.compressor.detach()
+        before = flat_parameters(run.model)
+        run.optimizer.step()
+        moved = float((flat_parameters(run.model) - before).abs().max())
+        run.train(5, 8)
+        found[name] = apart(run.model), moved
+        run.compressor.close()
+    return found
+
+
+def test_a_compressor_that_is_detached_between_backward_and_step_leaves_equal_gradients() -> None:
+    for found in run_ranks(2, _detached_before_a_step, limit=90, timeout=20):
+        for name, (difference, moved) in found.items():
+            assert difference == 0.0, name
+            assert moved > 1e-4, name
+
+
+def _detached_before_or_after_a_step(rank: int, **settings: Any) -> float:
+    """How far apart the two models come to rest."""
+    ends = []
+    for before in (True, False):
+        run = Run(rank, sgd=True)
+        run.compressor.detach()
+        run.optimizer = SGD(run.model.parameters(), lr=0.02, momentum=0.9, **settings)
+        run.attach()
+        run.train(0, 4)
+        run.optimizer.zero_grad()
+        loss_of(run.model, 4, rank).backward()
+        if before:
+            run.compressor.detach()
+        run.optimizer.step()
+        if not before:
+            run.compressor.detach()
+        for step in range(200):  # the first sends the residual; the momentum runs out
+            run.optimizer.zero_grad()
+            (0 * loss_of(run.model, step, rank)).backward()
+            run.optimizer.step()
+        ends.append(flat_parameters(run.model))
+    return float((ends[0] - ends[1]).abs().max())
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"dampening": 0.5}])
+def test_momentum_counts_once_if_a_compressor_is_detached_between_backward_and_step(
+    settings: dict[str, Any],
+) -> None:
+    found = run_ranks(2, _detached_before_or_after_a_step, limit=60, timeout=20, **settings)
+    assert max(found) < 1e-6
+
+
 def test_after_a_failed_exchange_the_compressor_is_detached_and_another_attached() -> None:
     assert run_ranks(2, _detached_after_a_failure, limit=60, timeout=20) == [(0.0, 1)] * 2
 
