@@ -6,12 +6,16 @@ import json
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
@@ -340,6 +344,32 @@ def test_a_run_resumes_from_one_file() -> None:
     assert run_ranks(RANKS, _resumed_in_one_file) == [True] * RANKS
 
 
+def _resumed_by_dcp(rank: int, kind: str, folder: str) -> bool:
+    """As docs/fsdp.md describes it."""
+    begun, again = (Run(kind, [10.0, 10.0, 5.0]) for _ in range(2))
+    begun.train(0, 5)
+    state = begun.compressor.state_dict(checkpoint="gathered")
+    model, optimizer = get_state_dict(begun.model, begun.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    if rank == 0:
+        torch.save(state, f"{folder}/compressor.pt")
+    begun.train(5, 9)
+    dist.barrier()
+    model, optimizer = get_state_dict(again.model, again.optimizer)
+    parts = {"model": model, "optimizer": optimizer}
+    dcp.load(parts, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    again.compressor.load_state_dict(torch.load(f"{folder}/compressor.pt", weights_only=True))
+    again.train(5, 9)
+    return torch.equal(again.shards(), begun.shards())
+
+
+@on_this_torch
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_a_run_resumes_by_torch_distributed_checkpoint(kind: str, tmp_path: Path) -> None:
+    assert run_ranks(RANKS, _resumed_by_dcp, kind, str(tmp_path)) == [True] * RANKS
+
+
 def _resumed(rank: int, kind: str) -> tuple[bool, str]:
     cfs = [10.0, 10.0, 1.0, 5.0]
     whole, begun = Run(kind, cfs), Run(kind, cfs)
@@ -625,8 +655,11 @@ def _again(rank: int) -> dict[str, Any]:
         run.attach()
     except RuntimeError as error:
         twice = str(error)
+    run.backward(3)
     run.compressor.detach()
-    run.train(3, 5)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.train(4, 5)
     detached = run.compressor.cf
     run.compressor = AdaptiveCompressor("topk", (20, 100), policy="fixed", memory="residual")
     run.attach()
@@ -642,7 +675,7 @@ def _again(rank: int) -> dict[str, Any]:
 
 @on_this_torch
 def test_detached_and_another_attached() -> None:
-    """Dense meanwhile."""
+    """Dense meanwhile. The step of a backward before `detach` has the replicas' mean gradient."""
     results = run_ranks(RANKS, _again)
     for rank, result in enumerate(results):
         assert "attached to a model already" in result["twice"]
