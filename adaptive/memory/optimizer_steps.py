@@ -58,6 +58,11 @@ class Owners(dict[Tensor, Owner]):
                 if is_muon(optimizer):
                     self.rate_scales[p] = rate_scale(group, p.shape)
         self.known[optimizer] = groups
+        listed = {*parameters_of(optimizer)}
+        for p in [p for p, (of, _) in self.items() if of is optimizer and p not in listed]:
+            del self[p]  # the script has taken it out of the groups
+            self._chunked = 0
+            self.rate_scales.pop(p, None)
         self._of_chunk.clear()
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -406,7 +406,9 @@ class AdaptiveCompressor:
         """A context in which the model holds the mean of the ranks' parameters, for evaluation and
         for saving. With local steps, a delay or gossip, entering the context is a collective, as
         large as a dense step. Otherwise all ranks have the same parameters anyway."""
-        return self.running().averaged()
+        session = self.running()
+        with on_device(session.device):
+            return session.averaged()
 
     def discard(self) -> None:
         """Empty the memory, residuals of earlier steps and an SGD's momentum included. Called on
@@ -480,10 +482,15 @@ class AdaptiveCompressor:
         return self._session
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a CUDA device is the current one: torch gathers objects on the current
-    device. In a script that passes `device_ids` to DDP, that may still be the first device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """A context in which a CUDA device is the current one, and in which tensors are made that later
+    steps can write. torch gathers objects on the current device: in a script that passes
+    `device_ids` to DDP, that may still be the first device. Scripts save and evaluate under
+    `torch.inference_mode()`, whose new tensors are for reading only."""
+    there = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with there, torch.inference_mode(False):
+        yield
 
 
 def _unused(value: Any) -> Any:

@@ -341,6 +341,32 @@ def test_a_state_is_loaded_after_a_last_step_that_one_rank_has_left_out() -> Non
         assert set(found.values()) == {0.0}, found
 
 
+def _saved_in_inference_mode(rank: int) -> dict[str, float]:
+    """By how much the run's end differs from that of a run that is saved and evaluated outside."""
+    found = {}
+    for name, options in WAYS.items():
+        ends = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            run = Run(rank, **options)
+            with mode(), run.compressor.averaged():
+                loss_of(run.model.module, 0, rank)
+            run.train(0, 3)
+            with mode():
+                with run.compressor.averaged():
+                    loss_of(run.model.module, 0, rank)
+                run.compressor.state_dict("gathered")
+                run.compressor.load_state_dict(run.compressor.state_dict())
+            ends.append(run.train(3, 9))
+            run.compressor.close()
+        found[name] = float((ends[0] - ends[1]).abs().max())
+    return found
+
+
+def test_a_script_saves_and_evaluates_in_inference_mode() -> None:
+    for found in run_ranks(2, _saved_in_inference_mode, limit=90, timeout=20):
+        assert found == dict.fromkeys(WAYS, 0.0)
+
+
 def _left_out(rank: int, options: dict[str, Any], buffers: bool) -> int:
     """Rank 1 leaves steps out: that of the first backward, and with buffers, which DDP broadcasts
     in every forward, another one."""

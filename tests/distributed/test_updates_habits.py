@@ -261,6 +261,43 @@ def test_a_group_may_be_added_later() -> None:
             assert apart == 0
 
 
+def _taken_out(rank: int, swapped: bool) -> tuple[float, float, float]:
+    """The head's group is taken out of the optimizer after 3 steps (swapped: in the same step the
+    first layer's comes in), and put back after 6. How far the head has moved meanwhile, how far
+    afterwards, and by how much the ranks differ."""
+
+    def of(prefix: str) -> list[Tensor]:
+        return [p for n, p in run.model.module.named_parameters() if n.startswith(prefix)]
+
+    def make(model: nn.Module) -> AdamW:
+        named = [*model.named_parameters()]
+        head = [p for n, p in named if ".4." in n]
+        rest = [p for n, p in named if ".4." not in n and not (swapped and ".0." in n)]
+        return AdamW([{"params": head, "weight_decay": 0.1}, {"params": rest}], lr=LR)
+
+    def moved(start: int, stop: int) -> float:
+        before = [p.detach().clone() for p in head]
+        run.train(rank, start, stop)
+        return max(float((p - b).detach().abs().max()) for p, b in zip(head, before, strict=True))
+
+    run = Training(make, Fixed(20))
+    head, groups = of("4."), run.optimizer.param_groups
+    run.train(rank, 0, 3)
+    group = groups.pop(0)
+    if swapped:
+        run.optimizer.add_param_group({"params": of("0.")})
+    still = moved(3, 6)
+    groups.append(group)
+    return still, moved(6, 12), differs([run.flat])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_taken_out_of_the_optimizer_stands_still(swapped: bool) -> None:
+    for still, moved, apart in run_ranks(2, _taken_out, swapped):
+        assert still == apart == 0.0
+        assert moved > LR / 2
+
+
 def _resumed_with_a_late_group(rank: int) -> list[Tensor]:
     """The last layer joins the optimizer after attach(). Parameters of a run that never stopped,
     and of a resumed one, whose script adds the group before it loads the states."""
