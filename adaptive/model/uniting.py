@@ -72,7 +72,7 @@ def unite_gradients(parameters: Sequence[ModelParameter], exchange: Exchange) ->
     for chunk in chunks(p for p in parameters if not p.tensor.is_complex()):
         own = [None if p.tensor.grad is None else local(p.tensor.grad) for p in chunk]
         own = [None if each is None or each.is_sparse else each for each in own]
-        has = torch.tensor([float(each is not None) for each in own])
+        has = torch.tensor([float(each is not None) for each in own], device="cpu")
         addends = [
             torch.zeros_like(p.local, dtype=p.dtype).reshape(-1)
             if each is None

@@ -18,10 +18,16 @@ from tests.unit.in_one_process import one_rank
 
 
 def test_a_cuda_device_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = []
-    monkeypatch.setattr(torch.cuda, "device", entered.append)
-    module.on_device(torch.device("cuda", 1))
-    assert entered == [torch.device("cuda", 1)]
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with module.on_device(torch.device("cuda", 1)):
+        assert entered == [torch.device("cuda", 1)]
     with module.on_device(torch.device("cpu")):
         assert len(entered) == 1
 
