@@ -216,6 +216,10 @@ class StepWatch:
         for grad, which, count in written:
             if grad is None or id(grad) != which or grad._version != count:
                 self._writes = True
+        # A step without any gradient does nothing, as a step that is left out.
+        dropped = [grad is None for grad, *_ in written]
+        if any(dropped) and not all(dropped):
+            self.note_change()
         compared = [p for p in stepped if p in self._norms]
         now = _norms(compared)
         remembered = {p: self._norms.pop(p) for p in compared}

@@ -46,6 +46,12 @@ def _noise(model: DDP) -> None:
         p.grad += 0.01 * torch.sin(100 * p.grad + 1)
 
 
+def _drop_some(model: DDP) -> None:
+    """As a script that freezes a layer for a time."""
+    for p in model.module[2].parameters():
+        p.grad = None
+
+
 def _only_look(model: DDP) -> None:
     clip_grad_norm_(model.parameters(), float("inf"))
     torch.autograd.grad(loss_of(model.module, 99, 0), [*model.module.parameters()])
@@ -80,6 +86,7 @@ HABITS: dict[str, tuple[Callable[[DDP], None], str]] = {
     "adds noise": (_noise, "residual"),
     "accumulates without no_sync": (_run_backward_again, "residual"),
     "climbs by the mean": (_climb, "residual"),
+    "drops the gradients of a layer": (_drop_some, "residual"),
     "throws a backward away": (_throw_away, "momentum"),
     "only looks": (_only_look, "momentum"),
 }
