@@ -99,6 +99,7 @@ class SGDHandover(Handover):
         self, exchange: Exchange, cf: float | None, may_leave_momentum: bool = True
     ) -> None:
         self._decayed.clear()
+        self._indexed = []  # the script may have put other parameters into the groups
         if cf is not None:
             self._dense.count, self._dense.rests = 0, False
             return

@@ -166,6 +166,34 @@ def test_an_optimizer_made_anew_trains_as_under_ddp(other: str, cf: float) -> No
         assert [("AdamW" in each) for each in told] == [True] * (rank == 0 and falls_back)
 
 
+def _other_parameters(rank: int, cf: float | None) -> Tensor:
+    """Groups of one size get other parameters in mid-run, before SGD has its momentum back: two
+    exchange theirs, or one gets a layer that stood still, for one that then stands still."""
+    ends = []
+    for exchange in (True, False):
+        model = DDP(small_net())
+        first, second, third = ([*model.module[i].parameters()] for i in (0, 2, 4))
+        groups = [{"params": first}, {"params": second, "momentum": 0.5, "lr": 0.02}]
+        optimizer = SGD(groups, **SETTINGS)
+        _attach(model, optimizer, cf)
+        for step in range(7):
+            if step == 3:
+                others = [second, first] if exchange else [third, second]
+                for group, parameters in zip(optimizer.param_groups, others, strict=True):
+                    group["params"] = parameters
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        ends.append(flat_parameters(model))
+    return torch.cat(ends)
+
+
+def test_groups_that_get_other_parameters_step_as_under_ddp() -> None:
+    dense, ours = (run_ranks(2, _other_parameters, cf) for cf in (None, 1.0))
+    for expected, found in zip(dense, ours, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def _rates_told(rank: int, made: Callable[[Any, float], Optimizer]) -> list[float]:
     """The learning rates that the policy is told, where an optimizer is made anew in step 3."""
     model, policy = DDP(small_net()), Scripted([5.0])
