@@ -27,15 +27,17 @@ class Owners(dict[Tensor, Owner]):
     """The owner of each parameter: the optimizer that has stepped it last.
 
     The lookup is remembered until an optimizer's groups change. known: the optimizers that were
-    learned. rate_scales: for parameters whose updates are in units of another learning rate than
-    their group's, that rate as a multiple of the group's."""
+    learned. first: by the id of a group, its first parameter when it was learned. rate_scales: for
+    parameters whose updates are in units of another learning rate than their group's, that rate as
+    a multiple of the group's."""
 
     def __init__(self, parameters: ModelParameters, optimizers: Sequence[Optimizer]) -> None:
         super().__init__()
         self._parameters = parameters
-        self.known: dict[Optimizer, list[tuple[int, int]]] = {}  # and their groups, as learned
+        self.known: dict[Optimizer, list[tuple[int, ...]]] = {}  # and their groups, as learned
         self._of_chunk: dict[Chunk, list[Owner]] = {}
         self._groups_of: dict[Chunk, list[dict[str, Any]]] = {}
+        self.first: dict[int, ModelParameter] = {}
         self.rate_scales: dict[Tensor, float] = {}
         self.distinct: list[Owner] = []
         self._chunks: list[Chunk] = []
@@ -45,8 +47,7 @@ class Owners(dict[Tensor, Owner]):
 
     def learn(self, optimizer: Optimizer) -> None:
         """It is about to step its parameters."""
-        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
-        if self.known.get(optimizer) == groups:
+        if self.knows(optimizer):
             return
         for group in optimizer.param_groups:
             ours = [p for p in group["params"] if p in self._parameters]
@@ -57,7 +58,9 @@ class Owners(dict[Tensor, Owner]):
                 self.rate_scales.pop(p, None)
                 if is_muon(optimizer):
                     self.rate_scales[p] = rate_scale(group, p.shape)
-        self.known[optimizer] = groups
+            if ours:
+                self.first[id(group)] = self._parameters[ours[0]]
+        self.known[optimizer] = _groups_of(optimizer)
         listed = {*parameters_of(optimizer)}
         for p in [p for p, (of, _) in self.items() if of is optimizer and p not in listed]:
             del self[p]  # the script has taken it out of the groups
@@ -67,14 +70,13 @@ class Owners(dict[Tensor, Owner]):
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """It was learned, and its groups have the same parameters still."""
+        return self.known.get(optimizer) == _groups_of(optimizer)
+
     def parameter(self, p: Tensor) -> ModelParameter:
         """The state that is kept of a parameter."""
         return self._parameters[p]
-
-    def relearn(self) -> None:
-        """Optimizers may have other parameter groups now, as after `load_state_dict`."""
-        for optimizer in {of for of, _ in self.distinct}:
-            self.learn(optimizer)
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -99,6 +101,11 @@ class Owners(dict[Tensor, Owner]):
             groups = {id(group): group for _, group in self.of_chunk(chunk)}
             found = self._groups_of[chunk] = list(groups.values())
         return found
+
+
+def _groups_of(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    """What tells parameter groups from others: the ids of each group and of its parameters."""
+    return [(id(group), *map(id, group["params"])) for group in optimizer.param_groups]
 
 
 STEPPED_LATE = (
@@ -205,8 +212,6 @@ class OptimizerSteps:
         """`optimizer.step(closure)` has been called, and the closure has not run yet. Another
         library's optimizer may move parameters before the closure, and back after it (SAM)."""
         if self._stepping in (None, optimizer) and not is_adaptive(optimizer):
-            if optimizer in self._of.known:  # one that is not is learned in `begin`
-                self._of.learn(optimizer)  # a group that is new has a place in `before`, too
             self._stepping, self._has_closure = optimizer, True
             self._remember()
 
@@ -357,7 +362,7 @@ class OptimizerSteps:
         is FAR below the unit must move next to nothing, not even by residuals: the present learning
         rate is the unit then. It is also the unit where the learning rate is a tensor, which is
         never read. lasting: return the unit that holds again once the learning rate has risen."""
-        lr, first = rate_of(group), self._first(group)
+        lr, first = rate_of(group), self._of.first.get(id(group))
         if is_tensor(lr) or first is None:
             return lr
         unit = self.units.setdefault(first.name, lr)
@@ -367,7 +372,6 @@ class OptimizerSteps:
     def change_units(self, to_momentum: bool) -> None:
         """Set the unit of every group to its present learning rate, and rescale residuals.
         to_momentum: momentum, where there is any, is about to take over the residuals."""
-        self._of.relearn()
         for of, group in self._of.distinct:
             taken = to_momentum and is_adaptive(of) and decay_of(group)
             self._change_unit(group, ENLARGED if taken else inf)
@@ -390,16 +394,13 @@ class OptimizerSteps:
     @torch.no_grad()
     def _change_unit(self, group: Group, most: float = inf) -> None:
         """most: the largest factor of the residuals."""
-        lr, unit, first = rate_of(group), self.unit(group), self._first(group)
+        lr, unit, first = rate_of(group), self.unit(group), self._of.first.get(id(group))
         if is_tensor(lr) or first is None or lr == unit:
             return
         self.units[first.name] = lr
         for p in group["params"]:
             if p in self._of and (residual := self._of.parameter(p).unsent) is not None:
                 residual.mul_(min(unit / lr, most))
-
-    def _first(self, group: Group) -> ModelParameter | None:
-        return next((self._of.parameter(p) for p in group["params"] if p in self._of), None)
 
 
 def multiply(whole: Tensor, chunk: Chunk, factors: Sequence[Scalar]) -> None:

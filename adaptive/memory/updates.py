@@ -343,6 +343,12 @@ class UpdateHandover(Handover):
 
     # -- around an optimizer's step --
 
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer's step with a closure begins."""
+        if optimizer in self._of.known:  # one that is not is learned in `before_step`
+            self._learn(optimizer)  # a group that is new has a place in `steps.before`, too
+        self.steps.begin_with_closure(optimizer)
+
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         """An optimizer is about to step. Returns the parameter groups to step with; None: `groups`.
         RuntimeError for a step inside another optimizer's step, and for a step after the exchange
@@ -367,18 +373,28 @@ class UpdateHandover(Handover):
         had = (self._of[p][0] for p in parameters_of(optimizer) if p in self._of)
         return next((type(of).__name__ for of in had if of.state), "")
 
+    def _relearn(self) -> None:
+        """Optimizers may have other parameter groups now, as after `load_state_dict`."""
+        for optimizer in self.optimizers:
+            self._learn(optimizer)
+
+    def _learn(self, optimizer: Optimizer) -> None:
+        rates = self._rates_before(optimizer)
+        self._of.learn(optimizer)
+        self._change_rates(rates)
+
     def _rates_before(self, optimizer: Optimizer) -> dict[ModelParameter, Scalar]:
-        """The old learning rates of the parameters that a new optimizer is about to step. The
-        updates in these parameters' residuals are in units of the old rates."""
-        if optimizer in self._of.known or self.state.residuals_hold_gradients:
+        """The old learning rates of the parameters of an optimizer that is new, or whose groups
+        have changed. The updates in these parameters' residuals are in units of the old rates."""
+        if self._of.knows(optimizer) or self.state.residuals_hold_gradients:
             return {}
         taken = [self._parameters[p] for p in parameters_of(optimizer) if p in self._of]
         return {parameter: self.learning_rate(parameter) for parameter in taken}
 
     @torch.no_grad()
     def _change_rates(self, before: Mapping[ModelParameter, Scalar]) -> None:
-        """Rescale residuals to the unit of a new optimizer's updates if it is larger than the old
-        optimizer's unit, so that residuals move the parameters as far as before. A smaller unit
+        """Rescale residuals to the unit of a new optimizer's or group's updates if it is larger
+        than the old unit, so that residuals move the parameters as far as before. A smaller unit
         leaves residuals as they are: it may be that of a warm-up, and residuals enlarged for the
         beginning of a warm-up would be far too large at its end."""
         for parameter, old in before.items():
@@ -450,7 +466,7 @@ class UpdateHandover(Handover):
         """Before a step that exchanges gradients: optimizer-state sync (collectives), if the ranks'
         states differ. First moments take over the updates in residuals. If an optimizer has no
         first moment, the updates in its residuals move the parameters in the next step."""
-        self._of.relearn()  # a group may be new: its gradients stay local from this backward on
+        self._relearn()  # a group may be new: its gradients stay local from this backward on
         if cf is not None and self.exchanges_updates(cf):
             return
         state = self.state
@@ -471,7 +487,7 @@ class UpdateHandover(Handover):
         """Called before several local steps: sets the momentum share to 1, so that momentum takes
         over the residuals."""
         self.steps.was_exchanged = False
-        self._of.relearn()
+        self._relearn()
         self._begin_own_steps(1.0)
 
     def agree(self, exchange: Exchange) -> bool:
@@ -502,6 +518,8 @@ class UpdateHandover(Handover):
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for optimizer in self.optimizers:  # what is loaded is in the units of the present groups
+            self._of.learn(optimizer)
         self.state.load_state_dict(state)
         self.steps.units = self.state.units
 

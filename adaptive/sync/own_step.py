@@ -205,7 +205,7 @@ class OwnStepSync(EveryStepSync):
         self.make_up()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        self.handover.steps.begin_with_closure(optimizer)
+        self.handover.step_begins(optimizer)
 
     def before_step(self, optimizer: Optimizer, groups: Groups) -> Groups | None:
         if not self.averager.watch.ours:  # gradients of a backward outside DDP

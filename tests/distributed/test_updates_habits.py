@@ -298,6 +298,89 @@ def test_what_is_taken_out_of_the_optimizer_stands_still(swapped: bool) -> None:
         assert moved > LR / 2
 
 
+def _layers(model: nn.Module) -> list[list[Tensor]]:
+    return [layer for layer in ([*each.parameters()] for each in model.module) if layer]
+
+
+def _exchanged_between_groups(rank: int) -> tuple[float, float, float]:
+    """Two groups exchange their parameters, and the second gets a learning rate of 0: how far each
+    group's parameters then move at most, and by how much the ranks differ."""
+    run = Training(
+        lambda model: AdamW([{"params": each} for each in _layers(model)], lr=LR), Fixed(20)
+    )
+    first, second, _ = run.optimizer.param_groups
+    run.train(rank, 0, 3)
+    first["params"], second["params"] = second["params"], first["params"]
+    second["lr"] = 0.0
+    before = [[p.detach().clone() for p in group["params"]] for group in (first, second)]
+    run.train(rank, 3, 6)
+    moved = [
+        max(float((p.detach() - b).abs().max()) for p, b in zip(group["params"], old, strict=True))
+        for group, old in zip((first, second), before, strict=True)
+    ]
+    return moved[0], moved[1], differs([run.flat])
+
+
+def test_groups_may_exchange_their_parameters() -> None:
+    for moved, still, apart in run_ranks(2, _exchanged_between_groups):
+        assert still == apart == 0.0
+        assert moved > LR / 2
+
+
+RATES = (1e-3, 1e-5, 1e-4)
+
+
+def _groups_joined(rank: int) -> tuple[float, bool]:
+    """A script joins groups of several learning rates in mid-run: by how much the parameters have
+    then moved less or more than by the sum of all updates, relative, once all was sent; and whether
+    a run that resumes after that goes on to the bit."""
+
+    def make() -> Training:
+        groups = lambda of: [  # noqa: E731
+            {"params": each, "lr": lr} for each, lr in zip(_layers(of), RATES, strict=True)
+        ]
+        return Training(lambda model: SGD(groups(model)), Fixed(10), memory="updates")
+
+    def join(run: Training) -> None:
+        parameters = [p for each in _layers(run.model) for p in each]
+        run.optimizer.param_groups.clear()
+        run.optimizer.add_param_group({"params": parameters, "lr": RATES[0]})
+
+    def step(run: Training, weight: float, index: int) -> None:
+        run.optimizer.zero_grad()
+        (weight * loss_of(run.model, index, rank)).backward()
+        run.optimizer.step()
+
+    run, resumed = make(), make()
+    start, total = run.flat.clone(), torch.zeros(())
+    for index in range(6):
+        gradients = local_gradients(run.model, index, rank).values()
+        rates = [lr for lr in RATES for _ in range(2)]  # of a weight and a bias
+        total = total + torch.cat([lr * g for lr, g in zip(rates, gradients, strict=True)])
+        step(run, 1.0, index)
+    join(run)
+    step(run, 0.0, 6)
+    saved = [deepcopy(part.state_dict()) for part in _parts(run)]
+    step(resumed, 0.0, 0)  # DDP's first buckets are others
+    join(resumed)
+    for part, state in zip(_parts(resumed), saved, strict=True):
+        part.load_state_dict(state)
+    for index in range(7, 100):
+        for each in (run, resumed):
+            step(each, 0.0, index)
+    total = mean(total)
+    sizes = [sum(p.numel() for p in each) for each in _layers(run.model)]
+    pairs = zip((start - run.flat).split(sizes), total.split(sizes), strict=True)
+    missing = max(float((moved - wanted).norm() / wanted.norm()) for moved, wanted in pairs)
+    return missing, torch.equal(run.flat, resumed.flat)
+
+
+def test_what_waits_moves_parameters_as_far_where_groups_are_joined() -> None:
+    for missing, alike in run_ranks(2, _groups_joined):
+        assert missing < 1e-9
+        assert alike
+
+
 def _resumed_with_a_late_group(rank: int) -> list[Tensor]:
     """The last layer joins the optimizer after attach(). Parameters of a run that never stopped,
     and of a resumed one, whose script adds the group before it loads the states."""
