@@ -21,7 +21,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
-from adaptive import AdaptiveCompressor, Delayed, Gossip, LocalSteps, ParameterServer, TwoLevel
+from adaptive import (
+    AdaptiveCompressor,
+    Delayed,
+    Gossip,
+    LocalSteps,
+    MemoryTimeline,
+    ParameterServer,
+    TwoLevel,
+)
 from adaptive.exchange.bucket import Granularity
 from adaptive.exchange.two_level import VARIABLE, NodeExchange, _problem
 from compressors import make_compressor
@@ -91,8 +99,14 @@ def _train(
     model = DDP(small_net(), bucket_cap_mb=0.002)
     opt = OPTIMIZERS[optimizer](list(model.parameters()))
     exchange = TwoLevel(node=size, between=between) if levels else between
+    timeline = MemoryTimeline()
     compressor = AdaptiveCompressor(
-        policy=Fixed(cf), cf_range=(2, 100), exchange=exchange, network=link, **settings
+        policy=Fixed(cf),
+        cf_range=(2, 100),
+        exchange=exchange,
+        network=link,
+        timeline=timeline,
+        **settings,
     )
     compressor.attach(model, optimizer=None if optimizer == "none" else opt)
     ranks = [rank] if levels else [size * rank + i for i in range(size)]
@@ -103,8 +117,14 @@ def _train(
             _node_loss(model, step, ranks).backward()
             opt.step()
     compressor.flush()
-    summary = compressor.summary()
-    return {"parameters": flat_parameters(model), "summary": summary, "cf": compressor.cf}
+    last = [record.report for record in timeline.steps[-1:]]  # none but on rank 0
+    return {
+        "parameters": flat_parameters(model),
+        "summary": compressor.summary(),
+        "cf": compressor.cf,
+        "wire": [each.wire_bytes - each.statistics_bytes for each in last],
+        "down": [each.down_bytes - each.statistics_bytes / 2 for each in last],
+    }
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -127,6 +147,8 @@ def test_a_node_is_one_rank(way: str, optimizer: str) -> None:
         assert not expected.inside_bytes
         # Statistics are summed over all ranks, and not over nodes.
         assert 0 <= told.bytes_sent - expected.bytes_sent <= 8 * 200 * STEPS
+    for what in ("wire", "down"):  # shards of a node are padded
+        assert nodes[0][what] == pytest.approx(ranks[0][what], abs=20)
 
 
 @pytest.mark.parametrize("way", ["gathered", "server", "rounds", "dense"])
