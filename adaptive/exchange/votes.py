@@ -71,7 +71,6 @@ class Voted(Strategy):
         exact = mean.clone()
         # All ranks must send the same number of bytes.
         wire = uninitialized(max(lists.sizes), torch.uint8, mean.device).zero_()
-        key = key._replace(rank=key.rank + n)
         wire[: lists.sizes[rank]] = lists.encode_own(lists.of(mean, rank), key, nonfinite, rank)
         # This rank alone keeps the coding error of the mean, and the next mean divides what it
         # keeps by N. So N times the error counts as not sent.
@@ -147,7 +146,8 @@ class _ValueLists:
         return torch.cat([*chain.from_iterable(pieces)])
 
     def encode_own(self, pieces: Sequence[Tensor], key: Key, nonfinite: Flag, rank: int) -> Tensor:
-        """As `encode`, for one rank's pieces."""
+        """As `encode`, for one rank's pieces. Random rounding is another than in `encode`, where
+        the borders of a shard are in the key's name."""
         each = zip(pieces, self._by, self._own_specs(rank), strict=True)
         made = [by.inner.compress(piece, spec._replace(key=key)) for piece, by, spec in each]
         return torch.cat([_written(payload, nonfinite, self.flat) for payload in made])

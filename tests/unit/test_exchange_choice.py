@@ -130,17 +130,17 @@ def test_a_message_and_a_byte_cost_what_the_link_says() -> None:
 @pytest.mark.parametrize("way", strategies(make_compressor("topk")), ids=lambda way: way.name)
 def test_strategies_tell_what_their_collectives_carry(way: Strategy, ranks: int) -> None:
     """A gather sends what it has to each of the others, the other ways that much on two halves of a
-    ring; what is dense travels in 4 bytes."""
+    ring; what is dense travels in 4 bytes. Of a tensor so small that a rank keeps one element at
+    any CF, all ranks' proposals have a value."""
     base = make_compressor("topk+int8")
-    pieces = [Piece(base, (1000, 100), 50), Piece(base, (10,), DENSE)]
-    payload = base.nbytes(Spec((100_000,), 50)) + 40
+    pieces = [Piece(base, (1000, 100), 50), Piece(base, (60,), 50), Piece(base, (10,), DENSE)]
+    large, small = Spec((100_000,), 50), Spec((60,), 50)
+    payload = base.nbytes(large) + base.nbytes(small) + 40
     ring = 2 * (ranks - 1) / ranks
     expected = {"all_gather": (ranks - 1) * payload, "sharded": ring * payload}
     if way.votes:
-        indices, values = (
-            base.index_nbytes(Spec((100_000,), 50 * ranks)),
-            base.values.size(2000, FLOAT),
-        )
+        indices = sum(base.index_nbytes(each.at(50 * ranks)) for each in (large, small))
+        values = base.values.size(2000, FLOAT) + base.values.size(ranks, FLOAT)
         expected["voted_indices"] = (ranks - 1) * indices + ring * (values + 40)
     assert way.nbytes(pieces, ranks) == pytest.approx(expected[way.name])
 
