@@ -320,17 +320,19 @@ class Anchor:
             self.flights.append(flight)
         for chunk in self.chunks:
             self._at[chunk] = chunk.fill(chunk.buffer("anchor"), state["anchors"])
-        self.forget_momentum()  # the state may be of a run without outer momentum
-        if state["moving"]:
-            for chunk, velocity in self._velocity.items():
-                chunk.fill(velocity, state["moving"])
+        for chunk, velocity in self._velocity.items():
+            chunk.fill(velocity, state["moving"])
 
 
 def check_anchor(
-    state: Mapping[str, Any], parameters: Collection[ModelParameter], most: int, empty: bool
+    state: Mapping[str, Any],
+    parameters: Collection[ModelParameter],
+    most: int,
+    empty: bool = False,
+    moves: bool = False,
 ) -> None:
     """ValueError unless `state` is an `Anchor.state_dict()` of these parameters with at most `most`
-    flights. empty: it may have no anchor."""
+    flights. empty: it may have no anchor. moves: it has the momentum of outer steps."""
     flat = flat_tensors(parameters)
     kept = {"anchors": flat, "moving": flat}
     check_like("sync", state, {**kept, "flights": Mapping}, complete=True)
@@ -341,8 +343,10 @@ def check_anchor(
         require(whole, "'sync: flights' has lost parameters")
     named = {p.name for p in parameters if p.numel}
     whole = state["anchors"].keys() in ((set(), named) if empty else (named,))
-    whole = whole and state["moving"].keys() in (set(), named)
     require(whole, "'sync' has lost parameters")
+    moving = named if moves else set()
+    fits = state["moving"].keys() == moving
+    require(fits, f"'sync: moving' must have {len(moving)} parameters, got {len(state['moving'])}")
     require(len(state["flights"]) <= most, f"'sync: flights' must be {most} at most")
 
 

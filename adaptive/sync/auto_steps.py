@@ -253,7 +253,6 @@ class AutoStepsSync(OwnStepSync):
         check_anchor(rest, self.averager.parameters.values(), 1, empty=True)
         fits = isinstance(backwards, int) and backwards >= 0
         require(fits, f"'sync: backwards' must be a whole number >= 0, got {backwards!r}")
-        require(not state["moving"], "'sync: moving' must be empty")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._ended, self._backwards, self._anchor = False, state["backwards"], None

@@ -204,7 +204,8 @@ class LocalStepsSync(Synchroniser):
     def check(self, state: Mapping[str, Any]) -> None:
         rest = dict(state)
         since = rest.pop("backwards", None)
-        check_anchor(rest, self.averager.parameters.values(), self._most, empty=False)
+        moves = self._anchor.outer_momentum > 0
+        check_anchor(rest, self.averager.parameters.values(), self._most, moves=moves)
         fits = isinstance(since, int) and 0 <= since <= self._every
         message = f"'sync: backwards' must be a whole number in [0, {self._every}], got {since!r}"
         require(fits, message)

@@ -570,7 +570,8 @@ def _forget_times(state: dict[str, Any]) -> None:
 def _resumed(rank: int, overlap: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     def run() -> Run:
         policy = Scripted([4.0, 1.0, 16.0])
-        return Run(policy, "topk", "auto", sync=LocalSteps(3, overlap=overlap))
+        sync = LocalSteps(3, outer_momentum=0.5, overlap=overlap)
+        return Run(policy, "topk", "auto", sync=sync)
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 21)

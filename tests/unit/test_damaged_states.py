@@ -351,7 +351,12 @@ def test_a_state_without_the_moments_of_updates_is_refused() -> None:
         (("sync", "backwards"), 1.0, "'sync: backwards' must be a whole number in [0, 3]"),
         (("sync", "anchors", "0.weight"), torch.zeros(3), "sync: anchors: 0.weight must be"),
         (("sync", "anchors", "stranger"), torch.zeros(3), "unknown keys: stranger"),
-        (("sync", "moving"), {"0.weight": torch.zeros(480)}, "'sync' has lost parameters"),
+        (
+            ("sync", "moving"),
+            {"0.weight": torch.zeros(480)},
+            "'sync: moving' must have 6 parameters",
+        ),
+        (("sync", "moving"), {}, "'sync: moving' must have 6 parameters, got 0"),
         (("synchronisation",), "x", "synchronisation is 'x', expected 'LocalSteps"),
         (("sync", "flights", "0", "due"), 1.0, "'sync: flights: due' must be int"),
         (("sync", "flights", "0"), {"due": 2}, "sync: flights has lost compressed, mean"),
