@@ -287,6 +287,31 @@ def test_a_payload_decodes_to_what_its_energies_say(key, cf):
 # Against references
 
 
+def test_energies_count_the_elements_beside_the_matrix():
+    """Of 1,000 elements 31 x 32 make the matrix, and 8 are sent as they are."""
+    powersgd, a = PowerSGD(), torch.randn(1000, dtype=torch.float64)
+    a[-8:] = 100.0
+    payload = powersgd.compress(a.clone(), Spec((1000,), 2.0, a.dtype, Key("a")))
+    assert payload.parts[-1].numel() == 8
+    for each in (payload, powersgd.smaller(payload, 5.0)):
+        c = torch.zeros_like(a)
+        powersgd.add_to(c, each)
+        torch.testing.assert_close(
+            torch.tensor(each.scalars), torch.tensor([*map(norm2, (a, c, a - c))])
+        )
+
+
+@pytest.mark.parametrize("rank", range(1, 26))
+def test_a_cf_that_is_a_rank_gives_this_rank(rank):
+    """50 / rank is rounded, and so is the quotient by it."""
+    assert layout(50 / rank, 10_000, (100, 100)).rank == rank
+
+
+def test_matrices_start_from_other_columns():
+    starts = [PowerSGD()._start(name, 1, 1000, torch.zeros(1)) for name in ("a", "b")]
+    assert abs(starts[0] @ starts[1].t()) < 0.2
+
+
 def test_true_rank_is_reproduced_exactly():
     rank, matrix = PowerSGD(), low_rank(3, 8)
     for _ in range(3):
