@@ -575,12 +575,12 @@ def _resumed(rank: int, overlap: int, path: str) -> tuple[dict[str, Any], dict[s
 
     straight, stopped, resumed = run(), run(), run()
     straight.train(rank, 0, 21)
-    stopped.train(rank, 0, 11)
+    stopped.train(rank, 0, 10)  # one step before a flight may land
     state = stopped.state()
     assert bool(state["compressor"]["sync"]["flights"]) == (overlap > 0)
     torch.save(state, f"{path}/{rank}")
     resumed.load(rank, torch.load(f"{path}/{rank}", weights_only=True))
-    resumed.train(rank, 11, 21)
+    resumed.train(rank, 10, 21)
     ends = [
         r.compressor.state_dict() | {"own": flat_parameters(r.model)} for r in (straight, resumed)
     ]
@@ -1063,6 +1063,34 @@ def test_ranks_meet_after_a_script_has_moved_parameters_far(sync: str, where: st
     first, second = run_ranks(2, _shrunk, sync, where)
     assert same(first[0], second[0])
     assert first[0] or torch.equal(first[1], second[1])
+
+
+def _momentum_after_meeting(rank: int) -> list[float]:
+    """The outer momentum after each step of a script that has shrunk its weights on rank 1."""
+    model = DDP(small_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = LocalSteps(2, outer_momentum=0.5, overlap=0)
+    compressor = AdaptiveCompressor(policy="fixed", sync=sync).attach(model, optimizer=optimizer)
+    found = []
+    for step in range(16):
+        if step == 7 and rank == 1:
+            with torch.no_grad():
+                torch._foreach_mul_([*model.parameters()], 0.8)
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        moving = compressor._session._sync._anchor._velocity  # type: ignore[union-attr]
+        found.append(sum(float(each.abs().sum()) for each in moving.values()))
+        optimizer.step()
+    return found
+
+
+def test_ranks_that_have_met_go_on_without_the_momentum_of_before() -> None:
+    """Rank 1 drops its momentum at once, and rank 0 when they meet, in step 9."""
+    first, second = run_ranks(2, _momentum_after_meeting)
+    assert min(first[3:10]) > 0
+    assert first[10:] == second[10:]
+    assert first[10] == 0.0
+    assert first[-1] > 0
 
 
 def _shrunk_and_nan(rank: int) -> Tensor:
