@@ -20,6 +20,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import repeat
+from math import log
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ LEAST = 1e-30
 """Added to second moments, so that none is zero."""
 
 TERMS = 256
-"""Of the series in `weight_of_mean`. For a decay of 0.99 the rest is below 1% after one step."""
+"""Steps whose weights `weight_of_mean` adds one by one. An integral stands for all later steps."""
 
 LEAST_LENGTH = 5.0
 """The length of the average in a second moment from which on RAdam divides by its root."""
@@ -222,7 +223,8 @@ def weight_of_mean(run: Run, share: float) -> Any:
     this momentum share: a number, or one for each parameter (flat) if a device counts steps.
 
     With the decay b, after t steps, step t + k takes b^k m / (1 - b^(t + k)). The sum over k is
-    b / (1 - b) for a large t, and 1 / (1 - b^t) times at most that for a small t."""
+    b / (1 - b) for a large t, and 1 / (1 - b^t) times at most that for a small t. A sum of terms
+    alone would need 10,000 of them for a decay of 0.999."""
     beta1 = run.group["betas"][0]
     decay = decay_with_share(beta1, share)
     if not decay:
@@ -233,10 +235,13 @@ def weight_of_mean(run: Run, share: float) -> Any:
         step = run.step + 1 + 1 / (1 - decay)
         mu = decay * (1 - 0.5 * 0.96 ** (step * run.group["momentum_decay"]))
         return decay / (1 - decay) * mu
-    # As sum over j >= 0 of b^(j t) b^(j + 1) / (1 - b^(j + 1)), of which few terms count.
-    j = torch.arange(TERMS, dtype=torch.float64, device=run.step.device)
-    terms = decay ** (j * run.step.to(j.dtype)[..., None] + j + 1) / (1 - decay ** (j + 1))
-    return terms.sum(-1).to(run.step.dtype)
+    k = torch.arange(1, TERMS + 1, dtype=torch.float64, device=run.step.device)
+    step = run.step.to(k.dtype)
+    terms = decay**k / (1 - decay ** (step[..., None] + k))
+    last = TERMS + 0.5  # from here on the integral of the terms
+    x = (decay ** (step + last)).clamp(min=torch.finfo(k.dtype).tiny)  # divides below
+    later = decay**last * torch.log1p(-x) / (x * log(decay))
+    return (terms.sum(-1) + later).to(run.step.dtype)
 
 
 def _divisor(run: Run, share_of_square: Any) -> Tensor:

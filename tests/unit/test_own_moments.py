@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, NAdam, Optimizer, RMSprop
 
+from adaptive.memory.moments import Run, weight_of_mean
 from adaptive.memory.optimizer_steps import Owners
 from adaptive.memory.own_moments import OwnMoments
 from adaptive.model.parameters import ModelParameter
@@ -205,3 +206,13 @@ def test_residual_and_momentum_move_the_parameters_as_far_as_momentum_alone(
     alone = run(1.0)
     torch.testing.assert_close(run(share), alone, rtol=0.03, atol=0.0)
     torch.testing.assert_close(run(share, again=1.0), alone, rtol=0.03, atol=0.0)
+
+
+@pytest.mark.parametrize("beta1", [0.1, 0.9, 0.99, 0.999, 0.9999])
+def test_the_weight_of_a_first_moment_is_the_sum_over_all_later_steps(beta1: float) -> None:
+    done = [1, 2, 10, 1000, 100_000]
+    k = torch.arange(1, int(50 / (1 - beta1)), dtype=torch.float64)
+    expected = [float((beta1**k / (1 - beta1 ** (step + k))).sum()) for step in done]
+    run = Run({"betas": (beta1, BETA2)}, torch.tensor(done, dtype=torch.float32), {})
+    told = weight_of_mean(run, 1.0)
+    torch.testing.assert_close(told, torch.tensor(expected), rtol=1e-6, atol=0.0)
