@@ -11,6 +11,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,11 +67,12 @@ def save(session: Session, form: str) -> dict[str, Any]:
     if "cpu" in {each.type for each in group._device_types}:  # gloo gathers on the host only
         device = torch.device("cpu")
     received = _gather_bytes(packed.getbuffer(), session.exchange.distinct, device)
+    by_rank = [whole]
+    with all_or_none(group, "the ranks' states cannot be read on"):
+        while received:  # one by one, to free each packed state once it is unpacked
+            by_rank.append(_unpacked(received.pop(0)))
     if not session.exchange.first:
         return {"version": VERSION, "rank": rank, "world_size": world_size, "elsewhere": ELSEWHERE}
-    by_rank = [whole]
-    while received:  # one by one, to free each packed state once it is unpacked
-        by_rank.append(torch.load(io.BytesIO(received.pop(0)), weights_only=True))
     return {
         "version": VERSION,
         "ranks": [each["state"] for each in by_rank],
@@ -133,6 +135,19 @@ def _gather_bytes(
             rest = max(0, lengths[other] - start)
             received[other] += sent.cpu()[:rest].numpy().tobytes()
     return received[1:] if rank == 0 else []
+
+
+def _unpacked(packed: bytearray) -> Any:
+    try:
+        return torch.load(io.BytesIO(packed), weights_only=True)
+    except UnpicklingError as error:
+        # torch's text advises users to trust the file, which is of no help here.
+        kind = str(error).partition("GLOBAL ")[2].split()
+        raise ValueError(
+            f"state: it holds {kind[0] if kind else 'an object'}, which torch.load refuses with "
+            f"weights_only=True; the state_dict() of a policy, memory, exchange or compressor of "
+            f"your own must hold tensors and Python's plain values only"
+        ) from error
 
 
 def _for_this_rank(session: Session, state: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import logging
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,6 +227,30 @@ def test_what_one_rank_cannot_load_no_rank_loads() -> None:
         assert told["changed"] == []
         assert told["alike"] is True
     assert "refused on rank 1" in both[0]["one rank's own is bad"]
+
+
+class OfNumPy(Fixed):
+    """A policy whose state `torch.load` refuses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mine": np.float64(3)}
+
+
+def _not_plain(rank: int) -> str:
+    """What this rank is told of a state that rank 0 cannot read."""
+    model = DDP(small_net(torch.float32))
+    compressor = AdaptiveCompressor("topk", policy=OfNumPy(10)).attach(model)
+    loss_of(model, 0, rank).backward()
+    try:
+        compressor.state_dict("gathered")
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_states_that_rank_0_cannot_read_are_refused_on_all_ranks() -> None:
+    for told in run_ranks(2, _not_plain):
+        assert "must hold tensors and Python's plain values only" in told
 
 
 def _with_buffers(rank: int) -> tuple[bool, bool]:
