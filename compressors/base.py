@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import floor, inf, isfinite, nan, prod
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -261,6 +262,21 @@ def check_cf(cf: float) -> float:
     if isinstance(cf, bool) or not isinstance(cf, (int, float)) or not isfinite(cf) or cf < 1:
         raise ValueError(f"cf must be a finite number >= 1, got {cf!r}")
     return float(cf)
+
+
+def check_seed(seed: int) -> int:
+    """Return `seed`; TypeError unless it is a whole number: a share of elements is none."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    return int(seed)
+
+
+def check_above_0(name: str, value: float | None) -> float | None:
+    """Return `value`; ValueError, naming the argument, unless it is None or a finite number > 0."""
+    known = isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    if value is not None and not known:
+        raise ValueError(f"{name} must be a finite number > 0 or None, got {value!r}")
+    return value
 
 
 def combined_cf(cf: float, factor: float) -> float:

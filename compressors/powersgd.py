@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import Payload, Spec, check_cf
+from compressors.base import Payload, Spec, check_cf, check_seed
 from compressors.kernels import kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, zeros_if
 from compressors.rounds import (
@@ -123,10 +123,10 @@ class PowerSGD(RoundsCompressor):
     keeps_zeros = False
 
     def __init__(self, rank: int | None = None, seed: int = 0) -> None:
-        if rank is not None and not (isinstance(rank, int) and rank >= 1):
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise ValueError(f"rank={rank!r}: must be an integer >= 1, or None")
         self.rank = rank
-        self.seed = seed
+        self.seed = check_seed(seed)
         self._last: dict[str, Tensor] = {}  # Q^T of the last step by parameter
 
     def rounds(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressors import base
-from compressors.base import Compressor, Payload, Spec
+from compressors.base import Compressor, Payload, Spec, check_seed
 from compressors.kernels import blocks, kernels_for
 from compressors.kernels.blocks import (
     Flag,
@@ -273,7 +273,7 @@ class QSGD(Quantizer):
         seed: int = 0,
         feeds_back: bool = False,
     ) -> None:
-        self.norm, self.bucket, self.seed = norm, bucket, seed
+        self.norm, self.bucket, self.seed = norm, bucket, check_seed(seed)
         self.feeds_back = feeds_back
         if bucket is None:
             if feeds_back:

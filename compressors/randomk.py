@@ -35,7 +35,7 @@ class RandomK(Compressor):
     selects = True
 
     def __init__(self, seed: int = 0, unbiased: bool = False) -> None:
-        self.seed = seed
+        self.seed = base.check_seed(seed)
         self.unbiased = unbiased
         self.feeds_back = not unbiased
 

@@ -11,12 +11,12 @@ flat tensor. Their scales are consecutive, too, and all segments are coded at on
 
 from __future__ import annotations
 
-from math import inf, prod
+from math import prod
 
 import torch
 from torch import Tensor
 
-from compressors.base import Key, Payload, Spec
+from compressors.base import Key, Payload, Spec, check_above_0, check_seed
 from compressors.kernels import kernels_for
 from compressors.kernels.blocks import scratch_like
 from compressors.quantizers import OneFormat
@@ -167,9 +167,7 @@ class TwoBit(OneFormat, ScaledCodes):
     codes = 4
 
     def __init__(self, threshold: float | None = None) -> None:
-        if threshold is not None and not 0 < threshold < inf:
-            raise ValueError(f"threshold must be None or a number above 0, got {threshold!r}")
-        self.threshold = threshold
+        self.threshold = check_above_0("threshold", threshold)
         super().__init__()
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:
@@ -206,9 +204,7 @@ class TernGrad(OneFormat, ScaledCodes):
     codes = 3
 
     def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be None or above 0 (standard deviations), got {clip!r}")
-        self.clip, self.seed = clip, seed
+        self.clip, self.seed = check_above_0("clip", clip), check_seed(seed)
         super().__init__()
 
     def look_at(self, x: Tensor, cut: Cut, sums: Tensor) -> None:

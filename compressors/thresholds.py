@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.base import Key
+from compressors.base import Key, check_above_0
 from compressors.kernels import kernels_for
 from compressors.kernels.blocks import Array, Scalar, Selected, ThresholdSearch
 from compressors.sparsifier import Sparsifier
@@ -98,9 +98,7 @@ class Threshold(ThresholdSparsifier):
 
     def __init__(self, threshold: float | None = None, values: str | ValueFormat = "fp32") -> None:
         super().__init__(values)
-        if threshold is not None and not (isfinite(threshold) and threshold > 0):
-            raise ValueError(f"threshold must be a finite number > 0 or None, got {threshold!r}")
-        self.threshold = threshold
+        self.threshold = check_above_0("threshold", threshold)
 
     def estimate(self, tensor: Tensor, k: int, add: Tensor | None, key: Key) -> Scalar:
         if self.threshold is not None:

@@ -107,6 +107,8 @@ class ParameterServer:
 
     def __post_init__(self) -> None:
         checks.flag("own_memory", self.own_memory)
+        if isinstance(self.down_cf, str) and self.down_cf != "auto":
+            raise TypeError(f"down_cf={self.down_cf!r}: must be a number >= 1, 'auto' or None")
         if self.down_cf not in (None, "auto"):
             checks.real("down_cf", self.down_cf, least=1)
         if self.down_cf == 1 and self.own_memory:

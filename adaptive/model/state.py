@@ -163,6 +163,8 @@ def reshard_states(states: Sequence[State], world_size: int) -> list[dict[str, A
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number >= 1, got {world_size!r}")
+    if not isinstance(states, list | tuple) or not states:
+        raise ValueError(f"states: must be a list of all ranks' states, got {states!r:.80}")
     by_rank = _by_rank(states)
     if world_size == len(by_rank):
         return [dict(state) for state in by_rank]
@@ -193,7 +195,7 @@ def _by_rank(states: Sequence[State]) -> list[State]:
     one step."""
     ordered = sorted(states, key=lambda state: read(state, "rank", int))
     ranks = [state["rank"] for state in ordered]
-    whole = read(ordered[0], "world_size", int) if ordered else 1
+    whole = read(ordered[0], "world_size", int)
     if ranks != list(range(whole)):
         raise ValueError(f"states: must be those of all {whole} ranks, got those of {ranks}")
     for rank, state in enumerate(ordered):

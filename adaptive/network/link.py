@@ -58,9 +58,9 @@ class LinkSpec:
     def parse(cls, text: str) -> LinkSpec:
         """The link described by a text such as "100mbit" or "1gbit,5ms". ValueError for a text of
         another form."""
-        found = _LINK.fullmatch(text.strip())
+        found = _LINK.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or not float(found[1]) or "Bps" in text:
-            bits = "; a rate is in bits: '100MBps' is '800mbit'" if "B" in text else ""
+            bits = "; a rate is in bits: '100MBps' is '800mbit'" if "B" in str(text) else ""
             raise ValueError(
                 f"network must be a rate such as '100mbit' or '1gbit', optionally followed by a "
                 f"latency as in '100mbit,5ms'{bits}, got {text!r}"

@@ -271,7 +271,8 @@ class AdaptiveCompressor:
                 if isinstance(each, LRScheduler):
                     accepted = "an optimizer, and this is a scheduler: hand its .optimizer over"
                 require_type(isinstance(each, Optimizer), "optimizer", each, accepted)
-            scales = scaler is None or (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled"))
+            scales = not isinstance(scaler, type) and hasattr(scaler, "scale")
+            scales = scaler is None or (scales and hasattr(scaler, "is_enabled"))
             require_type(scales, "scaler", scaler, "a torch.amp.GradScaler or None")
             if samples_per_step is not None:
                 checks.real("samples_per_step", samples_per_step, above=0)

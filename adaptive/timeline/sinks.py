@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from math import isfinite, nan
+from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,6 +67,8 @@ class JSONLTimeline(Timeline):
     """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
+        if not isinstance(path, str | PathLike):
+            raise TypeError(f"path must be the name of a file, got {path!r:.80}")
         self.path = Path(path)
         self._append = append
         self._file: TextIO | None = None
@@ -211,7 +214,8 @@ class SafeTimeline(Timeline):
         given = list(timeline) if isinstance(timeline, (list, tuple)) else given
         self.sinks: list[Timeline] = []
         for sink in given:
-            if not isinstance(sink, Timeline) and not callable(sink):
+            is_class = isinstance(sink, type) and issubclass(sink, Timeline)
+            if is_class or not (isinstance(sink, Timeline) or callable(sink)):
                 raise TypeError(
                     f"timeline must be a Timeline (MemoryTimeline, JSONLTimeline, ...), a function "
                     f"log(numbers, step), a list of them or None, got {timeline!r}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compressors.base import Key
+from compressors.base import Key, check_seed
 from compressors.kernels import blocks, kernels_for
 from compressors.kernels.blocks import CODE_BLOCK, Coding, Encoded, scratch, scratch_like, widened
 from compressors.quantizers import OneFormat
@@ -56,7 +56,7 @@ class Natural(OneFormat):
     coding = Coding("natural", 8, CODE_BLOCK)
 
     def __init__(self, seed: int = 0, feeds_back: bool = False) -> None:
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.feeds_back = feeds_back
         super().__init__()
 

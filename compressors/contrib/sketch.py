@@ -86,13 +86,13 @@ class Sketch(RoundsCompressor):
     selects = True
 
     def __init__(self, rows: int = 3, share: float = 0.5, seed: int = 0) -> None:
-        if rows < 1 or rows % 2 == 0:
-            raise ValueError(f"rows must be odd and at least 1, got {rows!r}")
-        if not 0 < share < 1:
-            raise ValueError(f"share must be between 0 and 1, got {share!r}")
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows % 2 == 0:
+            raise ValueError(f"rows must be an odd whole number >= 1, got {rows!r}")
+        if not isinstance(share, float) or not 0 < share < 1:
+            raise ValueError(f"share must be a number between 0 and 1, got {share!r}")
         self.rows = rows
         self.share = share
-        self.seed = seed
+        self.seed = base.check_seed(seed)
 
     def budget(self, spec: Spec) -> Budget:
         """The numbers that are sent."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from math import inf
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -24,8 +24,10 @@ from compressors import (
     Key,
     Natural,
     NoCompression,
+    PowerSGD,
     RandomK,
     RoundsCompressor,
+    Sketch,
     Sparsifier,
     TernGrad,
     Threshold,
@@ -353,6 +355,25 @@ def test_bytes_of_another_length_are_refused(compressor):
             compressor.read(
                 torch.zeros(1, wrong, dtype=torch.uint8), Spec((1000,), 10.0, torch.float32, KEY)
             )
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "values"),
+    [
+        *((kind, "seed", ("a", 0.01, True, None)) for kind in (RandomK, Natural, PowerSGD, QSGD)),
+        *((kind, "seed", ("a", 0.01, True, None)) for kind in (Sketch, TernGrad)),
+        *((kind, "threshold", ("a", True, 0, -1, nan, inf)) for kind in (Threshold, TwoBit)),
+        (TernGrad, "clip", ("a", True, 0, -1, nan, inf)),
+        (PowerSGD, "rank", ("a", True, 0, 2.5)),
+        (Sketch, "rows", ("a", True, 0, 2, 2.5)),
+        (Sketch, "share", ("a", True, 0, 1, nan)),
+    ],
+)
+def test_settings_that_are_none_are_refused(make, name, values):
+    """0.01 as the first argument is meant as a share of the elements, and not as a seed."""
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}.* must be .*got|^{name}="):
+            make(**{name: value})
 
 
 @every_compressor

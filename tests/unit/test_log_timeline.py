@@ -83,7 +83,7 @@ def test_a_function_is_a_sink_as_it_is() -> None:
     assert len(memory.steps) == 1
 
 
-@pytest.mark.parametrize("timeline", ["log.jsonl", [MemoryTimeline(), 3]])
+@pytest.mark.parametrize("timeline", ["log.jsonl", [MemoryTimeline(), 3], MemoryTimeline])
 def test_what_is_no_sink_is_refused(timeline: Any) -> None:
     with pytest.raises(TypeError, match=r"timeline must be a Timeline .* a function"):
         SafeTimeline(timeline)

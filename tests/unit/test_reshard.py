@@ -116,7 +116,6 @@ def test_what_depends_on_the_number_of_ranks_is_left_out() -> None:
     [
         (lambda states: states[:1], r"all 2 ranks, got those of \[0\]"),
         (lambda states: [states[0], states[0]], r"all 2 ranks, got those of \[0, 0\]"),
-        (lambda states: [], r"got those of \[\]"),
         (lambda states: [states[0], {**states[1], "base": "dgc"}], "base is 'topk' on rank 0"),
         (
             lambda states: [
@@ -132,6 +131,12 @@ def test_states_that_are_not_of_one_moment_are_refused(change: Any, told: str) -
     states = [_state(rank, 2, {"w": {"residual": torch.ones(5)}}) for rank in range(2)]
     with pytest.raises(ValueError, match=told):
         reshard_states(change(states), 3)
+
+
+@pytest.mark.parametrize("states", [[], 5, _state(0, 1, {})], ids=["none", "5", "one state"])
+def test_what_is_no_list_of_states_is_refused(states: Any) -> None:
+    with pytest.raises(ValueError, match="states: must be a list of all ranks' states, got"):
+        reshard_states(states, 2)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 2.0, "2"])

@@ -166,7 +166,7 @@ def test_base_none_takes_what_it_does_not_use(name: str) -> None:
     _train({"base": "none", argument: value}, by_optimizer.get(name, _sgd))
 
 
-@pytest.mark.parametrize("scaler", ["x", 65536.0, True, ()], ids=repr)
+@pytest.mark.parametrize("scaler", ["x", 65536.0, True, (), torch.amp.GradScaler], ids=repr)
 def test_a_scaler_of_another_type_is_refused(scaler: Any) -> None:
     with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler or None"):
         AdaptiveCompressor().attach(DDP(Given([(3,)])), scaler=scaler)

@@ -34,6 +34,11 @@ def _record(step: int, cf: float = 10.0) -> StepRecord:
     return StepRecord(report, 1.5, 10.0, 7.5, {"candidate": 20.0, "floor": nan, "epsilon": 0.3})
 
 
+def test_a_path_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="path must be the name of a file, got 5"):
+        JSONLTimeline(5)  # type: ignore[arg-type]
+
+
 def test_json_lines_are_strict_json_at_full_precision(tmp_path: Path) -> None:
     timeline = JSONLTimeline(tmp_path / "deep" / "timeline.jsonl")
     timeline.step(_record(0))
