@@ -185,8 +185,9 @@ class HalfPrecision(Quantizer):
     Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and PyTorch's `fp16_compress_hook`
     and `bf16_compress_hook`. Rounding errors of the sum on the wire are in no rank's residual.
 
-    peers: number of ranks whose values can be summed without overflow. Values are clipped to the
-        largest number / peers (fp16: 1023 for 64), and the rest is sent in later steps.
+    peers: number of ranks whose values can be summed without overflow. Values are clipped to a
+        power of two, at most the largest number / peers (fp16: 512 for 64), and the rest is sent in
+        later steps.
     """
 
     sums = True

@@ -27,7 +27,7 @@ from adaptive.memory.handover import FEW_RANKS
 from adaptive.model.state import SavedPart
 from adaptive.network.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
 from adaptive.network.link import LinkCost
-from compressors import Compressor
+from compressors import FP16, Compressor
 from compressors.rounds import RoundsCompressor
 from compressors.sparsifier import Sparsifier
 from policies import Policy, checks
@@ -232,6 +232,15 @@ class ExchangeChoice:
             rehearse(strategy, self._base, cf, rank, self._world_size)
             if one_collective:
                 in_one_collective(strategy, self._base, self._world_size)
+
+    def check_sum(self) -> None:
+        """ValueError if a sum over the ranks could overflow, which makes gradients infinite."""
+        base, ranks = self._base, self._world_size
+        if self._fixed is SUMMED and isinstance(base, FP16) and base.peers < ranks:
+            raise ValueError(
+                f"base must be FP16(peers={ranks}) or 'bf16' for an all-reduce among {ranks} "
+                f"ranks, got {base!r}: a sum could be above fp16's largest number, 65504"
+            )
 
     def parts(self, device: torch.device, resharded: bool) -> dict[str, SavedPart]:
         """The saved state: the cost of the link, and the server's memory. device: of that memory.

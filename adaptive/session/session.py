@@ -179,6 +179,7 @@ class Session:
         self._choice.check_users_strategy(
             largest, self.exchange.rank, settings.exchange.one_collective
         )
+        self._choice.check_sum()
         used = {id(each): each for each in map(base.at, sorted(self._compressed_cfs()))}
         for compressor in used.values():
             fed_back = bool(self._memory.now.keeps)

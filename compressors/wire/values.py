@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from math import inf
+from math import floor, inf, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -386,8 +386,10 @@ class Full(ValueFormat):
 class Half(BlockFormat):
     """The value format that rounds each value to the nearest number of 16 bits.
 
-    headroom: number of values that can be summed without overflow: values are clipped to the
-        largest number / headroom. The clipped part belongs to the compression error.
+    headroom: number of values that can be summed without overflow: if there are several, values
+        are clipped to the highest power of two up to the largest number / headroom. Sums of this
+        power are exact, so that no sum is rounded up to infinity. The clipped part belongs to
+        the compression error.
     parts: values (float16 or bfloat16).
     """
 
@@ -397,7 +399,8 @@ class Half(BlockFormat):
 
     def __init__(self, name: str, half: torch.dtype, headroom: float = 1.0) -> None:
         self.name, self.half = name, half
-        self.limit = torch.finfo(half).max / headroom
+        most = torch.finfo(half).max / headroom
+        self.limit = most if headroom == 1 else 2.0 ** floor(log2(most))
 
     def block_layout(self, count: int, dtype: torch.dtype) -> Layout:
         return ((count, self.half),)

@@ -47,7 +47,7 @@ def in_buckets(x: np.ndarray, bucket: int) -> list[np.ndarray]:
 @dtypes
 def test_fp16(size, dtype):
     x = sample(size, dtype) * 300
-    expected = np.clip(x, -65504 / 64, 65504 / 64).astype(np.float32).astype(np.float16)
+    expected = np.clip(x, -512, 512).astype(np.float32).astype(np.float16)  # 2^9 <= 65504 / 64
     assert np.array_equal(coded(FP16(), x), expected.astype(dtype))
     assert np.abs(coded(FP16(peers=1), np.full(9, 1e30, dtype))).max() == 65504
 
@@ -73,6 +73,18 @@ def test_int8(size, dtype):
     scales = [np.abs(b).max() / dtype(7) for b in in_buckets(x, 64)]
     expected = [q * scale for q, scale in zip(four_bits, scales, strict=True)]
     assert np.array_equal(coded(Int4(), x, 8.0), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("half", [FP16, BF16])
+@pytest.mark.parametrize("peers", [2, 3, 5, 64, 67, 1000])
+def test_a_sum_of_the_largest_values_of_all_peers_is_finite(half, peers):
+    """Added up one after the other, as in a ring, with a rounding after each."""
+    x = torch.full((4,), 1e38)
+    (values,) = half(peers).compress(x, Spec.of(x, 2.0)).parts
+    total = torch.zeros_like(values)
+    for _ in range(peers):
+        total += values
+    assert bool(total.isfinite().all())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -16,7 +16,7 @@ from adaptive.exchange.choice import (
 )
 from adaptive.exchange.strategies import Piece, ShardedMeans
 from adaptive.network.link import LinkCost
-from compressors import QSGD, Ladder, RandomK, compressor_names, make_compressor
+from compressors import FP16, QSGD, Ladder, RandomK, compressor_names, make_compressor
 from compressors.base import Spec
 from policies import DENSE
 
@@ -36,6 +36,23 @@ def pick(
     choice = ExchangeChoice(Ladder({4: "int8"}, above="topk"), exchange, world_size)
     choice.link, choice.of_updates = link, of_updates
     return choice.pick(lambda at: nbytes * cf / at, cf).name
+
+
+def test_a_sum_in_fp16_that_could_overflow_is_refused() -> None:
+    x = torch.full((8,), 1e5)
+    for ranks, peers in ((64, 64), (200, 64), (1000, 1000)):
+        base = FP16(peers)
+        (own,) = base.compress(x.clone(), Spec.of(x, 2.0)).parts
+        total = ranks * float(own[0])  # of ranks that all send the largest number
+        choice = ExchangeChoice(base, "all_reduce", ranks)
+        if total <= torch.finfo(torch.float16).max:
+            choice.check_sum()
+            continue
+        with pytest.raises(
+            ValueError, match=r"base must be FP16\(peers=200\) or 'bf16'.* got FP16"
+        ):
+            choice.check_sum()
+        ExchangeChoice(base, "all_gather", ranks).check_sum()  # added up in fp32
 
 
 def test_with_two_ranks_there_is_nothing_to_choose() -> None:
