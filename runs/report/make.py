@@ -39,7 +39,7 @@ def make_report(
     rows = [Row(run.name, (run,)) for run in runs]
     everything = columns(rows, ())
     found = shown(everything, rows)
-    notes += link_notes(runs)
+    notes += difference_notes(runs)
     title = title or _title(runs)
     goals = [f"target: {goal:.4g}, {basis}"] if basis else []
     page = out / PAGE_FILE
@@ -151,17 +151,24 @@ def choose_target(runs: Sequence[Run], wanted: float | None) -> tuple[float, str
     return worst.quality, f"the worst final quality of the {of} ({worst.name})"
 
 
-def link_notes(runs: Sequence[Run]) -> list[str]:
-    """That runs on different links do not compare in all."""
+def difference_notes(runs: Sequence[Run]) -> list[str]:
+    """That runs on different links, or of different numbers of workers, do not compare in all."""
     links: dict[str, list[str]] = {}
+    sizes: dict[str, list[str]] = {}
     for run in runs:
         links.setdefault(run.link or "no emulated link", []).append(run.name)
-    if len(links) < 2:
-        return []
-    told = "; ".join(f"{link}: {', '.join(names)}" for link, names in links.items())
-    return [
-        f"the runs had different links ({told}): their steps/s and measured seconds do not compare"
-    ]
+        workers = f"{run.workers} worker{'' if run.workers == 1 else 's'}"
+        sizes.setdefault(workers if run.workers else "not known", []).append(run.name)
+    differ = (
+        ("links", links, "steps/s and measured seconds"),
+        ("numbers of workers", sizes, "quality after equal steps, bytes and seconds"),
+    )
+    notes = []
+    for what, found, numbers in differ:
+        if len(found) > 1:
+            told = "; ".join(f"{each}: {', '.join(names)}" for each, names in found.items())
+            notes.append(f"the runs had different {what} ({told}): their {numbers} do not compare")
+    return notes
 
 
 def _title(runs: Sequence[Run]) -> str:

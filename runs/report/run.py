@@ -111,6 +111,14 @@ class Run:
         return f"network of {real_links(netlab)}" if netlab else emulated(self.config)
 
     @property
+    def workers(self) -> int:
+        """0 if it is not known."""
+        header = self.recorded.header
+        if self.config is not None:
+            return self.config.workers
+        return 0 if header is None else header.world_size
+
+    @property
     def task(self) -> str:
         """Runs of one task have comparable quality; "" if it is not known."""
         if self.config is not None and self.config.script:

@@ -19,12 +19,12 @@ EQUAL = "in equal steps"
 
 def headlines(rows: Sequence[Row]) -> dict[str, str]:
     """Whether compression was worth it, by label: with the quality of the dense row of the same
-    task on the same link, if there is one. In a report, where each run has a row, of several dense
-    ones that of the same seed counts."""
+    task on the same link with as many workers, if there is one. In a report, where each run has a
+    row, of several dense ones that of the same seed counts."""
     found = {}
     for row in rows:
-        of = row.run.task, row.run.link
-        alike = [r for r in rows if r.run.is_dense and (r.run.task, r.run.link) == of]
+        of = _setting(row.run)
+        alike = [r for r in rows if r.run.is_dense and _setting(r.run) == of]
         if row.run.is_dense and (row in alike[:1] or row.run.records):
             told = ""
         elif alike and row.run.config is not None:
@@ -39,6 +39,11 @@ def headlines(rows: Sequence[Row]) -> dict[str, str]:
                 told += f", {which} {how}" if lost else ""
             found[row.label] = told
     return found
+
+
+def _setting(run: Run) -> tuple[str, str, int]:
+    """What a run must have in common with the dense one that it is compared with."""
+    return run.task, run.link, run.workers
 
 
 def headline_lines(rows: Sequence[Row]) -> list[str]:

@@ -186,6 +186,12 @@ def test_of_several_dense_runs_that_of_the_same_seed_is_beside():
     assert "against 4," in headlines([rows[0], rows[2]])["other"]  # no dense run of its seed
 
 
+def test_a_dense_run_of_other_workers_is_not_beside():
+    ours, dense = beside_dense()
+    other = replace(dense.run, config=replace(dense.run.config, workers=4))
+    assert "against" not in headlines([ours, Row("dense", (other,))])["ours"]
+
+
 def test_a_headline_says_how_many_runs_have_diverged():
     ours, dense = beside_dense()
     bad = replace(ours.run, ending=Ending(diverged="the loss was nan"))

@@ -15,7 +15,7 @@ from adaptive.timeline.records import Header
 from runs.compare.report import modelled
 from runs.config import TrainConfig
 from runs.parser import UsageError
-from runs.report.make import choose_target, link_notes
+from runs.report.make import choose_target, difference_notes
 from runs.report.pictures import Records, looks, make_pictures, scripts
 from runs.report.rows import Row, history
 from runs.report.run import Run
@@ -190,10 +190,22 @@ def test_the_first_axis_is_measured_time_and_dense_is_first_and_grey() -> None:
 
 def test_runs_of_different_links_are_not_set_side_by_side_without_a_word() -> None:
     runs = [made("here", network="10mbit"), made("there")]
-    (note,) = link_notes(runs)
+    (note,) = difference_notes(runs)
     assert "emulated 10 Mbit/s link: here" in note
     assert "no emulated link: there" in note
-    assert link_notes(runs[:1]) == []
+    assert difference_notes(runs[:1]) == []
+
+
+def test_runs_of_different_numbers_of_workers_are_not_set_side_by_side_without_a_word() -> None:
+    runs = [made("two"), made("also"), made("four", workers=4)]
+    (note,) = difference_notes(runs)
+    assert "2 workers: two, also; 4 workers: four" in note
+    assert difference_notes(runs[:2]) == []
+    header = Header("fixed", {}, (10, 1000), 4, "topk", "residual", 9, 36.0, {}, {})
+    recorded = replace(runs[0].recorded, header=header)
+    alone = replace(runs[0], config=None, recorded=recorded)  # a timeline without a config
+    (note,) = difference_notes([runs[0], alone])
+    assert "4 workers" in note
 
 
 def test_a_row_is_that_of_the_dashboard() -> None:
