@@ -239,6 +239,11 @@ class ModelMemory:
         if len(optimizers) == 1 and is_sgd(optimizers[0]):
             return ""
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        if any(isinstance(each, LBFGS) for each in optimizers):
+            return (
+                f"optimizer {names}: LBFGS takes the differences of gradients for curvature, and "
+                f"compression falsifies these: training may diverge. Take another optimizer"
+            )
         return (
             f"optimizer {names}, memory {self.now.name!r}: gradients get plain error feedback. "
             f"Delayed elements arrive in bursts, and an optimizer that divides by a second moment "
