@@ -37,7 +37,8 @@ class Quantizer(Compressor):
     The CF is fp32 bits / bits of an element; scales are not counted in it.
 
     forms: the value format at each possible CF. Any other CF means the nearest possible CF (the
-        smaller of two equally near ones), which is then the CF of the payload.
+        smaller of two equally near ones), which is then the CF of the payload. TypeError for a
+        format that is no `BlockFormat`.
 
     Not multilevel: quantizing quantized values would add a second error, and be no cheaper.
 
@@ -49,6 +50,12 @@ class Quantizer(Compressor):
     one_by_one: bool = False
 
     def __init__(self, forms: Mapping[float, BlockFormat]) -> None:
+        for cf, form in forms.items():
+            if not isinstance(form, BlockFormat):
+                raise TypeError(
+                    f"forms[{cf}] must be a format that codes block by block, like Levels; got "
+                    f"{form!r} (other formats code the values of a sparsifier)"
+                )
         self.forms = dict(sorted(forms.items()))
 
     def form(self, cf: float) -> BlockFormat:

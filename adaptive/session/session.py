@@ -238,6 +238,9 @@ class Session:
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """ValueError if an optimizer is of another model, or does not go with `sync`."""
         exchanged = {*self._parameters, *self._parameters.left_to_ddp.values()}
+        if len({*map(id, optimizers)}) < len(optimizers):
+            names = ", ".join(type(each).__name__ for each in optimizers)
+            raise ValueError(f"optimizer must hold each optimizer once, got [{names}]")
         for each in optimizers:
             if exchanged and exchanged.isdisjoint(parameters_of(each)):
                 raise ValueError(

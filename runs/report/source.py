@@ -114,7 +114,7 @@ def _read_run(place: Place, smooth: int) -> Run:
     if not trained and metrics.damage:
         raise ValueError(metrics.damage)
     if not trained:
-        raise NoStepError(f"{place.given}: {folder} holds no step")
+        raise NoStepError(f"{place.given}: {place.path} holds no step")
     return Run(
         place.name,
         folder,

@@ -539,3 +539,12 @@ def test_a_run_that_is_detached_before_its_first_step_is_told_nothing() -> None:
             loss_of(model, step, 0).backward()
             optimizer.step()
     assert told == []
+
+
+def test_an_optimizer_is_handed_over_once() -> None:
+    with one_rank():
+        model = DDP(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"each optimizer once, got \[SGD, SGD\]"):
+            AdaptiveCompressor().attach(model, optimizer=[optimizer, optimizer])
+        AdaptiveCompressor().attach(model, optimizer=[optimizer])

@@ -207,9 +207,9 @@ def test_partial_runs_give_what_there_is(comparison: Path, tmp_path: Path, capfd
     (plain / "metrics.jsonl").unlink()
     (plain / "result.json").unlink()
     (alone / "timeline.jsonl").write_text("")
-    for folder in (plain, alone, begun):
-        assert main(["report", str(folder)]) == 2
-        assert "holds no step" in capfd.readouterr().err
+    for given in (plain, alone, begun, alone / "timeline.jsonl"):
+        assert main(["report", str(given)]) == 2
+        assert f"{given} holds no step" in capfd.readouterr().err
     shutil.copy(runs / DENSE / "metrics.jsonl", plain)
     lonely = _report(capfd, plain)  # plain DDP that was killed: nothing but losses and quality
     assert lonely["rows"][0]["bytes_sent"]["mean"] is None

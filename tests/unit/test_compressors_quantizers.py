@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from math import nan, prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from compressors.contrib.natural import Natural
 from compressors.kernels.blocks import CODE_BLOCK
 from compressors.quantizers import BF16, FP16, QSGD, Int4, Int8, Quantizer
 from compressors.signs import OneBit, SignSGD, TernGrad, TwoBit
+from compressors.wire.values import Full
 from tests.unit.device_path import count_operations, device_path, meta
 from tests.unit.samples import compressed, decompressed, norm2, normal
 
@@ -544,3 +546,9 @@ def test_as_many_operations_for_400_tensors_as_for_10(quantizer, cf):
 
         counts.append(count_operations(way))
     assert counts[0] == counts[1] <= 60
+
+
+def test_a_format_that_does_not_code_block_by_block_is_refused_by_its_cf() -> None:
+    forms: Any = {8.0: Int4().forms[8.0], 2.0: Full()}
+    with pytest.raises(TypeError, match=r"forms\[2.0\] must be a format that codes block by block"):
+        Quantizer(forms)
