@@ -123,7 +123,7 @@ def rate_of(group: Group) -> Any:
 
 def learning_rate(optimizer: Optimizer | None) -> float:
     """The first parameter group's learning rate; nan if there is none, or if it is on a device."""
-    lr = optimizer.param_groups[0].get("lr") if optimizer else None
+    lr = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
     lr = nan if lr is None else lr
     return kernels_for(lr).look(lambda: float(lr), nan) if isinstance(lr, Tensor) else float(lr)
 

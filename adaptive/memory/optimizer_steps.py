@@ -64,11 +64,13 @@ class Owners(dict[Tensor, Owner]):
         listed = {*parameters_of(optimizer)}
         for p in [p for p, (of, _) in self.items() if of is optimizer and p not in listed]:
             del self[p]  # the script has taken it out of the groups
-            self._chunked = 0
+            self._chunked = -1
             self.rate_scales.pop(p, None)
         self._of_chunk.clear()
         self._groups_of.clear()
         self.distinct = list({id(group): (of, group) for of, group in self.values()}.values())
+        # Only of groups that are held here: the id of another may soon be that of a new one.
+        self.first = {id(group): self.first[id(group)] for _, group in self.distinct}
 
     def knows(self, optimizer: Optimizer) -> bool:
         """It was learned, and its groups have the same parameters still."""

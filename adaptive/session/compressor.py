@@ -487,7 +487,7 @@ class AdaptiveCompressor:
 def on_device(device: torch.device) -> Iterator[None]:
     """A context in which a CUDA device is the current one, and in which tensors are made that later
     steps can write. torch gathers objects on the current device: in a script that passes
-    `device_ids` to DDP, that may still be the first device. Scripts save and evaluate under
+    `device_ids` to DDP, that may still be the first device. Scripts save under
     `torch.inference_mode()`, whose new tensors are for reading only."""
     there = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with there, torch.inference_mode(False):

@@ -92,7 +92,8 @@ class Synchroniser:
 
     def stop(self) -> None:
         """End the synchronisation for good, before `detach`: all ranks go on from one model, and
-        from one gradient if no optimizer step has followed the last backward (a collective)."""
+        `p.grad` is the ranks' mean gradient, in case no optimizer step has followed the last
+        backward (collectives)."""
 
     def discard(self) -> None:
         """The script throws the gradients of the last backward away."""
