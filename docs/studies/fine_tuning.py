@@ -11,20 +11,16 @@ Twenty minutes for two workers.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
-from docs.studies.common import columns
-from runs.bench.quality import CONTENDERS, DENSE, SLOW, train
+from docs.studies.dense_and_default import compare_with_dense
 from runs.bench.recipes import (
     ConvNet,
     Recipe,
@@ -166,30 +162,5 @@ def recipes(images: Path) -> tuple[Recipe, ...]:
     return text, low_ranks, pictures, by_adamw
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--images", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2])
-    parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args(words)
-    torch.set_num_threads(1)
-    data = {"cifar10": given.images, "text": given.text}
-    rows = [["recipe", "workers", "dense", "default", "times fewer bytes"]]
-    for recipe, workers in product(recipes(given.images), given.workers):
-        ends = {
-            name: [
-                train(recipe, data, CONTENDERS[name], workers, SLOW, seed)
-                for seed in range(given.seeds)
-            ]
-            for name in (DENSE, "default")
-        }
-        qualities = [", ".join(f"{run.quality:.4g}" for run in runs) for runs in ends.values()]
-        fewer = fmean(run.fewer for run in ends["default"])
-        rows.append([f"{recipe.name} ({recipe.measure})", str(workers), *qualities, f"{fewer:.0f}"])
-        print(*rows[-1], sep=" | ", flush=True)
-    print(columns(rows))
-
-
 if __name__ == "__main__":
-    main()
+    compare_with_dense(recipes)
