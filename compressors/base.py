@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from math import floor, inf, isfinite, nan, prod
 from numbers import Integral, Real
@@ -47,9 +48,10 @@ NO_KEY = Key("")
 class Spec(NamedTuple):
     """A spec holds all that the size of a payload may depend on. It is the same on every rank.
 
-    segments: lengths of the consecutive tensors in the flat tensor; (numel,) if they are compressed
-        as one. cf: the compression factor, 1 or more. dtype: of the flat tensor. measured: the
-        energies of the payload are asked for; a quantizer on a host leaves them out otherwise.
+    segments: lengths of the consecutive tensors in the flat tensor, none of them empty; (numel,) if
+        they are compressed as one. cf: the compression factor, 1 or more. dtype: of the flat
+        tensor. measured: the energies of the payload are asked for; a quantizer on a host leaves
+        them out otherwise.
     """
 
     segments: tuple[int, ...]
@@ -74,8 +76,13 @@ class Spec(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Elements that a sparsifier keeps."""
-        return kept(self.numel, self.cf)
+        """Elements that a sparsifier keeps, in all segments."""
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements that a sparsifier keeps in each segment."""
+        return _counts(self.segments, self.cf)
 
     def at(self, cf: float) -> Spec:
         """The spec with another compression factor."""
@@ -255,6 +262,11 @@ def kept(numel: int, cf: float) -> int:
     """Elements a sparsifier keeps of `numel` at `cf`: max(1, floor(numel / cf)), 0 of none."""
     # The tolerance makes 10 * (24 / 10) the same CF as 24 in spite of rounding.
     return min(numel, max(1, floor(numel / cf * (1 + 1e-12))))
+
+
+@lru_cache(maxsize=1024)
+def _counts(lengths: tuple[int, ...], cf: float) -> tuple[int, ...]:
+    return tuple(kept(length, cf) for length in lengths)
 
 
 def check_cf(cf: float) -> float:

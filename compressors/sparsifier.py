@@ -113,7 +113,8 @@ class SparseRows(SparsePayload):
 
 
 class Sparsifier(Compressor):
-    """A sparsifier keeps at most k = max(1, floor(numel / cf)) elements and sends k slots.
+    """Of a segment of n elements, a sparsifier keeps at most max(1, floor(n / cf)). A payload has
+    so many slots for each of its segments (k in all).
 
     values: the format of the values: "fp32" (not coded), "bf16", "fp16", "int8", "int4", "qsgd" or
         a `ValueFormat`.
@@ -148,20 +149,37 @@ class Sparsifier(Compressor):
         k: 1 <= k <= numel, or k = 0 if numel is 0.
         add: None, or a tensor with the dtype, length and device of `tensor`."""
 
+    def select_segments(self, tensor: Tensor, spec: Spec, add: Tensor | None) -> Selected:
+        """tensor += add in place, then select at most `spec.counts[i]` elements of segment i, which
+        has `spec.segments[i]` elements. Indices count from the start of `tensor`, and ascend.
+
+        A sparsifier may leave this method out: with granularity "layer" each tensor is then handed
+        to `select`. A class that defines `select` anew must define this method anew, too."""
+        raise NotImplementedError
+
+    @property
+    def by_segments(self) -> bool:
+        """Whether `select_segments` selects what `select` would: one class defines both."""
+        defines = next(vars(kind) for kind in type(self).__mro__ if "select" in vars(kind))
+        return "select_segments" in defines
+
     def compress(self, x: Tensor, spec: Spec, add: Tensor | None = None) -> Payload:
         base.check_flat(x, spec, add)
         base.check_cf(spec.cf)
         if x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"x must be float32 or float64, got {x.dtype}")
         add = None if add is None else add.detach()
-        chosen = self.select(x.detach(), spec.num_kept, add, spec.key)
-        self._check_chosen(chosen, spec)
+        if len(spec.segments) > 1 and self.by_segments:
+            by, chosen = "select_segments", self.select_segments(x.detach(), spec, add)
+        else:
+            by, chosen = "select", self.select(x.detach(), spec.num_kept, add, spec.key)
+        self._check_chosen(by, chosen, spec)
         return self._payload(chosen, spec)
 
-    def _check_chosen(self, chosen: Selected, spec: Spec) -> None:
-        """ValueError or TypeError, naming the class, if `select` has returned what no payload can
-        be made of. No value is read."""
-        select = f"{type(self).__name__}.select must return"
+    def _check_chosen(self, by: str, chosen: Selected, spec: Spec) -> None:
+        """ValueError or TypeError, naming the class, if its method `by` has returned what no
+        payload can be made of. No value is read."""
+        select = f"{type(self).__name__}.{by} must return"
         if not isinstance(chosen, Selected):
             raise TypeError(f"{select} a Selected, got {type(chosen).__name__}")
         indices, values, _ = chosen
@@ -182,9 +200,26 @@ class Sparsifier(Compressor):
             return self._smaller_rows(payload, factor)
         spec = payload.spec.at(base.combined_cf(payload.cf, factor))
         values = self._decoded(payload) if payload.exact is None else payload.exact
+        if len(spec.segments) > 1 and self.by_segments:
+            return self._payload(self._smaller_segments(payload, values, spec), spec)
         positions = kernels_for(values).largest(values, min(spec.num_kept, values.numel()))
         indices, values = (x.index_select(0, positions) for x in (payload.parts[0], values))
         return self._payload(Selected(indices, values, payload.scalars[0]), spec)
+
+    def _smaller_segments(self, payload: SparsePayload, values: Tensor, spec: Spec) -> Selected:
+        """The largest of the payload's values in each segment."""
+        kernels, total = kernels_for(values), payload.scalars[0]
+        if payload.full:
+            before = payload.spec.counts
+            counts = tuple(map(min, spec.counts, before))
+            found = kernels.select_segments(values, before, counts, None)
+            indices = payload.parts[0].index_select(0, found.indices)
+            return Selected(indices, found.values, total)
+        # How many elements each segment has sent depends on the data. Empty slots come last.
+        whole = values.new_zeros(payload.numel + 1)
+        whole.index_copy_(0, payload.parts[0].long(), values)
+        found = kernels.select_segments(whole[:-1], spec.segments, spec.counts, None)
+        return found._replace(total=total)
 
     def add_to(self, out: Tensor, payload: Payload, scale: float = 1.0) -> None:
         base.check_out(out, payload)
@@ -215,6 +250,8 @@ class Sparsifier(Compressor):
     def compress_rows(self, x: Tensor, specs: Sequence[Spec], add: Tensor | None) -> Payload | None:
         spec, row = base.joined(specs), specs[0]
         base.check_flat(x, spec, add)
+        if len(spec.segments) > len(specs):
+            return None
         chosen = self.select_rows(x.detach(), len(specs), row.num_kept, add, spec.key)
         return chosen and self._rows_payload(chosen, spec, row)
 
@@ -258,7 +295,8 @@ class Sparsifier(Compressor):
     def read_rows(self, data: Tensor, specs: Sequence[Spec]) -> Payload | None:
         spec, row = base.joined(specs), specs[0]
         fused = kernels_for(data).fused(data)
-        if fused is None or not self.exact_count or not self.values.fuses:
+        alike = len(spec.segments) == len(specs) and self.exact_count and self.values.fuses
+        if fused is None or not alike:
             return None
         nbytes, layout = self.index_nbytes(row), self.values.layout(row.num_kept, row.dtype)
         data = data[:, : self.nbytes(row)]
@@ -403,7 +441,8 @@ class Sparsifier(Compressor):
 
 
 class TopK(Sparsifier):
-    """Top-k keeps exactly the k = max(1, floor(numel / cf)) elements of largest magnitude.
+    """Of a segment of n elements, top-k keeps exactly the max(1, floor(n / cf)) of largest
+    magnitude.
 
     This is the compressor of Aji and Heafield, "Sparse Communication for Distributed Gradient
     Descent" (EMNLP 2017), with exact selection, and of GraVAC. It is a contraction, as error
@@ -425,3 +464,6 @@ class TopK(Sparsifier):
         if not self.values.fuses:
             return None
         return kernels_for(tensor).select_rows(tensor, rows, k, add)
+
+    def select_segments(self, tensor: Tensor, spec: Spec, add: Tensor | None) -> Selected:
+        return kernels_for(tensor).select_segments(tensor, spec.segments, spec.counts, add)

@@ -14,6 +14,7 @@ from math import nan
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, cut_large, judge, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, Scalar, fill_if, reused, uninitialized
 from compressors.rounds import RoundsCompressor
-from compressors.sharded import Sharded, each_shard, in_shards, shard_borders
+from compressors.sharded import Sharded, cut_segments, each_shard, in_shards, shard_borders
 from policies import DENSE
 
 EXACT = NoCompression()
@@ -88,7 +89,8 @@ class Unit:
     compressor, cf: how the unit is sent. (A compressor that works in rounds sends units of CF 1,
     too.) base: the compressor for all CFs. levels: the CFs at which the unit is measured, one for
     each CF that the step measures. parts: the parts that the unit covers, in order. dtype: of the
-    bucket. segments: lengths of the tensors with quantization scales of their own; (): one tensor.
+    bucket. segments: lengths of the tensors with quantization scales, or with numbers of kept
+    elements, of their own; (): one tensor.
     shards: number of shards, each compressed separately; above 1 the unit is a whole bucket.
     """
 
@@ -146,6 +148,8 @@ class Unit:
         """Elements of this unit that are sent, indices not counted."""
         if self.cf == DENSE:
             return float(self.numel)
+        if self.segments:
+            return self.compressor_at(self.cf).floats(self.spec)
         shape = () if self.shards > 1 else self.key.shape
         return self.compressor_at(self.cf).floats(Spec.shaped(shape or (self.numel,), self.cf))
 
@@ -284,7 +288,8 @@ class Granularity:
     are sent uncompressed. whole_buckets: neighbouring parts are one unit (granularity "bucket");
     False: each part is a unit ("layer"). In a bucket that DDP may still rebuild each part is a
     unit, because only settled buckets have flat residuals. segments: each part of a unit has its
-    own quantization scales.
+    own quantization scales, or its own number of kept elements: granularity "layer" by one
+    selection for the whole bucket.
     """
 
     compressor: Compressor
@@ -413,11 +418,33 @@ def with_energies(by: Compressor, payload: Payload, a: Tensor) -> Payload:
 
 
 def record_gradient_norms(units: Sequence[Unit], flat: Tensor, tally: Tally) -> None:
-    """Add ||g|| of each unit to the tally, for the gain "raw". flat: a bucket's gradients, before a
-    residual is added."""
-    if tally.norms:
-        grads = [flat[unit.start : unit.stop] for unit in units]
-        tally.at("grad_norms").add_(squared_norms(grads).sqrt().sum())
+    """Add ||g|| of each unit, or of each of its segments, to the tally, for the gain "raw". flat: a
+    bucket's gradients, before a residual is added."""
+    if not tally.norms:
+        return
+    grads = [flat[unit.start : unit.stop] for unit in units]
+    one = [grad for grad, unit in zip(grads, units, strict=True) if not unit.segments]
+    tally.at("grad_norms").add_(squared_norms(one).sqrt().sum())
+    for grad, unit in zip(grads, units, strict=True):
+        if unit.segments:
+            tally.at("grad_norms").add_(_sum_of_norms(unit, grad))
+
+
+def _kept_norms(unit: Unit, by: Compressor, payload: Payload) -> Tensor:
+    """The sum of the norms that a payload keeps of the unit's segments (0-dim, float64)."""
+    assert payload.energies is not None
+    kept = torch.zeros(unit.numel, dtype=unit.dtype, device=payload.energies.device)
+    by.add_to(kept, payload)
+    return _sum_of_norms(unit, kept)
+
+
+def _sum_of_norms(unit: Unit, x: Tensor) -> Tensor:
+    """The sum of the norms of what is compressed as one (0-dim, float64): the unit's segments, cut
+    at the borders of its shards. x: of the unit (flat)."""
+    lengths = [*itertools.chain(*cut_segments(unit.segments, unit.shards))]
+    squares = kernels_for(x).sum_pieces(x.double().square(), np.array(lengths, np.int64))
+    # On a device the sum of a piece of zeros, a difference, may be a little less than 0.
+    return squares.clamp_(min=0.0).sqrt_().sum()
 
 
 def record_levels(
@@ -436,16 +463,20 @@ def record_levels(
     flat: the bucket's gradients, from which the sample is taken. sample: a sample that the caller
     has taken; None: it is taken here. times: see `Tally.add_levels`."""
     own = energies_of(levels)
+    kept = None
+    if tally.norms and unit.segments:
+        pairs = zip(unit.levels, levels, strict=True)
+        kept = torch.stack([_kept_norms(unit, unit.compressor_at(cf), each) for cf, each in pairs])
     if tally.by_layer:
         tally.add_layer(unit.parts[0].parameter.name, own, times)
     if not tally.samples or not unit.base.sampled:
         sampled = own if tally.samples else torch.full_like(own, nan)
-        tally.add_levels(own, sampled, times)
+        tally.add_levels(own, sampled, times, kept)
         return
     if sample is None:
         sample = strided_sample(flat[unit.start : unit.stop])
     of_sample = energies_of(compress_levels(_sample_unit(unit, sample.numel()), sample))
-    tally.add_levels(own, of_sample, times)
+    tally.add_levels(own, of_sample, times, kept)
 
 
 def _sample_unit(unit: Unit, numel: int) -> Unit:

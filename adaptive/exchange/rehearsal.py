@@ -85,7 +85,7 @@ def _rehearse(strategy: Strategy, base: Compressor, cf: float, exchange: _Alike)
     if not strategy.takes_error_fed and not received.lost:
         _check_mean(units, received, exchange.rank)
     sent = exchange.take_traffic().wire
-    said = strategy.nbytes([Piece(u.compressor, (u.numel,), cf) for u in units], n)
+    said = strategy.nbytes([Piece(u.compressor, (u.numel,), cf, u.segments) for u in units], n)
     number = isinstance(said, (int, float)) and isfinite(said)
     if not number or abs(said - sent) > NBYTES_TOLERANCE * abs(said):
         raise ValueError(

@@ -102,18 +102,26 @@ runs on a thread of the process group."""
 class Piece(NamedTuple):
     """One tensor that a step sends: only the facts from which its number of bytes follows.
 
-    cf: the CF of the tensor's payload; 1 if the tensor is sent uncompressed."""
+    cf: the CF of the tensor's payload; 1 if the tensor is sent uncompressed. segments: see `Unit`.
+    """
 
     compressor: Compressor
     shape: tuple[int, ...]
     cf: float
+    segments: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of a float32 tensor."""
+        spec = Spec.shaped(self.shape, self.cf)
+        return spec._replace(segments=self.segments) if self.segments else spec
 
     @property
     def nbytes(self) -> float:
         """Bytes of the payload of a float32 tensor."""
         if self.cf == DENSE:
             return float(FP32 * prod(self.shape))
-        return self.compressor.nbytes(Spec.shaped(self.shape, self.cf))
+        return self.compressor.nbytes(self.spec)
 
 
 class Strategy(ABC):

@@ -6,14 +6,13 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from math import prod
 
 import torch
 from torch import Tensor
 
 from adaptive.exchange.strategies import Outgoing, Piece, Received, Rounds, Strategy
 from adaptive.network.collectives import Exchange, gather_wire_bytes, reduce_wire_bytes
-from compressors.base import Key, Payload, Spec, kept
+from compressors.base import Key, Payload, Spec
 from compressors.kernels import all_finite, kernels_for, squared_norms
 from compressors.kernels.blocks import Flag, energies, fill_if, uninitialized
 from compressors.sharded import each_shard, in_shards, shard_borders
@@ -88,10 +87,13 @@ class Voted(Strategy):
             if piece.cf == DENSE:
                 values += piece.nbytes
                 continue
-            compressor, numel = piece.compressor, prod(piece.shape)
+            compressor, spec = piece.compressor, piece.spec
             assert isinstance(compressor, Sparsifier)
-            count = max(kept(numel, piece.cf), min(numel, ranks * kept(numel, piece.cf * ranks)))
-            indices += compressor.index_nbytes(Spec((numel,), piece.cf * ranks))
+            proposed = spec.at(piece.cf * ranks)
+            all_proposed = zip(spec.segments, proposed.counts, strict=True)
+            most = sum(min(length, ranks * count) for length, count in all_proposed)
+            count = max(spec.num_kept, most)
+            indices += compressor.index_nbytes(proposed)
             values += compressor.values.size(count, torch.float32)
         return gather_wire_bytes(indices, ranks) + reduce_wire_bytes(values, ranks)
 

@@ -101,16 +101,20 @@ class Tally:
         """A view of the statistics from `total` to `sample_error`."""
         return self.vector[self.places["total"].start : self.places["sample_error"].stop]
 
-    def add_levels(self, levels: Tensor, sampled: Tensor, times: int = 1) -> None:
+    def add_levels(
+        self, levels: Tensor, sampled: Tensor, times: int = 1, kept: Tensor | None = None
+    ) -> None:
         """Add the energies of the payloads of a tensor (levels) and of its sample (sampled), at
         each CF: both (CFs, 3), with columns ||a||^2, ||c||^2 and ||a - c||^2.
 
         times: the number of ranks of a node, if only this rank of the node compresses the tensor.
-        The sum over all ranks is divided by this number."""
+        The sum over all ranks is divided by this number. kept: for the gain "raw" the norms at each
+        CF, (CFs,), summed over the tensor's segments; None: those in `levels`."""
         declared = torch.cat([levels, sampled]).take(_as_declared(len(levels), levels.device))
         self._levels().add_(declared, alpha=times)
         if self.norms:
-            self.at("kept_norms").add_(levels[:, 1].clamp(min=0).sqrt(), alpha=times)
+            kept = levels[:, 1].clamp(min=0).sqrt() if kept is None else kept
+            self.at("kept_norms").add_(kept, alpha=times)
 
     def add_means(self, levels: Tensor) -> None:
         """Add the energies of the payloads of a mean at each of `mean_cfs`: (CFs, 3), with the

@@ -113,14 +113,27 @@ def whole_buckets(granularity: str, base: Compressor, policy: Policy) -> bool:
     of the bucket are sent. At CF 20 and 100 this avoids most of the loss that compression causes in
     an image model (docs/research/results.md). Quantizers code all tensors of a bucket at once, with
     scales for each tensor unless `granularity` is "bucket"."""
-    above = base.at(inf)
     if granularity == "bucket":
         return True
     if policy.layerwise:
         return False
+    above = base.at(inf)
     if isinstance(above, Quantizer):
         return not above.one_by_one
-    return granularity == "auto" and isinstance(above, Sparsifier) and above.comparable
+    if granularity == "layer":
+        return _by_segments(base)
+    return isinstance(above, Sparsifier) and above.comparable
+
+
+def _by_segments(base: Compressor) -> bool:
+    """Whether `base` compresses all tensors of a bucket at once, each by itself: it selects from
+    each, or has scales for each."""
+    return all(
+        each.by_segments
+        if isinstance(each, Sparsifier)
+        else isinstance(each, Quantizer) and not each.one_by_one
+        for each in (base.at(inf), *base.rungs.values())
+    )
 
 
 def _compresses(base: Compressor) -> bool:
@@ -196,11 +209,13 @@ class Settings:
                 )
 
     def make_granularity(self) -> Granularity:
-        """How buckets are cut into the units that are compressed as one tensor. A quantizer's units
-        have scales for each tensor, unless the user asks for granularity "bucket"."""
-        as_one = whole_buckets(self.granularity, self.base, self.policy)
-        segments = as_one and self.granularity != "bucket" and isinstance(self.base, Quantizer)
-        return Granularity(self.base, as_one, self.dense_below, segments)
+        """How buckets are cut into the units that are compressed as one tensor. The tensors of a
+        quantizer's unit have scales of their own, unless the user asks for granularity "bucket";
+        those of a sparsifier's unit keep elements of their own with granularity "layer"."""
+        whole = whole_buckets(self.granularity, self.base, self.policy)
+        by_layer = self.granularity == "layer" or isinstance(self.base, Quantizer)
+        segments = by_layer and self.granularity != "bucket" and _by_segments(self.base)
+        return Granularity(self.base, whole, self.dense_below, whole and segments)
 
     def stateful(self) -> list[Policy | Compressor]:
         """The objects that hold the state of one model: no two sessions may share them."""

@@ -129,10 +129,12 @@ class Sizes:
     def _pieces(self, cf: float) -> list[Piece]:
         """The tensors that a step at `cf` sends, with their compressors."""
         pieces = [self._piece(parameter, cf) for parameter in self.parameters.values()]
-        if self.granularity.as_one:
-            numel = sum(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
+        if self.granularity.whole_buckets:
+            lengths = tuple(prod(piece.shape) for piece in pieces if piece.cf != DENSE)
             pieces = [piece for piece in pieces if piece.cf == DENSE]
-            pieces += [self._compressed((numel,), cf)] if numel else []
+            if sum(lengths):
+                segments = tuple(filter(None, lengths)) if self.granularity.segments else ()
+                pieces.append(self._compressed((sum(lengths),), cf)._replace(segments=segments))
         return pieces
 
     def _piece(self, parameter: ModelParameter, cf: float) -> Piece:

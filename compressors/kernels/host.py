@@ -35,6 +35,7 @@ from compressors.kernels.blocks import (
     ThresholdSearch,
 )
 from compressors.kernels.reference import Found, Kernels, by_householder
+from compressors.kernels.segments import segments_of
 
 _ROW = 2048  # elements summed in the array's own precision; sums of rows are added in double
 _TINY = 1e-20  # a float32 sum of squares below this is inexact: squares below 1e-38 vanish
@@ -431,6 +432,27 @@ class Host(Kernels):
     def select(self, x: Tensor, k: int, add: Tensor | None) -> Selected:
         with np.errstate(all="ignore"):
             return _gather(x.numpy(), k, _array(add)).selected()
+
+    def select_segments(
+        self, x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...], add: Tensor | None
+    ) -> Selected:
+        segments, total = segments_of(lengths, counts), 0.0
+        array, latest = x.numpy(), _array(add)
+        indices = np.empty(int(segments.counts.sum()), np.int32)
+        with np.errstate(all="ignore"):
+            for start, stop, k, first in segments.long:
+                piece = None if latest is None else latest[start:stop]
+                found = _gather(array[start:stop], k, piece)
+                np.add(found.largest()[0], start, out=indices[first : first + k])
+                total += found.total
+            if short := segments.short:
+                values = array.take(short.at)
+                if latest is not None:
+                    values += latest.take(short.at)
+                    array[short.at] = values
+                total += checked_norm(block_square(values), values)
+                indices[short.out] = short.select(np.abs(values))
+        return _selected(indices, array.take(indices), total)
 
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
         array = x.numpy()

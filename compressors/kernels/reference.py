@@ -20,6 +20,7 @@ from compressors.kernels.blocks import (
     ThresholdSearch,
     fill_up,
 )
+from compressors.kernels.segments import positions_by_sorting, segments_of
 
 Found = TypeVar("Found")
 
@@ -185,6 +186,21 @@ class Kernels:
         the start of their tensor; total: of all. None, and nothing is done, if it is impossible to
         select in all at once."""
         return None
+
+    def select_segments(
+        self, x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...], add: Tensor | None
+    ) -> Selected:
+        """`select` of counts[i] elements in segment i of x, whose length is lengths[i]. Positions
+        count from the start of x. The number of operations does not grow with that of segments."""
+        total, segments = self._added(x, add), segments_of(lengths, counts)
+        numbers = torch.arange(len(lengths), device=x.device)
+        of = self.spread(numbers, segments.lengths).expand(x.numel())
+        # Sorted, the selected elements of a segment are its first ones.
+        ahead = torch.from_numpy(segments.starts - segments.firsts)
+        ahead = self.spread(ahead.to(x.device, non_blocking=True), segments.counts)
+        ranks = torch.arange(int(segments.counts.sum()), device=x.device) + ahead
+        indices = positions_by_sorting(x.abs(), of, ranks)
+        return Selected(indices, x.index_select(0, indices), total)
 
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
         """The elements whose magnitude reaches `threshold` (rounded to the dtype of `x`).

@@ -70,6 +70,7 @@ GOALS = {
     "PowerSGD hook": "",
     "CF 10": "",
     "CF 100": "<= 1.6",
+    "CF 100 by layer": "",
     "goodput at CF 100": "<= 1.6",
     "bf16 rung": "<= 1.1",
     "int8 rung": "<= 1.5",
@@ -81,6 +82,7 @@ GOALS = {
 CFS = {
     "CF 10": 10.0,
     "CF 100": 100.0,
+    "CF 100 by layer": 100.0,
     "goodput at CF 100": 100.0,
     "bf16 rung": 2.0,
     "int8 rung": 4.0,
@@ -159,7 +161,11 @@ def _contender(name: str, shapes: Shapes, rank: int, optimizer_name: str) -> Cal
         if name.startswith("goodput"):
             policy = Held()
             policy.cf = cf
-        compressor = AdaptiveCompressor(Ladder(rungs, above="topk"), policy=policy)
+        compressor = AdaptiveCompressor(
+            Ladder(rungs, above="topk"),
+            policy=policy,
+            granularity="layer" if name.endswith("by layer") else "auto",
+        )
         compressor.attach(model, optimizer=optimizer)
 
     def step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def _wait_for_collectives() -> None:
             setattr(dist, name, waiting(getattr(dist, name)))
 
 
-def _calls(rank: int, kind: str, cf: float, layers: int) -> int:
+def _calls(rank: int, kind: str, cf: float, layers: int, **options: Any) -> int:
     _wait_for_collectives()
     torch.manual_seed(0)
     model = DDP(_Net(layers))
@@ -77,7 +78,8 @@ def _calls(rank: int, kind: str, cf: float, layers: int) -> int:
         optimizer = torch.optim.SGD(parameters, 1e-3, momentum=0.9, weight_decay=1e-2)
     else:
         optimizer = torch.optim.AdamW(parameters, 1e-3)
-    AdaptiveCompressor(policy=Fixed(cf)).attach(model, optimizer=optimizer)
+    options = {"policy": Fixed(cf), **options}
+    AdaptiveCompressor(**options).attach(model, optimizer=optimizer)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -97,3 +99,14 @@ def test_a_step_takes_as_many_for_hundreds_of_tensors_as_for_ten(kind: str, cf: 
     few, many = (run_ranks(2, _calls, kind, cf, layers)[0] for layers in (10, 400))
     assert 0 < few <= MOST[cf]
     assert many <= 1.02 * few  # now and then the watch compares one gradient more
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"granularity": "layer"}, MOST[100.0]), ({"policy": "gravac-paper"}, 250)],
+)
+def test_so_does_a_step_that_selects_from_each_tensor(options: dict[str, Any], most: int) -> None:
+    of = "sgd", 100.0
+    few, many = (run_ranks(2, partial(_calls, **options), *of, n)[0] for n in (10, 400))
+    assert 0 < few <= most
+    assert many <= 1.02 * few

@@ -131,7 +131,9 @@ def test_a_ring_of_neighbours(world_size: int) -> None:
             assert same(way["reports"], results[0]["ways"][name]["reports"])
             assert all(way["nonfinite"])
         sent = results[0]["bytes"]  # rank 0 writes the record
-        assert result["bytes"]["counted"] == sent["told"] == pytest.approx(5 * sent["forecast"])
+        assert result["bytes"]["counted"] == sent["told"]
+        # In the first step, before DDP cuts its buckets, each tensor has a list of indices.
+        assert sent["told"] == pytest.approx(5 * sent["forecast"], rel=1e-3)
         trained = result["trained"]
         for name in trained:
             assert torch.equal(trained[name], results[0]["trained"][name])

@@ -67,6 +67,15 @@ class Triton(Kernels):
         kernels: Any = _selection(x, add, least=2 * rows) or super()
         return kernels.select_rows(x, rows, k, add)
 
+    def select_segments(
+        self, x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...], add: Tensor | None
+    ) -> Selected:
+        if x.numel() < 2 or not fits(x, add):
+            return super().select_segments(x, lengths, counts, add)
+        from compressors.kernels.triton import segments
+
+        return segments.select_segments(x, lengths, counts, add)
+
     def select_above(self, x: Tensor, threshold: Scalar, k: int, add: Tensor | None) -> Selected:
         kernels: Any = _selection(x, add) or super()
         return kernels.select_above(x, threshold, k, add)
