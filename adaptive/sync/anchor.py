@@ -346,7 +346,8 @@ def check_anchor(
     require(whole, "'sync' has lost parameters")
     moving = named if moves else set()
     fits = state["moving"].keys() == moving
-    require(fits, f"'sync: moving' must have {len(moving)} parameters, got {len(state['moving'])}")
+    told = f"(the outer momentum) must have {len(moving)} parameters, got {len(state['moving'])}"
+    require(fits, f"'sync: moving' {told}")
     require(len(state["flights"]) <= most, f"'sync: flights' must be {most} at most")
 
 

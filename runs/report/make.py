@@ -158,7 +158,8 @@ def difference_notes(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         links.setdefault(run.link or "no emulated link", []).append(run.name)
         workers = f"{run.workers} worker{'' if run.workers == 1 else 's'}"
-        sizes.setdefault(workers if run.workers else "not known", []).append(run.name)
+        if run.workers:  # else it is not known
+            sizes.setdefault(workers, []).append(run.name)
     differ = (
         ("links", links, "steps/s and measured seconds"),
         ("numbers of workers", sizes, "quality after equal steps, bytes and seconds"),

@@ -354,9 +354,13 @@ def test_a_state_without_the_moments_of_updates_is_refused() -> None:
         (
             ("sync", "moving"),
             {"0.weight": torch.zeros(480)},
-            "'sync: moving' must have 6 parameters",
+            "'sync: moving' (the outer momentum) must have 6 parameters",
         ),
-        (("sync", "moving"), {}, "'sync: moving' must have 6 parameters, got 0"),
+        (
+            ("sync", "moving"),
+            {},
+            "'sync: moving' (the outer momentum) must have 6 parameters, got 0",
+        ),
         (("synchronisation",), "x", "synchronisation is 'x', expected 'LocalSteps"),
         (("sync", "flights", "0", "due"), 1.0, "'sync: flights: due' must be int"),
         (("sync", "flights", "0"), {"due": 2}, "sync: flights has lost compressed, mean"),
