@@ -66,6 +66,7 @@ WAYS = [
     ("topk", {"exchange": "voted_indices"}),
     ("dgc+int8", {"exchange": "voted_indices"}),
     ("dgc", {"granularity": "layer"}),
+    ("topk", {"granularity": "layer"}),
     ("randomk", {"exchange": "all_reduce"}),
     ("powersgd", {}),
     ("sketch", {}),

@@ -112,6 +112,7 @@ def _balance(rank: int, base: str, options: dict[str, Any], bad_at: int | None) 
         ("topk", {"exchange": "sharded"}),
         ("topk", {"exchange": "voted_indices"}),
         ("dgc", {"granularity": "layer"}),
+        ("topk", {"granularity": "layer"}),
         ("randomk", {"exchange": "all_reduce"}),
         ("int8", {}),
     ],

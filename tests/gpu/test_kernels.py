@@ -59,6 +59,23 @@ def test_the_bytes_on_the_wire_are_those_of_the_host(name: str, numel: int) -> N
     assert torch.equal(*wires)
 
 
+@pytest.mark.parametrize("name", ["topk", "topk+fp32"])
+def test_the_bytes_of_segments_are_those_of_the_host(name: str) -> None:
+    lengths = (1, 700, 4097, 64, 64, 262_144, 2048, 1_000_003)
+    compressor, gradient = make_compressor(name), _gradient(sum(lengths))
+    wires = []
+    for where in ("cpu", "cuda"):
+        memory = torch.zeros(sum(lengths), device=where)
+        spec = Spec(lengths, 100.0, key=KEY)
+        payload = compressor.compress(memory, spec, gradient.to(where))
+        for each in (payload, compressor.smaller(payload, 5.0)):
+            wire = torch.empty(each.nbytes, dtype=torch.uint8, device=where)
+            each.write(wire)
+            wires.append(wire.cpu())
+    assert torch.equal(wires[0], wires[2])
+    assert torch.equal(wires[1], wires[3])
+
+
 @pytest.mark.parametrize("name", [name for name in compressor_names() if name != "none"])
 @pytest.mark.parametrize("numel", [1000, 262_147])
 def test_a_payload_means_the_same_on_the_host(name: str, numel: int) -> None:
