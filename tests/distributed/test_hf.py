@@ -38,7 +38,9 @@ class Accelerated:
         self.model, self.optimizer = self.accelerator.prepare(
             bare := net(), optimizer_of(optimizer, bare.parameters())
         )
-        self.compressor = AdaptiveCompressor(policy="fixed", cf_range=(10, 10), granularity="layer")
+        self.compressor = AdaptiveCompressor(
+            "topk+fp32", (10, 10), policy="fixed", granularity="layer"
+        )
         self.compressor.attach(self.model, optimizer=self.optimizer)
         self.accelerator.register_for_checkpointing(self.compressor)
         self.clip = clip
@@ -116,7 +118,7 @@ def _train(
     from adaptive.integrations.hf import AdaptiveCompressionCallback
 
     callback = AdaptiveCompressionCallback(
-        policy="fixed", cf_range=(10, 10), granularity="layer", **options
+        base="topk+fp32", policy="fixed", cf_range=(10, 10), granularity="layer", **options
     )
     arguments = TrainingArguments(
         output_dir=folder,

@@ -67,7 +67,9 @@ def _fit(
     saving = ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1
     )
-    callback = AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10), granularity="layer")
+    callback = AdaptiveCompressionCallback(
+        base="topk+fp32", policy="fixed", cf_range=(10, 10), granularity="layer"
+    )
     # Lightning would save the resumed run at its end, and the ranks meet before they are saved.
     saves = ckpt_path is None
     callbacks = [callback, saving] if saves else [callback]
@@ -158,7 +160,7 @@ def _trains_after_an_error(rank: int, folder: str) -> tuple[list[str], torch.Ten
     warnings.simplefilter("ignore")
     module, told = lightning_module("adamw"), []
     callbacks = [
-        AdaptiveCompressionCallback(policy="fixed", cf_range=(10, 10)),
+        AdaptiveCompressionCallback(base="topk+fp32", policy="fixed", cf_range=(10, 10)),
         OnExceptionCheckpoint(folder),
         Fails(),
     ]

@@ -57,7 +57,9 @@ class Run:
         self.clock = Clock()
         options = {"policy": Scripted(CFS), "cf_range": (2, 100), "granularity": "layer"}
         options |= {**OPTIONS[name], "network": Network(clock=self.clock)}
-        self.compressor = AdaptiveCompressor("topk", **options)
+        # The first step after loading compresses tensor by tensor. With values in full precision
+        # that is the same.
+        self.compressor = AdaptiveCompressor("topk+fp32", **options)
         self.compressor.attach(self.model, optimizer=self.optimizer if handed_over else None)
 
     def train(self, rank: int, start: int, stop: int) -> torch.Tensor:
@@ -471,7 +473,7 @@ def _resharded(rank: int) -> dict[str, Any]:
     logging.getLogger("adaptive").setLevel(logging.INFO)
     model = DDP(small_net(torch.float32), process_group=groups[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    alone = AdaptiveCompressor("topk", (2, 100), policy=Scripted(CFS))
+    alone = AdaptiveCompressor("topk+fp32", (2, 100), policy=Scripted(CFS))
     alone.attach(model, optimizer=optimizer)
     optimizer.load_state_dict(moments)
     alone.load_state_dict(gathered[0])

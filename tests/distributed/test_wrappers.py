@@ -130,7 +130,7 @@ def _fabric(rank: int, folder: str) -> dict[str, Any]:
         fabric.launch()
         model = net()
         model, optimizer = fabric.setup(model, optimizer_of("adamw", model.parameters()))
-        compressor = AdaptiveCompressor(policy="fixed", cf_range=(10, 10), granularity="layer")
+        compressor = AdaptiveCompressor("topk+fp32", (10, 10), policy="fixed", granularity="layer")
         compressor.attach(model, optimizer=optimizer)
         return fabric, model, optimizer, compressor
 
