@@ -90,8 +90,8 @@ class Unit:
     too.) base: the compressor for all CFs. levels: the CFs at which the unit is measured, one for
     each CF that the step measures. parts: the parts that the unit covers, in order. dtype: of the
     bucket. segments: lengths of the tensors with quantization scales, or with numbers of kept
-    elements, of their own; (): one tensor.
-    shards: number of shards, each compressed separately; above 1 the unit is a whole bucket.
+    elements, of their own; (): one tensor. shards: number of shards, each compressed separately;
+    above 1 the unit is a whole bucket.
     """
 
     start: int

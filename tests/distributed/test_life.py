@@ -233,7 +233,7 @@ def test_a_compressor_that_is_detached_between_backward_and_step_leaves_equal_gr
             assert moved > 1e-4, name
 
 
-def _detached_before_or_after_a_step(rank: int, **settings: Any) -> float:
+def _detached_before_or_after_a_step(rank: int, settings: dict[str, Any]) -> float:
     """How far apart the two models come to rest."""
     ends = []
     for before in (True, False):
@@ -261,7 +261,7 @@ def _detached_before_or_after_a_step(rank: int, **settings: Any) -> float:
 def test_momentum_counts_once_if_a_compressor_is_detached_between_backward_and_step(
     settings: dict[str, Any],
 ) -> None:
-    found = run_ranks(2, _detached_before_or_after_a_step, limit=60, timeout=20, **settings)
+    found = run_ranks(2, _detached_before_or_after_a_step, settings, limit=60, timeout=20)
     assert max(found) < 1e-6
 
 
